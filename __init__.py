@@ -1,0 +1,1 @@
+"""attnforge: generated attention kernels for mixed-mask multimodal training."""

@@ -1,0 +1,68 @@
+"""The one argument of every kernel: a plain struct whose text goes into kernels and launcher alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
+ABI = 1
+
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One member: C type, name and meaning. All members are 8 or 4 bytes wide, wide ones first."""
+
+    ctype: str
+    name: str
+    text: str
+
+
+def _fields() -> tuple[Field, ...]:
+    pointers = [Field("void*", name, "(batch, heads, seq, head_dim), strides below") for name in TENSORS]
+    pointers += [
+        Field("float*", "lse", "(batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row"),
+        Field("float*", "delta", "(batch, heads_q, padded_q) row sums of dout * out"),
+        Field("float*", "dq_accum", "(batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order"),
+        Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
+        Field("const int*", "ends", "(seq_k)"),
+        Field("int*", "tile_count", "(tiles) visited tiles of each owned tile"),
+        Field("int*", "tile_order", "(tiles) owned tiles, the one with most work first"),
+        Field("int*", "tile_list", "(tiles, list_stride) visited tile * 2 + (1 if it needs the mask)"),
+        Field("int*", "turn", "(tiles, list_stride) deterministic dq: whose turn each visit is; else null"),
+        Field("int*", "semaphore", "(batch, heads_q, tiles_m) deterministic dq: turns taken; else null"),
+        Field("const void*", "reserved", "zero"),
+    ]
+    strides = [
+        Field("long long", f"{name}_{axis}", f"stride of {name} along {word}, in elements")
+        for name in TENSORS
+        for axis, word in (("batch", "batch"), ("head", "heads"), ("row", "the sequence"))
+    ]
+    scalars = [
+        Field("int", "batch", ""),
+        Field("int", "heads_q", ""),
+        Field("int", "heads_kv", "divides heads_q"),
+        Field("int", "seq_q", ""),
+        Field("int", "seq_k", ""),
+        Field("int", "tiles_m", "ceil(seq_q / tile_m)"),
+        Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
+        Field("int", "list_stride", "entries per row of tile_list"),
+        Field("int", "padded_q", "tiles_m * tile_m"),
+        Field("int", "threads", "CPU threads to use"),
+        Field("float", "scale", "softmax scale, multiplies q k^T"),
+        Field("float", "scale_log2", "scale * log2(e)"),
+    ]
+    return (*pointers, *strides, *scalars)
+
+
+FIELDS = _fields()
+
+
+def struct() -> str:
+    """C text of `struct Params`, identical in every kernel and in the launcher."""
+    rows = [
+        f"    {f.ctype} {f.name};" + (f"  // {f.text}" if f.text else "")
+        for f in FIELDS
+    ]
+    return "\n".join(("struct Params {", *rows, "};"))

@@ -1,0 +1,51 @@
+"""`Plan`: what follows from a spec by arithmetic. Launch geometry, shared memory, registers, feasibility."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnforge.codegen.spec import Spec
+
+
+class Infeasible(ValueError):
+    """The spec cannot run on its target; the message says what does not fit and by how much."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. The grid is one-dimensional: the product of the sizes named in `grid`.
+
+    Names: `batch`, `heads_q`, `heads_kv`, `tiles_m`, `tiles_n`. The block index decodes in the order
+    the kernel documents. On the CPU `threads` and `shared_bytes` are 0 and the function is called once.
+    """
+
+    symbol: str
+    grid: tuple[str, ...]
+    threads: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the launcher and the template need to know about one spec.
+
+    `constants` are the numbers the template prints by name in its constexpr block, family by family.
+    """
+
+    spec: Spec
+    template: str  # path under templates/
+    suffix: str  # of the source file: ".cu" or ".cpp"
+    launches: tuple[Launch, ...]  # run in this order on one stream
+    schedule: tuple[Launch, ...]  # fill tile_count, tile_order, tile_list from starts/ends (spans only)
+    owner: str  # which tiles own lists: "m" (forward) or "n" (backward)
+    registers: int  # 32-bit registers a thread needs at least, by count of live tiles; 0 on the CPU
+    dq_accum: bool = False  # needs the fp32 dq workspace
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def make_plan(spec: Spec) -> Plan:
+    """Plan of `spec`, or `Infeasible` with the reason."""
+    from attnforge.codegen import plan_cpu, plan_sm80
+
+    return {"cpu": plan_cpu, "sm80": plan_sm80}[spec.problem.arch.family].make_plan(spec)

@@ -1,0 +1,78 @@
+"""Spec -> source text: the one Jinja environment and the checks that keep generated code readable."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from attnforge.codegen import params
+from attnforge.codegen.plan import Plan, make_plan
+from attnforge.codegen.spec import Spec
+
+TEMPLATES = Path(__file__).parent.parent / "templates"
+MAX_COLUMNS = 120
+
+
+class RenderError(RuntimeError):
+    """The rendered text breaks a rule of form (see `_check`): a defect of the template, not of the user."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rendered text of one variant with the plan it was made from."""
+
+    spec: Spec
+    plan: Plan
+    text: str
+
+    @property
+    def file_name(self) -> str:
+        return self.spec.slug + self.plan.suffix
+
+
+@cache
+def environment() -> Environment:
+    """Strict: an undefined name raises. Trimmed: block tags leave no blank lines behind."""
+    env = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    env.globals["params_struct"] = params.struct()
+    return env
+
+
+def knobs(spec: Spec) -> list[tuple[str, int, str]]:
+    """(name, value, meaning) of each tuning field, for the provenance header."""
+    return [
+        (f.name, int(getattr(spec.tuning, f.name)), f.metadata["text"])
+        for f in dataclasses.fields(spec.tuning)
+    ]
+
+
+def render(spec: Spec) -> Source:
+    """Source of `spec`; raises `Infeasible` if it cannot run. The same spec gives the same bytes for ever."""
+    plan = make_plan(spec)
+    template = environment().get_template(plan.template)
+    text = template.render(spec=spec, plan=plan, c=plan.constants, knobs=knobs(spec))
+    _check(text, plan.template)
+    return Source(spec, plan, text)
+
+
+def _check(text: str, template: str) -> None:
+    if "\n\n\n" in text:
+        raise RenderError(f"{template}: two blank lines in a row")
+    if not text.endswith("\n") or text.endswith("\n\n"):
+        raise RenderError(f"{template}: must end with exactly one newline")
+    for number, line in enumerate(text.splitlines(), 1):
+        if line != line.rstrip() or "\t" in line:
+            raise RenderError(f"{template}: line {number} has trailing space or a tab: {line!r}")
+        if len(line) > MAX_COLUMNS and "asm" not in line:
+            raise RenderError(f"{template}: line {number} is {len(line)} columns wide: {line!r}")

@@ -1,0 +1,231 @@
+"""One value, `Spec`, names a kernel variant; slug, symbol, CLI flags and cache key all derive from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Direction(Enum):
+    """Which half of the operator the kernel computes."""
+
+    FORWARD = "fwd"
+    BACKWARD = "bwd"
+
+
+class Arch(Enum):
+    """Compilation target. SM90 is Hopper running the mma.sync family."""
+
+    CPU = "cpu"
+    SM80 = "sm80"
+    SM86 = "sm86"
+    SM89 = "sm89"
+    SM90 = "sm90"
+    SM120 = "sm120"
+
+    @property
+    def is_gpu(self) -> bool:
+        return self is not Arch.CPU
+
+    @property
+    def family(self) -> str:
+        """Folder under templates/ that holds this target's algorithms."""
+        return "sm80" if self.is_gpu else "cpu"
+
+    @property
+    def nvcc_name(self) -> str:
+        """The architecture as nvcc and NVRTC spell it, e.g. `sm_80`."""
+        return f"sm_{self.value[2:]}"
+
+
+class DType(Enum):
+    """Element type of q, k, v, out and their gradients."""
+
+    FLOAT32 = "fp32"
+    BFLOAT16 = "bf16"
+    FLOAT16 = "fp16"
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class Mask(Enum):
+    """Which (query i, key j) pairs are visible.
+
+    full: all. causal: j <= i + seq_k - seq_q (bottom-right aligned). spans: starts[j] <= i < ends[j].
+    """
+
+    FULL = "full"
+    CAUSAL = "causal"
+    SPANS = "spans"
+
+
+def knob(code: str, text: str) -> Any:
+    """A tuning field: `code` is its short name in slugs, `text` its one-line meaning."""
+    return field(metadata={"code": code, "text": text})
+
+
+@dataclass(frozen=True)
+class CpuForward:
+    """Tuning of the CPU forward kernel."""
+
+    tile_m: int = knob("m", "query rows per tile")
+    tile_n: int = knob("n", "keys per tile")
+    lanes: int = knob("l", "float lanes of one vector register")
+    rows: int = knob("r", "query rows of the register block")
+    cols: int = knob("c", "vector registers per row of the register block")
+
+
+@dataclass(frozen=True)
+class CpuBackward:
+    """Tuning of the CPU backward kernel."""
+
+    tile_m: int = knob("m", "query rows per tile")
+    tile_n: int = knob("n", "keys per tile")
+    lanes: int = knob("l", "float lanes of one vector register")
+    rows: int = knob("r", "rows of the register block")
+    cols: int = knob("c", "vector registers per row of the register block")
+
+
+@dataclass(frozen=True)
+class Sm80Forward:
+    """Tuning of the mma.sync forward kernel."""
+
+    tile_m: int = knob("m", "query rows per block")
+    tile_n: int = knob("n", "keys per step of the main loop")
+    warps: int = knob("w", "warps per block; each owns tile_m / warps query rows")
+    stages: int = knob("s", "shared-memory buffers for K and for V")
+    q_in_regs: bool = knob("q", "keep the Q fragments in registers instead of shared memory")
+
+
+@dataclass(frozen=True)
+class Sm80Backward:
+    """Tuning of the mma.sync backward kernel (one block owns a key tile and walks the query tiles)."""
+
+    tile_m: int = knob("m", "query rows per step of the main loop")
+    tile_n: int = knob("n", "keys per block")
+    warps: int = knob("w", "warps per block")
+    stages: int = knob("s", "shared-memory buffers for Q and for dO")
+    warps_sdp: int = knob("a", "warps along the queries in S and dP; the rest split the keys")
+    warps_dkv: int = knob("b", "warps along the keys in dK and dV; the rest split head_dim")
+    warps_dq: int = knob("c", "warps along the queries in dQ; the rest split head_dim")
+    v_in_regs: bool = knob("v", "keep the V fragments of dP in registers")
+
+
+Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward
+
+TUNINGS: dict[tuple[str, Direction], type[Tuning]] = {
+    ("cpu", Direction.FORWARD): CpuForward,
+    ("cpu", Direction.BACKWARD): CpuBackward,
+    ("sm80", Direction.FORWARD): Sm80Forward,
+    ("sm80", Direction.BACKWARD): Sm80Backward,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What must be computed; everything else about a kernel is a choice."""
+
+    direction: Direction
+    arch: Arch
+    dtype: DType
+    head_dim: int
+    mask: Mask
+    align: int = 16  # bytes that every row start of q, k, v, dout is a multiple of: 16, 8, 4 or 2
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One kernel variant: a problem and the tuning that solves it."""
+
+    problem: Problem
+    tuning: Tuning
+
+    def __post_init__(self) -> None:
+        expected = TUNINGS[self.problem.arch.family, self.problem.direction]
+        if type(self.tuning) is not expected:
+            raise TypeError(
+                f"tuning: got {type(self.tuning).__name__}, but {self.problem.arch.value} "
+                f"{self.problem.direction.value} takes {expected.__name__}"
+            )
+
+    @property
+    def slug(self) -> str:
+        """File-name-safe identity, e.g. `fwd_sm80_bf16_d128_spans_a16_m128_n64_w4_s1_q0`."""
+        p = self.problem
+        head = f"{p.direction.value}_{p.arch.value}_{p.dtype.value}_d{p.head_dim}_{p.mask.value}_a{p.align}"
+        knobs = (
+            f"{f.metadata['code']}{int(getattr(self.tuning, f.name))}"
+            for f in dataclasses.fields(self.tuning)
+        )
+        return "_".join((head, *knobs))
+
+    @property
+    def symbol(self) -> str:
+        """Name of the main `extern "C"` function; what profilers show."""
+        return f"attnforge_{self.slug}"
+
+    def to_cli(self) -> str:
+        """Arguments of `cli.py render` that reproduce this spec."""
+        p = self.problem
+        words = [
+            f"--direction {p.direction.value}",
+            f"--arch {p.arch.value}",
+            f"--dtype {p.dtype.value}",
+            f"--head-dim {p.head_dim}",
+            f"--mask {p.mask.value}",
+            f"--align {p.align}",
+        ]
+        words += [
+            f"--set {f.name}={int(getattr(self.tuning, f.name))}"
+            for f in dataclasses.fields(self.tuning)
+        ]
+        return " ".join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON value; `from_json` inverts it."""
+        p = self.problem
+        return {
+            "direction": p.direction.value,
+            "arch": p.arch.value,
+            "dtype": p.dtype.value,
+            "head_dim": p.head_dim,
+            "mask": p.mask.value,
+            "align": p.align,
+            "tuning": {
+                f.name: int(getattr(self.tuning, f.name)) for f in dataclasses.fields(self.tuning)
+            },
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Spec:
+        """Rebuild a spec; a missing or unknown field is a ValueError that names it."""
+        try:
+            problem = Problem(
+                Direction(data["direction"]),
+                Arch(data["arch"]),
+                DType(data["dtype"]),
+                int(data["head_dim"]),
+                Mask(data["mask"]),
+                int(data["align"]),
+            )
+        except KeyError as error:
+            raise ValueError(f"spec: field {error} is missing") from error
+        return Spec(problem, make_tuning(problem, data.get("tuning", {})))
+
+
+def make_tuning(problem: Problem, values: dict[str, int]) -> Tuning:
+    """Build the tuning of `problem`'s family from integers by field name (all required, none unknown)."""
+    cls = TUNINGS[problem.arch.family, problem.direction]
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown, missing = values.keys() - fields.keys(), fields.keys() - values.keys()
+    if unknown or missing:
+        raise ValueError(
+            f"tuning of {problem.arch.value} {problem.direction.value}: "
+            f"unknown {sorted(unknown)}, missing {sorted(missing)}; fields are {list(fields)}"
+        )
+    typed = {n: bool(v) if fields[n].type in (bool, "bool") else int(v) for n, v in values.items()}
+    return cls(**typed)  # type: ignore[arg-type]
