@@ -1,0 +1,190 @@
+"""BAGEL's packed attention mask as two int32 per key, and the dense definition it is checked against.
+
+A pack is samples (documents) laid end to end, each cut into splits with a mode:
+
+- `causal` (text): a row sees its split up to itself, and everything earlier in its sample;
+- `full` (clean image, ViT): a row sees its whole split, and everything earlier in its sample;
+- `noise` (image being denoised): as `full`, but later splits do not see it.
+
+For every order of modes the rows that see key j are one interval (the proof is in docs of the mask):
+
+    starts[j] = j if its split is causal else first row of its split
+    ends[j]   = end of its split if it is noise else end of its sample
+
+Example: one sample of a 2-token text, a 2-token noise image and a 1-token text:
+
+    >>> mask = PackedMask([5], [2, 2, 1], ["causal", "noise", "causal"], torch.device("cpu"))
+    >>> mask.starts.tolist(), mask.ends.tolist()
+    ([0, 1, 2, 2, 4], [5, 5, 4, 4, 5])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+
+from attnforge.runtime.masks import Spans
+
+MODES = ("causal", "full", "noise")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A run of tokens under one mode: rows [start, end) of the pack, in the sample that ends at `sample_end`."""
+
+    start: int
+    end: int
+    sample: int
+    sample_end: int
+    mode: str
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of this split's keys."""
+        length = self.end - self.start
+        if self.mode == "noise":
+            return length * length
+        if self.mode == "full":
+            return length * (self.sample_end - self.start)
+        return length * (self.sample_end - self.start) - length * (length - 1) // 2
+
+
+def cut(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Sequence[str]) -> list[Split]:
+    """Splits of a pack with their positions; zero-length splits and samples are allowed and change nothing.
+
+    Raises ValueError naming the argument: a negative length, an unknown mode, lists of different lengths, or
+    splits whose borders do not include every sample border.
+    """
+    _check(sample_lens, split_lens, attn_modes)
+    bounds = [0, *accumulate(sample_lens)]
+    splits, sample, start = [], 0, 0
+    for index, (length, mode) in enumerate(zip(split_lens, attn_modes, strict=True)):
+        end = start + length
+        # A zero-length split on a border may belong to either side: it has no tokens, so it does not matter.
+        while sample + 1 < len(sample_lens) and bounds[sample + 1] <= start:
+            sample += 1
+        if length and end > bounds[sample + 1]:
+            raise ValueError(
+                f"split_lens: split {index} covers rows {start} to {end} and crosses the end of sample {sample} "
+                f"at row {bounds[sample + 1]}; the splits of each sample must add up to its length"
+            )
+        splits.append(Split(start, end, sample, bounds[sample + 1], mode))
+        start = end
+    return splits
+
+
+def _check(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Sequence[str]) -> None:
+    for name, lengths in (("sample_lens", sample_lens), ("split_lens", split_lens)):
+        for index, length in enumerate(lengths):
+            if length < 0:
+                raise ValueError(f"{name}: entry {index} is {length}; lengths must be 0 or more")
+    if len(split_lens) != len(attn_modes):
+        raise ValueError(
+            f"attn_modes: {len(attn_modes)} modes for {len(split_lens)} split_lens; there must be one mode a split"
+        )
+    for index, mode in enumerate(attn_modes):
+        if mode not in MODES:
+            raise ValueError(f"attn_modes: entry {index} is {mode!r}; modes are {', '.join(MODES)}")
+    if sum(split_lens) != sum(sample_lens):
+        raise ValueError(
+            f"split_lens: {sum(split_lens)} tokens in all, but sample_lens has {sum(sample_lens)}; "
+            "the splits must add up to the samples"
+        )
+    if sum(sample_lens) == 0:
+        raise ValueError("sample_lens: the pack has no token")
+
+
+class PackedMask(Spans):
+    """BAGEL's mask of one pack of S = sum(sample_lens) tokens: `starts`, `ends` int32 (S,) on `device`.
+
+    `used` is BAGEL's `sequence_length`: the number of real tokens. What follows (flex training appends one
+    padding sample to reach a fixed S) must be whole samples. With padding="skip" no row sees or is seen by them:
+    their rows of the output are zero, as in BAGEL, where padding attends to zeros, and cost nothing. With
+    padding="compute" they are ordinary samples. Without `used` no sample is known to be padding.
+
+    Only a table of one line a split is copied to the device, asynchronously; rows are expanded there.
+    Raises ValueError naming the argument (see `cut`).
+    """
+
+    def __init__(
+        self,
+        sample_lens: Sequence[int],
+        split_lens: Sequence[int],
+        attn_modes: Sequence[str],
+        device: torch.device | str,
+        *,
+        used: int | None = None,
+        padding: Literal["skip", "compute"] = "skip",
+    ) -> None:
+        if padding not in ("skip", "compute"):
+            raise ValueError(f"padding: {padding!r}; it is 'skip' or 'compute'")
+        splits = cut(sample_lens, split_lens, attn_modes)
+        total = splits[-1].end
+        self.used = _check_used(used, sample_lens, total)
+        self.splits = tuple(splits)
+        limit = self.used if padding == "skip" else total
+        self.pairs = sum(split.pairs for split in splits if split.start < limit)
+        super().__init__(*_expand(splits, total, limit, torch.device(device)))
+
+
+def _check_used(used: int | None, sample_lens: Sequence[int], total: int) -> int:
+    if used is None:
+        return total
+    if used not in (0, *accumulate(sample_lens)):
+        raise ValueError(
+            f"used: {used} real tokens end inside a sample; padding must be whole samples at the end"
+        )
+    return used
+
+
+def _expand(
+    splits: Sequence[Split], total: int, limit: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """starts, ends int32 (total,) on `device`; keys from row `limit` on are visible to nobody (0, 0)."""
+    causal = -1  # such a key starts at its own row
+    table = torch.tensor(
+        [
+            [split.end for split in splits],
+            [causal if split.mode == "causal" else split.start for split in splits],
+            [split.end if split.mode == "noise" else split.sample_end for split in splits],
+        ],
+        dtype=torch.int32,
+    )
+    if device.type == "cuda":
+        table = table.pin_memory()  # else the copy below would wait for the device
+    split_end, first, last = table.to(device, non_blocking=True)
+    row = torch.arange(total, dtype=torch.int32, device=device)
+    index = torch.searchsorted(split_end, row, right=True)  # right: steps over zero-length splits
+    first, last = first[index], last[index]
+    real = row < limit
+    return torch.where(real, torch.where(first == causal, row, first), 0), torch.where(real, last, 0)
+
+
+def visible_from_definition(
+    sample_lens: Sequence[int],
+    split_lens: Sequence[int],
+    attn_modes: Sequence[str],
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """BAGEL's predicate written out, bool (S, S), [query, key]: the independent oracle of `PackedMask`.
+
+    Key j is visible to query i iff they share a sample, and (j <= i or they share a full or noise split), and
+    (j is not noise or they share its split). For small sizes and tests: it holds S x S.
+    """
+    _check(sample_lens, split_lens, attn_modes)
+    names = [MODES.index(mode) for mode in attn_modes]
+    mode = torch.repeat_interleave(torch.tensor(names), torch.tensor(split_lens)).to(device)
+    split = torch.repeat_interleave(torch.arange(len(split_lens)), torch.tensor(split_lens)).to(device)
+    sample = torch.repeat_interleave(torch.arange(len(sample_lens)), torch.tensor(sample_lens)).to(device)
+    row = torch.arange(mode.numel(), device=device)
+    same_sample = sample[:, None] == sample[None, :]
+    same_split = split[:, None] == split[None, :]
+    before = row[None, :] <= row[:, None]
+    whole = same_split & (mode != MODES.index("causal"))[None, :]
+    hidden = (mode == MODES.index("noise"))[None, :] & ~same_split
+    visible: torch.Tensor = same_sample & (before | whole) & ~hidden
+    return visible

@@ -1,0 +1,92 @@
+"""`Case`: one attention call to verify and time (shapes, mask and dtype), and the tensors to do it with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime.masks import Causal, Spans
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BACKWARD_FLOPS = 2.5  # of the forward's: five matrix products for two
+
+
+class Inputs(NamedTuple):
+    """q, dout (B, Hq, Sq, D); k, v (B, Hkv, Sk, D); views of (B, S, H, D) memory, as projections leave it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named problem instance. `pairs` are the visible (query, key) pairs of one head of one batch entry."""
+
+    name: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    dtype: DType
+    mask: Causal | Spans | None
+    pairs: int
+    device: torch.device
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def mask_kind(self) -> Mask:
+        return Mask.FULL if self.mask is None else self.mask.kind
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype.value]
+
+    def flops(self, direction: Direction) -> float:
+        """Arithmetic of the visible pairs: 4 * heads * head_dim * pairs forward, 2.5 times that backward."""
+        forward = 4.0 * self.batch * self.heads_q * self.head_dim * self.pairs
+        return forward * (BACKWARD_FLOPS if direction is Direction.BACKWARD else 1.0)
+
+    def problem(self, direction: Direction, arch: Arch) -> Problem:
+        """What a kernel for this case must solve; `inputs` are aligned to 16 bytes wherever head_dim allows."""
+        row = self.head_dim * self.dtype.bytes
+        align = next(size for size in (16, 8, 4, 2) if row % size == 0)
+        if arch is Arch.CPU:
+            align = min(align, 4)
+        return Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align)
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Standard normal tensors, the same for the same seed on the same device."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def draw(heads: int, length: int) -> torch.Tensor:
+            shape = (self.batch, length, heads, self.head_dim)
+            values = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
+            return values.to(self.torch_dtype).transpose(1, 2)
+
+        q, k = draw(self.heads_q, self.seq_q), draw(self.heads_kv, self.seq_k)
+        return Inputs(q, k, draw(self.heads_kv, self.seq_k), draw(self.heads_q, self.seq_q))
+
+
+def full_case(name: str, shape: tuple[int, int, int, int, int], dtype: DType, device: torch.device) -> Case:
+    """Without a mask; shape is (batch, heads_q, heads_kv, length, head_dim)."""
+    batch, heads_q, heads_kv, length, head_dim = shape
+    return Case(
+        name, batch, heads_q, heads_kv, length, length, head_dim, dtype, None, length * length, device
+    )
+
+
+def causal_case(name: str, shape: tuple[int, int, int, int, int], dtype: DType, device: torch.device) -> Case:
+    """Causal; shape as in `full_case`."""
+    batch, heads_q, heads_kv, length, head_dim = shape
+    pairs = length * (length + 1) // 2
+    return Case(name, batch, heads_q, heads_kv, length, length, head_dim, dtype, Causal(), pairs, device)

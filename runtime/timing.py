@@ -1,0 +1,128 @@
+"""Timing of one call on its device: events on CUDA, the wall clock on the CPU; medians of what was seen."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of `repeats` timed calls."""
+
+    median: float
+    best: float
+    worst: float
+    repeats: int
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Timing:
+        return Timing(statistics.median(samples), min(samples), max(samples), len(samples))
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: `seconds` of timed calls, but between `least` and `repeats` of them.
+
+    A first timed call slower than `give_up_ms` (0: never) is the only one: it has lost already.
+    """
+
+    seconds: float = 0.3
+    repeats: int = 50
+    least: int = 3
+    give_up_ms: float = 0.0
+    warmups: int = 1
+
+    def count(self, first_ms: float) -> int:
+        """Timed calls to make in all, when the first took `first_ms`."""
+        if self.give_up_ms and first_ms > self.give_up_ms:
+            return 1
+        return max(self.least, min(self.repeats, int(self.seconds * 1e3 / max(first_ms, 1e-3))))
+
+
+def effort(device: torch.device) -> Effort:
+    """Enough for a stable median: CPUs run for seconds where GPUs run for milliseconds."""
+    return Effort(seconds=2.0, repeats=9) if device.type == "cpu" else Effort()
+
+
+def rotations(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
+    """Copies of the inputs to rotate through, so that none is still in the L2 cache from the call before."""
+    if device.type != "cuda":
+        return 1
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    cache: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(8, max(1, -(-2 * cache // max(size, 1))))
+
+
+def rotate(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """`tensors` and as many copies (same strides) as `rotations` says."""
+    copies = rotations(tensors, device) - 1
+    return [tensors, *(tuple(map(torch.clone, tensors)) for _ in range(copies))]
+
+
+def measure(
+    call: Call, inputs: Sequence[tuple[Any, ...]], device: torch.device, how: Effort | None = None
+) -> Timing:
+    """Time `call(*inputs[n % len(inputs)])`."""
+    return measure_interleaved({"": call}, inputs, device, how)[""]
+
+
+def measure_interleaved(
+    calls: Mapping[str, Call],
+    inputs: Sequence[tuple[Any, ...]],
+    device: torch.device,
+    how: Effort | None = None,
+) -> dict[str, Timing]:
+    """Time several calls in turns, so that drifts of clock and load hit all of them alike."""
+    how = how or effort(device)
+    run = _run_cuda if device.type == "cuda" else _run_cpu
+    samples: dict[str, list[float]] = {}
+    for name, call in calls.items():
+        if how.warmups:
+            run([call] * how.warmups, [inputs[0]] * how.warmups, device)
+        samples[name] = run([call], [inputs[-1]], device)
+    counts = {name: how.count(times[0]) for name, times in samples.items()}
+    order = [name for turn in range(1, max(counts.values())) for name in calls if turn < counts[name]]
+    turns = dict.fromkeys(calls, 0)
+    arguments = []
+    for name in order:
+        arguments.append(inputs[turns[name] % len(inputs)])
+        turns[name] += 1
+    for name, ms in zip(order, run([calls[name] for name in order], arguments, device), strict=True):
+        samples[name].append(ms)
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def _run_cpu(calls: Sequence[Call], arguments: Sequence[tuple[Any, ...]], _: torch.device) -> list[float]:
+    times = []
+    for call, args in zip(calls, arguments, strict=True):
+        start = time.perf_counter()
+        call(*args)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def _run_cuda(
+    calls: Sequence[Call], arguments: Sequence[tuple[Any, ...]], device: torch.device
+) -> list[float]:
+    """All calls are queued behind a short sleep, so that the device never waits for the host."""
+    pairs = []
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(2_000_000)  # about a millisecond
+        for call, args in zip(calls, arguments, strict=True):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            call(*args)
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) for start, end in pairs]

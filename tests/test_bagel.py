@@ -1,0 +1,144 @@
+"""BAGEL's packs: spans against the predicate, the packaged workloads against what their generator counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnforge.bagel.models import MODELS
+from attnforge.bagel.packing import MODES, PackedMask, visible_from_definition
+from attnforge.bagel.tiles import EMPTY, FULL, PARTIAL, tile_map
+from attnforge.bagel.workloads import names, workload
+
+CPU = torch.device("cpu")
+
+# A sample is a list of (length, mode); lengths of zero and samples without splits are part of the format.
+splits = st.tuples(st.integers(0, 7), st.sampled_from(MODES))
+packs = st.lists(st.lists(splits, max_size=6), min_size=1, max_size=5).filter(
+    lambda samples: any(length for sample in samples for length, _ in sample)
+)
+
+
+def lists(samples: list[list[tuple[int, str]]]) -> tuple[list[int], list[int], list[str]]:
+    """sample_lens, split_lens, attn_modes of a drawn pack."""
+    flat = [split for sample in samples for split in sample]
+    return (
+        [sum(length for length, _ in sample) for sample in samples],
+        [length for length, _ in flat],
+        [mode for _, mode in flat],
+    )
+
+
+def visible(mask: PackedMask) -> torch.Tensor:
+    row = torch.arange(mask.starts.numel())[:, None]
+    return (mask.starts[None] <= row) & (row < mask.ends[None])
+
+
+@settings(max_examples=400, deadline=None)
+@given(packs)
+def test_spans_equal_the_definition(samples: list[list[tuple[int, str]]]) -> None:
+    args = lists(samples)
+    mask = PackedMask(*args, CPU)
+    assert mask.starts.dtype == mask.ends.dtype == torch.int32
+    assert torch.equal(visible(mask), visible_from_definition(*args))
+    assert mask.pairs == int(visible(mask).sum())
+
+
+@settings(max_examples=200, deadline=None)
+@given(packs, st.integers(1, 9))
+def test_padding_is_skipped_or_computed(samples: list[list[tuple[int, str]]], pad: int) -> None:
+    documents, split_lens, modes = lists(samples)
+    used = sum(documents)
+    args = ([*documents, pad], [*split_lens, pad], [*modes, "causal"])
+    skipped = PackedMask(*args, CPU, used=used)
+    expected = visible_from_definition(*args)
+    assert torch.equal(visible(PackedMask(*args, CPU, used=used, padding="compute")), expected)
+    expected[used:] = False
+    assert torch.equal(visible(skipped), expected)
+    assert skipped.pairs == int(expected.sum())
+    assert not skipped.starts[used:].any()
+    assert not skipped.ends[used:].any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(packs, st.integers(1, 9), st.integers(1, 9))
+def test_tile_kinds_equal_a_dense_count(
+    samples: list[list[tuple[int, str]]], tile_m: int, tile_n: int
+) -> None:
+    mask = PackedMask(*lists(samples), CPU)
+    dense = visible(mask)
+    kinds = tile_map(mask, dense.shape[0], tile_m, tile_n).kinds
+    for m, rows in enumerate(dense.split(tile_m)):
+        for n, tile in enumerate(rows.split(tile_n, dim=1)):
+            expected = FULL if tile.all() else PARTIAL if tile.any() else EMPTY
+            assert kinds[m, n] == expected, (m, n)
+
+
+def test_example_of_the_docstring() -> None:
+    mask = PackedMask([5], [2, 2, 1], ["causal", "noise", "causal"], CPU)
+    assert mask.starts.tolist() == [0, 1, 2, 2, 4]
+    assert mask.ends.tolist() == [5, 5, 4, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (([4], [2, 1], ["causal", "full"]), "split_lens: 3 tokens in all, but sample_lens has 4"),
+        (([2, 2], [3, 1], ["causal", "full"]), "split_lens: split 0 .* crosses the end of sample 0"),
+        (([3], [3], ["casual"]), "attn_modes: entry 0 is 'casual'; modes are causal, full, noise"),
+        (([3], [4, -1], ["full", "full"]), "split_lens: entry 1 is -1"),
+        (([-3], [3], ["full"]), "sample_lens: entry 0 is -3"),
+        (([3], [3], ["full", "full"]), "attn_modes: 2 modes for 1 split_lens"),
+        (([], [], []), "sample_lens: the pack has no token"),
+        (([0], [0], ["full"]), "sample_lens: the pack has no token"),
+    ],
+)
+def test_bad_packs_name_the_argument(args: tuple[list[int], list[int], list[str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedMask(*args, CPU)
+
+
+def test_padding_must_be_whole_samples() -> None:
+    with pytest.raises(ValueError, match="used: 3 real tokens end inside a sample"):
+        PackedMask([4, 2], [4, 2], ["full", "causal"], CPU, used=3)
+    with pytest.raises(ValueError, match="padding: 'drop'"):
+        PackedMask([4], [4], ["full"], CPU, padding="drop")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", names())
+def test_workload_counts(name: str) -> None:
+    """Pairs and 128-tile counts equal those that the generator of workloads.json took from dense masks."""
+    pack = workload(name)
+    mask = pack.mask(CPU, padding="compute")
+    assert mask.starts.numel() == pack.tokens == pack.facts["S"]
+    assert mask.pairs == pack.facts["nnz"] == int((mask.ends.long() - mask.starts).sum())
+    skipped = pack.mask(CPU)
+    assert skipped.pairs == pack.facts["nnz"] - pack.facts["nnz_pad"]
+    tiles = tile_map(mask, pack.tokens, 128, 128)
+    counted = {"full": tiles.count(FULL), "partial": tiles.count(PARTIAL), "empty": tiles.count(EMPTY)}
+    assert counted == pack.facts["blocks128"]
+
+
+def test_vit_images_see_themselves_only() -> None:
+    pack = workload("pretrain/0")
+    mask = pack.vit_mask(CPU)
+    assert mask.pairs == sum(length**2 for length in pack.vit_lens)
+    with pytest.raises(ValueError, match="t2i_lowres/0 has no image"):
+        workload("t2i_lowres/0").vit_mask(CPU)
+
+
+def test_unknown_pack_lists_the_names() -> None:
+    with pytest.raises(ValueError, match="there is no 'pretrain/9'; packs are pretrain/0, "):
+        workload("pretrain/9")
+
+
+def test_model_heads() -> None:
+    shapes = {name: (m.heads_q, m.heads_kv, m.head_dim) for name, m in MODELS.items()}
+    assert shapes == {
+        "7B": (28, 4, 128),
+        "1.5B": (12, 2, 128),
+        "0.5B": (14, 2, 64),
+        "vit": (16, 16, 72),
+    }
