@@ -1,1 +1,39 @@
-"""attnforge: generated attention kernels for mixed-mask multimodal training."""
+"""attnforge: generated, compiled, searched attention kernels for mixed-mask multimodal training.
+
+    out = attnforge.attention(q, k, v, mask)   # mask: None, attnforge.Causal(), attnforge.Spans(starts, ends)
+
+Importing this package imports neither torch nor anything else: names are loaded at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnforge import bagel as bagel
+    from attnforge.runtime.masks import Causal as Causal
+    from attnforge.runtime.masks import Spans as Spans
+    from attnforge.runtime.ops import attention as attention
+
+__all__ = ["Causal", "Spans", "attention", "bagel"]
+
+_HOME = {
+    "attention": "attnforge.runtime.ops",
+    "Causal": "attnforge.runtime.masks",
+    "Spans": "attnforge.runtime.masks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "bagel":
+        return importlib.import_module("attnforge.bagel")
+    if name not in _HOME:
+        raise AttributeError(f"module 'attnforge' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,69 @@
+"""Mask values of the public API: which (query i, key j) pairs `attention` looks at. No mask (None) is full."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attnforge.codegen.spec import Mask
+
+
+class Causal:
+    """Key j is visible to query i when j <= i + seq_k - seq_q (bottom-right aligned, as in flash-attn).
+
+    With seq_q > seq_k the first seq_q - seq_k queries see no key: zero output, lse -inf, zero gradients.
+    """
+
+    kind: ClassVar[Mask] = Mask.CAUSAL
+
+    def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:
+        """Dense bool mask (seq_q, seq_k), True = visible. For small sizes and tests."""
+        query = torch.arange(seq_q, device=device)[:, None]
+        key = torch.arange(seq_k, device=device)[None]
+        return key <= query + (seq_k - seq_q)
+
+    def __repr__(self) -> str:
+        return "Causal()"
+
+
+class Spans:
+    """Key j is visible to the queries starts[j] <= i < ends[j]; an empty interval hides the key.
+
+    `starts`, `ends`: int32 (seq_k) on the device of q, the same for every batch entry and head. Tile schedules
+    are cached per pair of tensors; an in-place change that bumps their version counter is noticed, one that
+    hides from it (through `.data`) is not.
+    """
+
+    kind: ClassVar[Mask] = Mask.SPANS
+
+    def __init__(self, starts: Tensor, ends: Tensor) -> None:
+        """Raises TypeError or ValueError for anything but two int32 vectors of one length on one device."""
+        _check_vector("starts", starts)
+        _check_vector("ends", ends)
+        if starts.shape != ends.shape:
+            raise ValueError(f"ends: got length {ends.shape[0]}, expected the length of starts, {starts.shape[0]}")
+        if starts.device != ends.device:
+            raise ValueError(f"ends: is on {ends.device}, but starts is on {starts.device}; move one of them")
+        self.starts = starts
+        self.ends = ends
+
+    def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:
+        """Dense bool mask (seq_q, seq_k), True = visible. For small sizes and tests."""
+        if self.starts.shape[0] != seq_k:
+            raise ValueError(f"mask: starts has length {self.starts.shape[0]}, but there are {seq_k} keys")
+        query = torch.arange(seq_q, device=device)[:, None]
+        return (self.starts.to(device)[None] <= query) & (query < self.ends.to(device)[None])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(seq_k={self.starts.shape[0]}, device={self.starts.device})"
+
+
+def _check_vector(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int32 tensor of length seq_k")
+    if value.dtype != torch.int32:
+        raise ValueError(f"{name}: got dtype {value.dtype}, expected torch.int32; use {name}.to(torch.int32)")
+    if value.dim() != 1:
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected one dimension, (seq_k)")
