@@ -34,7 +34,7 @@ MODES = ("causal", "full", "noise")
 
 @dataclass(frozen=True)
 class Split:
-    """A run of tokens under one mode: rows [start, end) of the pack, in the sample that ends at `sample_end`."""
+    """A run of tokens under one mode: rows [start, end), in a sample that ends at `sample_end`."""
 
     start: int
     end: int
@@ -69,8 +69,8 @@ def cut(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Seque
             sample += 1
         if length and end > bounds[sample + 1]:
             raise ValueError(
-                f"split_lens: split {index} covers rows {start} to {end} and crosses the end of sample {sample} "
-                f"at row {bounds[sample + 1]}; the splits of each sample must add up to its length"
+                f"split_lens: split {index} covers rows {start} to {end} and crosses the end of "
+                f"sample {sample} at row {bounds[sample + 1]}; splits must add up to samples"
             )
         splits.append(Split(start, end, sample, bounds[sample + 1], mode))
         start = end
@@ -84,7 +84,7 @@ def _check(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Se
                 raise ValueError(f"{name}: entry {index} is {length}; lengths must be 0 or more")
     if len(split_lens) != len(attn_modes):
         raise ValueError(
-            f"attn_modes: {len(attn_modes)} modes for {len(split_lens)} split_lens; there must be one mode a split"
+            f"attn_modes: {len(attn_modes)} modes for {len(split_lens)} split_lens; give one mode a split"
         )
     for index, mode in enumerate(attn_modes):
         if mode not in MODES:
@@ -102,9 +102,9 @@ class PackedMask(Spans):
     """BAGEL's mask of one pack of S = sum(sample_lens) tokens: `starts`, `ends` int32 (S,) on `device`.
 
     `used` is BAGEL's `sequence_length`: the number of real tokens. What follows (flex training appends one
-    padding sample to reach a fixed S) must be whole samples. With padding="skip" no row sees or is seen by them:
-    their rows of the output are zero, as in BAGEL, where padding attends to zeros, and cost nothing. With
-    padding="compute" they are ordinary samples. Without `used` no sample is known to be padding.
+    padding sample to reach a fixed S) must be whole samples. With padding="skip" they neither see nor are
+    seen: their rows of the output are zero, as in BAGEL, where padding attends to zeros, and cost nothing.
+    With padding="compute" they are ordinary samples. Without `used` no sample is known to be padding.
 
     Only a table of one line a split is copied to the device, asynchronously; rows are expanded there.
     Raises ValueError naming the argument (see `cut`).

@@ -1,4 +1,4 @@
-"""Which tiles of a mask a kernel visits, on the host: for pictures, tables and tests of the device's schedule."""
+"""Which tiles of a mask a kernel visits, found on the host: for pictures, tables and tests of schedules."""
 
 from __future__ import annotations
 

@@ -42,9 +42,7 @@ class Workload:
     def vit_mask(self, device: torch.device | str) -> PackedMask:
         """The mask of SigLIP's attention: each image is a sample of one full split."""
         if not self.vit_lens:
-            raise ValueError(
-                f"workload {self.name} has no image for the vision encoder; take a pretrain/ pack"
-            )
+            raise ValueError(f"pack: {self.name} has no image for the vision encoder; take a pretrain/ one")
         return PackedMask(self.vit_lens, self.vit_lens, ["full"] * len(self.vit_lens), device)
 
 
