@@ -23,7 +23,7 @@ def _fields() -> tuple[Field, ...]:
     pointers = [Field("void*", name, "(batch, heads, seq, head_dim), strides below") for name in TENSORS]
     pointers += [
         Field("float*", "lse", "(batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row"),
-        Field("float*", "delta", "(batch, heads_q, padded_q) row sums of dout * out"),
+        Field("float*", "delta", "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out"),
         Field("float*", "dq_accum", "(batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order"),
         Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
         Field("const int*", "ends", "(seq_k)"),

@@ -46,6 +46,8 @@ class Plan:
 
 def make_plan(spec: Spec) -> Plan:
     """Plan of `spec`, or `Infeasible` with the reason."""
-    from attnforge.codegen import plan_cpu, plan_sm80
-
-    return {"cpu": plan_cpu, "sm80": plan_sm80}[spec.problem.arch.family].make_plan(spec)
+    if spec.problem.arch.family == "cpu":
+        from attnforge.codegen.plan_cpu import make_plan as make
+    else:
+        from attnforge.codegen.plan_sm80 import make_plan as make
+    return make(spec)

@@ -46,7 +46,13 @@ def environment() -> Environment:
         autoescape=False,
     )
     env.globals["params_struct"] = params.struct()
+    env.filters["operands"] = operands
     return env
+
+
+def operands(numbers: list[int]) -> str:
+    """PTX operand list `{%0, %1}`; as a filter because its first two characters open a Jinja block."""
+    return "{" + ", ".join(f"%{n}" for n in numbers) + "}"
 
 
 def knobs(spec: Spec) -> list[tuple[str, int, str]]:

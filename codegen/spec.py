@@ -72,22 +72,25 @@ def knob(code: str, text: str) -> Any:
 class CpuForward:
     """Tuning of the CPU forward kernel."""
 
-    tile_m: int = knob("m", "query rows per tile")
+    tile_m: int = knob("m", "query rows per tile, a multiple of lanes * cols")
     tile_n: int = knob("n", "keys per tile")
+    heads: int = knob("h", "query heads of one kv head that share each packed K and V tile")
     lanes: int = knob("l", "float lanes of one vector register")
-    rows: int = knob("r", "query rows of the register block")
+    rows: int = knob("r", "rows of the register block")
     cols: int = knob("c", "vector registers per row of the register block")
+    pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
 
 
 @dataclass(frozen=True)
 class CpuBackward:
     """Tuning of the CPU backward kernel."""
 
-    tile_m: int = knob("m", "query rows per tile")
-    tile_n: int = knob("n", "keys per tile")
+    tile_m: int = knob("m", "query rows per tile, a multiple of lanes * cols")
+    tile_n: int = knob("n", "keys per tile, a multiple of lanes * cols")
     lanes: int = knob("l", "float lanes of one vector register")
     rows: int = knob("r", "rows of the register block")
     cols: int = knob("c", "vector registers per row of the register block")
+    pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,6 @@ class Sm80Backward:
     warps_sdp: int = knob("a", "warps along the queries in S and dP; the rest split the keys")
     warps_dkv: int = knob("b", "warps along the keys in dK and dV; the rest split head_dim")
     warps_dq: int = knob("c", "warps along the queries in dQ; the rest split head_dim")
-    v_in_regs: bool = knob("v", "keep the V fragments of dP in registers")
 
 
 Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward

@@ -1,0 +1,72 @@
+"""The search space: every feasible spec of a problem, the one to try first in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.spec import Direction, Problem, Sm80Backward, Sm80Forward, Spec, Tuning
+
+# Tried first when nothing was measured: (largest head_dim, tuning), in order of preference. The shapes are
+# FlashAttention-2's choices for these head dims; large tiles come first, smaller ones serve 99 KB targets.
+FORWARD_GUESSES = (
+    (64, Sm80Forward(128, 128, 4, 1, False)),
+    (128, Sm80Forward(128, 64, 4, 2, False)),
+    (128, Sm80Forward(128, 64, 4, 1, False)),
+    (256, Sm80Forward(64, 64, 4, 1, False)),
+    (256, Sm80Forward(64, 32, 4, 1, False)),
+)
+BACKWARD_GUESSES = (
+    (64, Sm80Backward(64, 128, 8, 2, 4, 8, 4)),
+    (64, Sm80Backward(64, 128, 8, 1, 4, 8, 4)),
+    (128, Sm80Backward(64, 128, 8, 2, 2, 4, 2)),
+    (128, Sm80Backward(64, 128, 8, 2, 2, 8, 4)),
+    (128, Sm80Backward(64, 64, 8, 1, 4, 4, 4)),
+    (128, Sm80Backward(64, 64, 4, 1, 4, 4, 4)),
+    (128, Sm80Backward(32, 64, 4, 1, 2, 4, 2)),
+)
+
+
+def candidates(problem: Problem) -> Iterator[Spec]:
+    """Feasible specs of `problem`, best guesses first, none twice."""
+    seen = set()
+    for tuning in _tunings(problem):
+        if tuning in seen:
+            continue
+        seen.add(tuning)
+        spec = Spec(problem, tuning)
+        try:
+            make_plan(spec)
+        except Infeasible:
+            continue
+        yield spec
+
+
+def why_infeasible(problem: Problem) -> str:
+    """The reason given for the first guess; for the message when `candidates` yields nothing."""
+    for tuning in _tunings(problem):
+        try:
+            make_plan(Spec(problem, tuning))
+        except Infeasible as reason:
+            return str(reason)
+    return "the search space is empty"
+
+
+def _tunings(problem: Problem) -> Iterator[Tuning]:
+    if problem.arch.family == "cpu":
+        from attnforge.codegen import space_cpu
+
+        forward = problem.direction is Direction.FORWARD
+        yield from (space_cpu.forward if forward else space_cpu.backward)(problem)
+    elif problem.direction is Direction.FORWARD:
+        yield from (tuning for limit, tuning in FORWARD_GUESSES if problem.head_dim <= limit)
+        for tile_m, tile_n, warps, stages, q_in_regs in product(
+            (128, 64, 256), (64, 128, 32, 96), (4, 8), (2, 1, 3), (False, True)
+        ):
+            yield Sm80Forward(tile_m, tile_n, warps, stages, q_in_regs)
+    else:
+        yield from (tuning for limit, tuning in BACKWARD_GUESSES if problem.head_dim <= limit)
+        for tile_m, tile_n, warps, stages in product((64, 128, 32), (128, 64), (8, 4), (2, 1)):
+            for sdp, dkv, dq in product((2, 4, 1, 8), (4, 8, 2), (2, 4, 1, 8)):
+                yield Sm80Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq)
