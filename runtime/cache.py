@@ -1,0 +1,230 @@
+"""On-disk cache of compiled kernels: one directory per (source, compiler, flags, ABI).
+
+    <root>/<slug>-<key>/kernel.cu | kernel.cpp    what was compiled
+                        kernel.cubin | kernel.so  what runs
+                        meta.json                 spec, symbol, command, resources, digest of the binary
+                        build.log                 what the compiler printed
+
+Data only: JSON and machine code, never pickle. How entries are published is in runtime/store.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnforge.codegen import params
+from attnforge.codegen.render import Source
+from attnforge.runtime import store
+from attnforge.runtime.private import BadEntry, folder, read, root
+from attnforge.runtime.toolchain import Toolchain, toolchain
+
+log = logging.getLogger("attnforge")
+
+SCHEMA = 1  # of meta.json; raised when its meaning changes
+META, MANIFEST = "meta.json", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled kernel whose bytes were checked against the digest of its build.
+
+    `binary` are the checked bytes, `path` the file they were read from, `meta` the content of meta.json.
+    """
+
+    directory: Path
+    binary: bytes
+    path: Path
+    meta: dict[str, Any]
+
+    @contextlib.contextmanager
+    def library(self) -> Iterator[str]:
+        """A path to dlopen (CPU kernels) within the `with` block: exactly the checked bytes.
+
+        They are copied into a sealed memory file, so neither a change of the file after its check nor a
+        cache on a noexec mount matters. The loader remembers libraries by path, and descriptor numbers are
+        reused, so each call spells its path differently.
+        """
+        fd = os.memfd_create(self.directory.name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            with os.fdopen(fd, "wb", closefd=False) as file:
+                file.write(self.binary)
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            unique = f"{next(_spellings):b}".replace("0", "/").replace("1", "./")
+            yield f"/proc/self/fd/{unique}{fd}"
+        finally:
+            os.close(fd)
+
+
+_spellings = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One line of `cache ls`: an entry whose binary was not read. `bytes` is its size on disk."""
+
+    directory: Path
+    meta: dict[str, Any]
+    bytes: int
+    modified: float  # seconds since the epoch
+
+
+def key(source: Source, compiler: Toolchain) -> str:
+    """Hex digest of everything that decides the binary: text, compiler, flags, launch protocol."""
+    digest = hashlib.sha256()
+    for part in (source.text, compiler.identity, *compiler.flags, str(params.ABI)):
+        data = part.encode()
+        # Length first: ("ab", "c") and ("a", "bc") must differ.
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def obtain(source: Source) -> Entry:
+    """The compiled kernel of `source`: from disk, or compiled now and published for everyone.
+
+    Raises CompileError, NoCompilerError (also when ATTNFORGE_NO_JIT=1 and it is not on disk) or CacheError.
+    """
+    compiler = toolchain(source.spec.problem.arch)
+    digest = key(source, compiler)
+    name = f"{source.spec.slug[:96]}-{digest[:16]}"
+
+    def build(directory: Path) -> None:
+        _compile(source, compiler, digest, directory)
+
+    return store.publish(name, build, lambda path: _read(path, digest))
+
+
+def _compile(source: Source, compiler: Toolchain, digest: str, directory: Path) -> None:
+    log.debug("compiling %s with %s", source.spec.slug, compiler.name)
+    built = compiler.compile(source, directory)
+    binary = (directory / built.binary_name).read_bytes()
+    meta = {
+        "schema": SCHEMA,
+        "key": digest,
+        "slug": source.spec.slug,
+        "spec": source.spec.to_json(),
+        "symbols": [launch.symbol for launch in (*source.plan.launches, *source.plan.schedule)],
+        "compiler": compiler.name,
+        "identity": compiler.identity,
+        "flags": list(compiler.flags),
+        "abi": params.ABI,
+        "command": list(built.command),
+        "seconds": round(built.seconds, 3),
+        "resources": built.resources,
+        "binary": built.binary_name,
+        "sha256": hashlib.sha256(binary).hexdigest(),
+    }
+    (directory / "build.log").write_text(built.log)
+    (directory / META).write_text(json.dumps(meta, indent=1) + "\n")
+
+
+def _meta(directory: Path) -> dict[str, Any]:
+    """Content of meta.json with the fields that reading an entry needs; BadEntry if it lacks them."""
+    meta = _json(directory / META)
+    if meta.get("schema") != SCHEMA:
+        raise BadEntry(f"{META}: schema {meta.get('schema')!r}, expected {SCHEMA}")
+    for name in ("key", "slug", "binary", "sha256", "compiler"):
+        if not isinstance(meta.get(name), str):
+            raise BadEntry(f"{META}: field {name} is missing")
+    if not isinstance(meta.get("resources"), dict) or "/" in meta["binary"]:
+        raise BadEntry(f"{META}: field resources or binary is wrong")
+    return meta
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(read(path))
+    except (ValueError, RecursionError) as error:
+        raise BadEntry(f"{path.name}: {error}") from error
+    if not isinstance(data, dict):
+        raise BadEntry(f"{path.name}: not an object")
+    return data
+
+
+def _read(directory: Path, digest: str) -> Entry:
+    meta = _meta(directory)
+    if meta["key"] != digest:
+        raise BadEntry(f"{META}: is of another kernel")
+    path = directory / meta["binary"]
+    binary = read(path)
+    if hashlib.sha256(binary).hexdigest() != meta["sha256"]:
+        raise BadEntry(f"{path.name}: digest differs from the one of its build")
+    return Entry(directory, binary, path, meta)
+
+
+# ---- Other directories of code
+
+
+def publish_directory(key: str, build: Callable[[Path], None]) -> Path:
+    """The directory `key` of the cache, filled by `build` if it is missing or any file of it has changed.
+
+    For code that is loaded by path, such as the launcher extension. `key` must name everything that decides
+    the content. The same guarantees and errors as `obtain`. `build` may also be killed at any time.
+    """
+
+    def build_with_manifest(directory: Path) -> None:
+        build(directory)
+        (directory / MANIFEST).write_text(json.dumps(_digests(directory), indent=1) + "\n")
+
+    return store.publish(key, build_with_manifest, _check_manifest)
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """Digest of each regular file below `directory` except the manifest, by relative path."""
+    files = sorted(path for path in directory.rglob("*") if stat.S_ISREG(path.lstat().st_mode))
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if path.name != MANIFEST
+    }
+
+
+def _check_manifest(directory: Path) -> Path:
+    expected = _json(directory / MANIFEST)
+    for name, digest in expected.items():
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise BadEntry(f"{MANIFEST}: {name!r} leaves the directory")
+        if hashlib.sha256(read(directory / name)).hexdigest() != digest:
+            raise BadEntry(f"{name}: digest differs from the one of its build")
+    return directory
+
+
+# ---- Looking after it
+
+
+def entries() -> list[Listing]:
+    """Compiled kernels on disk, newest first. Unreadable ones are left out: `obtain` deals with them."""
+    found = []
+    for directory in _published():
+        with contextlib.suppress(BadEntry, FileNotFoundError):
+            meta = _meta(directory)
+            size = sum(path.lstat().st_size for path in directory.iterdir())
+            found.append(Listing(directory, meta, size, directory.lstat().st_mtime))
+    return sorted(found, key=lambda listing: listing.modified, reverse=True)
+
+
+def clear() -> int:
+    """Remove everything that was compiled; returns the number of directories. Kernels in use keep running."""
+    removed = 0
+    for directory in _published():
+        store.discard(directory)
+        removed += 1
+    for path in folder(store.FAILED).iterdir():
+        store.remove(path)
+    return removed
+
+
+def _published() -> list[Path]:
+    reserved = (store.TMP, store.LOCKS, store.FAILED)
+    return [path for path in root().iterdir() if path.name not in reserved]
