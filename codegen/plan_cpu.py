@@ -1,0 +1,122 @@
+"""Plans of the CPU kernels: register blocks, scratch of a thread, and why a spec does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnforge.codegen.plan import Infeasible, Launch, Plan
+from attnforge.codegen.spec import CpuBackward, CpuForward, Direction, DType, Mask, Spec
+
+# Vector registers by float lanes: SSE/NEON (the larger of the two), AVX2, AVX-512.
+REGISTERS = {4: 32, 8: 16, 16: 32}
+SCRATCH_LIMIT = 1 << 20  # bytes on the stack of a thread; beyond it the tiles leave any L2 anyway
+HEAD_DIM_LIMIT = {Direction.FORWARD: 256, Direction.BACKWARD: 128}
+
+# 2^f on [-1/2, 1/2], minimax in relative error with the constant term 1; highest power first.
+# Relative errors 2e-9 (below half an ulp of fp32) and 2.8e-6 (weights are then rounded to bf16, 2e-3).
+EXP2_FP32 = (
+    "1.5353362e-4",
+    "1.3398875e-3",
+    "9.6184374e-3",
+    "5.5503325e-2",
+    "2.4022648e-1",
+    "6.9314720e-1",
+    "1.0",
+)
+EXP2_BF16 = ("9.5828532e-3", "5.5906426e-2", "2.4024099e-1", "6.9312419e-1", "1.0")
+
+
+def make_plan(spec: Spec) -> Plan:
+    """Plan of a CPU spec, or `Infeasible`."""
+    t = spec.tuning
+    assert isinstance(t, (CpuForward, CpuBackward))
+    _require_problem(spec)
+    _require_blocks(spec, t)
+    forward = isinstance(t, CpuForward)
+    scratch = _forward_scratch(spec, t) if isinstance(t, CpuForward) else _backward_scratch(spec, t)
+    if scratch > SCRATCH_LIMIT:
+        raise Infeasible(f"scratch: {scratch} bytes of a thread, {scratch - SCRATCH_LIMIT} more than {SCRATCH_LIMIT}")
+    schedule = spec.problem.mask is Mask.SPANS
+    return Plan(
+        spec=spec,
+        template=f"cpu/{'forward' if forward else 'backward'}.cpp.jinja",
+        suffix=".cpp",
+        launches=(Launch(spec.symbol, (), 0),),
+        schedule=(Launch(f"{spec.symbol}_schedule", (), 0),) if schedule else (),
+        owner="m" if forward else "n",
+        registers=0,
+        constants=_constants(spec, t, scratch),
+    )
+
+
+def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[str, Any]:
+    forward = isinstance(t, CpuForward)
+    includes = ["algorithm", "numeric"] if spec.problem.mask is Mask.SPANS else []
+    includes += ["cmath"] if forward else []
+    includes += ["vector"] if spec.problem.mask is Mask.SPANS and not forward else []
+    # vdpbf16ps exists for 8 and 16 lanes; other widths multiply the halves one by one.
+    dot = {16: "_mm512_dpbf16_ps", 8: "_mm256_dpbf16_ps"}.get(t.lanes) if t.pairs else None
+    return {
+        "pairs": t.pairs,
+        "dot": dot,
+        "bits": t.lanes * 32,
+        "exp2": EXP2_BF16 if t.pairs else EXP2_FP32,
+        "includes": sorted(includes),
+        "scratch_bytes": scratch,
+    }
+
+
+def _require_problem(spec: Spec) -> None:
+    p = spec.problem
+    limit = HEAD_DIM_LIMIT[p.direction]
+    if p.head_dim % 8 or not 8 <= p.head_dim <= limit:
+        raise Infeasible(
+            f"head_dim {p.head_dim}: the cpu {p.direction.value} kernel takes multiples of 8 up to {limit}"
+        )
+    if p.align < p.dtype.bytes:
+        raise Infeasible(f"align {p.align}: elements of {p.dtype.value} are aligned to {p.dtype.bytes} bytes")
+    if spec.tuning.pairs and p.dtype is not DType.BFLOAT16:  # type: ignore[union-attr]
+        raise Infeasible(f"pairs: only for bf16, not {p.dtype.value}")
+
+
+def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
+    if t.lanes not in REGISTERS:
+        raise Infeasible(f"lanes {t.lanes}: one of {', '.join(map(str, REGISTERS))}")
+    if min(t.tile_m, t.tile_n, t.rows, t.cols, getattr(t, "heads", 1)) < 1:
+        raise Infeasible("tile_m, tile_n, heads, rows and cols must be at least 1")
+    needed = t.rows * t.cols + t.cols + 1
+    if needed > REGISTERS[t.lanes]:
+        raise Infeasible(f"registers: rows x cols needs {needed}, {needed - REGISTERS[t.lanes]} more than there are")
+    panel = t.lanes * t.cols
+    if t.tile_m % panel:
+        raise Infeasible(f"tile_m {t.tile_m} is not a multiple of lanes * cols = {panel}")
+    if isinstance(t, CpuBackward) and t.tile_n % panel:
+        raise Infeasible(f"tile_n {t.tile_n} is not a multiple of lanes * cols = {panel}")
+    blocked = (t.tile_m, t.tile_n) if isinstance(t, CpuBackward) else (t.tile_n,)
+    if any(tile % t.rows or tile % 2 for tile in blocked):
+        raise Infeasible(f"tiles of rows, {blocked}, must be even multiples of rows {t.rows}")
+    if spec.problem.head_dim % t.rows:
+        raise Infeasible(f"head_dim {spec.problem.head_dim} is not a multiple of rows {t.rows}")
+
+
+def _words(spec: Spec) -> int:
+    """Words of one row: see `word` in templates/cpu/vector.h.jinja."""
+    return spec.problem.head_dim // (2 if spec.tuning.pairs else 1)  # type: ignore[union-attr]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _forward_scratch(spec: Spec, t: CpuForward) -> int:
+    """sizeof(Scratch) of templates/cpu/forward.cpp.jinja."""
+    d, words, width = spec.problem.head_dim, _words(spec), t.lanes * t.cols
+    panel = _aligned(4 * width * (words + d + 2) + 12)
+    weights = t.tile_n // 2 * width if t.pairs else 0
+    tiles = 4 * (t.tile_n * (width + 2 * words) + weights)
+    return t.heads * t.tile_m // width * panel + _aligned(tiles)
+
+
+def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
+    """Bytes of the larger scratch of templates/cpu/backward.cpp.jinja."""
+    raise NotImplementedError

@@ -1,0 +1,114 @@
+"""Render, compile and call one CPU kernel through ctypes: what test_cpu_kernels.py measures with."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attnforge.codegen import params
+from attnforge.codegen.render import render
+from attnforge.codegen.spec import DType, Mask, Spec
+
+TORCH_DTYPE = {
+    DType.FLOAT32: torch.float32,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT16: torch.float16,
+}
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
+CTYPES = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+
+
+class Params(ctypes.Structure):
+    """Mirror of `struct Params`."""
+
+    _fields_ = tuple((f.name, CTYPES.get(f.ctype, ctypes.c_void_p)) for f in params.FIELDS)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D), any strides with a unit last one; spans as int32 (Sk)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    starts: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+
+
+class Kernel:
+    """A compiled spec."""
+
+    def __init__(self, spec: Spec, directory: Path, flags: tuple[str, ...] = FLAGS) -> None:
+        self.spec = spec
+        source = render(spec)
+        path = directory / source.file_name
+        path.write_text(source.text)
+        library = path.with_suffix(".so")
+        subprocess.run(["g++", *flags, str(path), "-o", str(library)], check=True)
+        self.library = ctypes.CDLL(str(library))
+
+    def forward(self, x: Inputs, threads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        """out like q, lse (B, Hq, Sq) fp32."""
+        out = torch.empty_like(x.q).fill_(math.nan)
+        lse = torch.full(x.q.shape[:3], math.nan)
+        self._call(x, {"out": out}, {"lse": lse}, threads)
+        return out, lse
+
+    def backward(
+        self, x: Inputs, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, threads: int = 2
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv like q, k, v."""
+        grads = {f"d{n}": torch.empty_like(t).fill_(math.nan) for n, t in zip("qkv", (x.q, x.k, x.v), strict=True)}
+        tile_m = self.spec.tuning.tile_m
+        padded = -(-x.q.shape[2] // tile_m) * tile_m
+        delta = torch.full((*x.q.shape[:2], padded), math.nan)
+        self._call(x, {"dout": dout, "out": out, **grads}, {"lse": lse, "delta": delta}, threads)
+        return grads["dq"], grads["dk"], grads["dv"]
+
+    def prepare(
+        self, x: Inputs, strided: dict[str, torch.Tensor], flat: dict[str, torch.Tensor], threads: int
+    ) -> Params:
+        """Params of a call; they point into the tensors given, which the caller keeps alive."""
+        p = Params()
+        for name, tensor in {"q": x.q, "k": x.k, "v": x.v, **strided}.items():
+            setattr(p, name, tensor.data_ptr())
+            for axis, stride in zip(("batch", "head", "row"), tensor.stride()[:3], strict=True):
+                setattr(p, f"{name}_{axis}", stride)
+        for name, tensor in flat.items():
+            setattr(p, name, tensor.data_ptr())
+        p.batch, p.heads_q, p.seq_q = x.q.shape[:3]
+        p.heads_kv, p.seq_k = x.k.shape[1:3]
+        tile_m, tile_n = self.spec.tuning.tile_m, self.spec.tuning.tile_n
+        p.tiles_m, p.tiles_n = -(-p.seq_q // tile_m), -(-p.seq_k // tile_n)
+        p.padded_q = p.tiles_m * tile_m
+        p.threads, p.scale, p.scale_log2 = threads, x.scale, x.scale / math.log(2)
+        return p
+
+    def schedule(self, p: Params, x: Inputs) -> list[torch.Tensor]:
+        """Fill the tile lists of `p`; returns the tensors that hold them."""
+        assert x.starts is not None
+        assert x.ends is not None
+        owned, other = p.tiles_m, p.tiles_n
+        if hasattr(self.spec.tuning, "heads") is False:
+            owned, other = other, owned
+        p.list_stride = other
+        held = [torch.empty(owned, dtype=torch.int32) for _ in range(2)]
+        held.append(torch.empty(owned, other, dtype=torch.int32))
+        p.starts, p.ends = x.starts.data_ptr(), x.ends.data_ptr()
+        p.tile_count, p.tile_order, p.tile_list = (t.data_ptr() for t in held)
+        getattr(self.library, f"{self.spec.symbol}_schedule")(ctypes.byref(p))
+        return held
+
+    def _call(
+        self, x: Inputs, strided: dict[str, torch.Tensor], flat: dict[str, torch.Tensor], threads: int
+    ) -> None:
+        p = self.prepare(x, strided, flat, threads)
+        held = self.schedule(p, x) if self.spec.problem.mask is Mask.SPANS else []
+        getattr(self.library, self.spec.symbol)(ctypes.byref(p))
+        del held

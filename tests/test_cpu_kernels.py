@@ -1,0 +1,104 @@
+"""CPU kernels against an fp64 oracle: masks, strides, GQA, tails, dtypes, empty rows; and that they fit their plans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from attnforge.codegen.spec import Arch, CpuForward, Direction, DType, Mask, Problem, Spec
+from cpu_kernel import TORCH_DTYPE, Inputs, Kernel
+
+# Largest error of out against fp64, for unit-normal inputs: a few ulps of the dtype at 1.
+OUT_LIMIT = {DType.FLOAT32: 2e-6, DType.BFLOAT16: 1.6e-2, DType.FLOAT16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+
+
+SHAPES = [
+    Shape(1, 7, 1, 131, 197),
+    Shape(2, 4, 2, 97, 1),
+    Shape(2, 2, 2, 1, 333),
+    Shape(1, 6, 2, 300, 129),
+]
+
+
+def visible(mask: Mask, x: Inputs) -> torch.Tensor:
+    """(seq_q, seq_k) bool."""
+    seq_q, seq_k = x.q.shape[2], x.k.shape[2]
+    i, j = torch.arange(seq_q)[:, None], torch.arange(seq_k)[None]
+    if mask is Mask.FULL:
+        return torch.ones(seq_q, seq_k, dtype=torch.bool)
+    if mask is Mask.CAUSAL:
+        return j <= i + seq_k - seq_q
+    assert x.starts is not None
+    assert x.ends is not None
+    return (i >= x.starts) & (i < x.ends)
+
+
+def inputs(shape: Shape, head_dim: int, dtype: DType, mask: Mask) -> Inputs:
+    """Random packed (T, H, D) tensors seen as (B, H, S, D): k and v are parts of one fused tensor."""
+    torch.manual_seed(shape.seq_q * 1000 + shape.seq_k)
+    s, kind = shape, TORCH_DTYPE[dtype]
+    q = torch.randn(s.batch, s.seq_q, s.heads_q, head_dim).to(kind).transpose(1, 2)
+    fused = torch.randn(s.batch, s.seq_k, 2 * s.heads_kv, head_dim).to(kind).transpose(1, 2)
+    k, v = fused[:, : s.heads_kv], fused[:, s.heads_kv :]
+    if mask is not Mask.SPANS:
+        return Inputs(q, k, v, head_dim**-0.5)
+    starts = torch.randint(0, s.seq_q, (s.seq_k,), dtype=torch.int32)
+    ends = starts + torch.randint(0, s.seq_q, (s.seq_k,), dtype=torch.int32)
+    starts[: s.seq_k // 2] = 0  # makes full tiles
+    ends[: s.seq_k // 2] = s.seq_q - 1  # and leaves the last query with few keys, or none
+    starts[s.seq_k // 3 : s.seq_k // 2] = ends[s.seq_k // 3 : s.seq_k // 2] = 0
+    return Inputs(q, k, v, head_dim**-0.5, starts, ends)
+
+
+def oracle(x: Inputs, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse in fp64."""
+    group = x.q.shape[1] // x.k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1) for t in (x.k, x.v))
+    scores = (x.q.double() @ k.transpose(2, 3) * x.scale).masked_fill(~visible(mask, x), -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=-1e30)[..., None]).exp()
+    return weights @ v, lse
+
+
+def problem(direction: Direction, dtype: DType, head_dim: int, mask: Mask) -> Problem:
+    return Problem(direction, Arch.CPU, dtype, head_dim, mask, dtype.bytes)
+
+
+def check_forward(kernel: Kernel, x: Inputs) -> None:
+    dtype, mask = kernel.spec.problem.dtype, kernel.spec.problem.mask
+    out, lse = kernel.forward(x)
+    expected_out, expected_lse = oracle(x, mask)
+    assert (out.double() - expected_out).abs().max() <= OUT_LIMIT[dtype]
+    empty = ~visible(mask, x).any(1)
+    assert (lse[:, :, empty] == -math.inf).all()
+    assert (out[:, :, empty] == 0).all()
+    assert torch.allclose(lse.double()[:, :, ~empty], expected_lse[:, :, ~empty], atol=2e-6, rtol=1e-6)
+    again, _ = kernel.forward(x, threads=1)
+    assert torch.equal(again, out)
+
+
+FORWARD = {
+    DType.FLOAT32: CpuForward(48, 64, 2, 16, 8, 3, False),
+    DType.BFLOAT16: CpuForward(48, 64, 3, 16, 8, 3, True),
+    DType.FLOAT16: CpuForward(64, 32, 1, 8, 4, 2, False),
+}
+
+
+@pytest.mark.parametrize("mask", Mask)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(DType.FLOAT32, 64), (DType.BFLOAT16, 72), (DType.FLOAT16, 8)])
+def test_forward(mask: Mask, dtype: DType, head_dim: int, tmp_path: Path) -> None:
+    kernel = Kernel(Spec(problem(Direction.FORWARD, dtype, head_dim, mask), FORWARD[dtype]), tmp_path)
+    for shape in SHAPES:
+        check_forward(kernel, inputs(shape, head_dim, dtype, mask))
