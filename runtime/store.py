@@ -32,7 +32,9 @@ from typing import TypeVar
 import filelock
 
 from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
-from attnforge.runtime.private import REMEDY, Absent, BadEntry, folder, reporting, root
+from attnforge.runtime.private import REMEDY, Absent, folder, reporting, root
+from attnforge.runtime.private import BadEntry as BadEntry
+from attnforge.runtime.private import read as read
 from attnforge.runtime.settings import CACHE_DIR, NO_JIT, settings
 
 log = logging.getLogger("attnforge")

@@ -1,0 +1,69 @@
+"""One cache for all tests, and the reasons for which a marked test is skipped."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from attnforge.codegen.spec import Arch
+from attnforge.runtime.errors import NoCompilerError
+from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime.toolchain import toolchain
+
+# Set to 1 where a GPU must be present: a gpu test that cannot run then fails instead of being skipped.
+REQUIRE_GPU = "ATTNFORGE_REQUIRE_GPU"
+
+hypothesis.settings.register_profile("attnforge", deadline=None)
+hypothesis.settings.load_profile("attnforge")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Point the cache into .pytest_cache: never the user's own, and kept, so that a second run compiles nothing."""
+    directory: Path = config.cache.mkdir("attnforge")  # type: ignore[union-attr]
+    os.environ[CACHE_DIR] = str(directory / "cache")
+    for name in (COMPILER, NO_JIT):
+        os.environ.pop(name, None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, saying what is missing."""
+    if item.get_closest_marker("nvcc") and (missing := no_cuda_compiler()):
+        pytest.skip(missing)
+    if item.get_closest_marker("gpu") and (missing := no_gpu()):
+        if os.environ.get(REQUIRE_GPU) == "1":
+            pytest.fail(f"{REQUIRE_GPU}=1, but {missing}")
+        pytest.skip(missing)
+
+
+@cache
+def no_cuda_compiler() -> str:
+    """Why no cubin can be made here; empty if one can."""
+    try:
+        toolchain(Arch.SM80)
+    except NoCompilerError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def no_gpu() -> str:
+    """Why no kernel can run on a GPU here; empty if one can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return ""
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test alone; not created yet."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv(CACHE_DIR, str(path))
+    return path

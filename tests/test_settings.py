@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT, settings
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CACHE_DIR, COMPILER, NO_JIT):
+        monkeypatch.delenv(name, raising=False)
+    now = settings()
+    assert now.cache_dir == platformdirs.user_cache_path("attnforge", appauthor=False)
+    assert now.compiler == "auto"
+    assert now.jit
+
+
+def test_every_call_reads_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path))
+    monkeypatch.setenv(COMPILER, "NVRTC")
+    monkeypatch.setenv(NO_JIT, "1")
+    now = settings()
+    assert (now.cache_dir, now.compiler, now.jit) == (tmp_path, "nvrtc", False)
+
+
+def test_a_relative_directory_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(CACHE_DIR, "here")
+    assert settings().cache_dir == tmp_path / "here"
+
+
+@pytest.mark.parametrize(("name", "value"), [(COMPILER, "gcc"), (NO_JIT, "yes")])
+def test_a_meaningless_value_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}='{value}'"):
+        settings()
