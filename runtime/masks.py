@@ -43,7 +43,9 @@ class Spans:
         _check_vector("starts", starts)
         _check_vector("ends", ends)
         if starts.shape != ends.shape:
-            raise ValueError(f"ends: got length {ends.shape[0]}, expected the length of starts, {starts.shape[0]}")
+            raise ValueError(
+                f"ends: got length {ends.shape[0]}, expected the length of starts, {starts.shape[0]}"
+            )
         if starts.device != ends.device:
             raise ValueError(f"ends: is on {ends.device}, but starts is on {starts.device}; move one of them")
         self.starts = starts

@@ -1,0 +1,101 @@
+"""Which variant runs a call: tuned tables first, then the search space's own best guess.
+
+The operators ask once per problem class and remember the answer; `forget` makes them ask again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec
+from attnforge.runtime import kernels, tables
+from attnforge.runtime.inputs import MASKS
+from attnforge.runtime.launcher import launcher
+
+log = logging.getLogger("attnforge")
+
+_DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
+_ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
+_ON_GPU = (DType.BFLOAT16, DType.FLOAT16)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A spec and why it was taken."""
+
+    spec: Spec
+    reason: str
+
+
+def choose(
+    problem: Problem, group: int, size: int, device: torch.device, deterministic: bool = False
+) -> Choice:
+    """The spec for `problem` on `device` with GQA ratio `group` and `size` query rows.
+
+    Raises Infeasible with the reason if there is none, ValueError for a dtype that the device has no kernels for.
+    """
+    _check_dtype(problem)
+    for spec, reason in _offers(problem, group, size, device):
+        if make_plan(spec).deterministic or not deterministic:
+            return Choice(spec, reason)
+    what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {problem.head_dim}"
+    if deterministic and next(_offers(problem, group, size, device), None):
+        raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
+    raise Infeasible(f"q: no {what}: {why_infeasible(problem)}")
+
+
+def explain(
+    problem: Problem, group: int, size: int, device: torch.device, deterministic: bool = False
+) -> str:
+    """One line: what would run, and why. Errors as `choose`."""
+    choice = choose(problem, group, size, device, deterministic)
+    return f"{choice.spec.slug}: {choice.reason}"
+
+
+def _offers(problem: Problem, group: int, size: int, device: torch.device) -> Iterator[tuple[Spec, str]]:
+    yield from tables.choose(problem, group, size, tables.device_name(device))
+    for spec in candidates(problem):
+        yield spec, f"first feasible of the search space, nothing tuned fits {tables.device_name(device)}"
+
+
+def _check_dtype(problem: Problem) -> None:
+    accepted = _ON_GPU if problem.arch.is_gpu else _ON_CPU
+    if problem.dtype not in accepted:
+        names = " and ".join(str(kernels.TORCH_DTYPES[dtype]) for dtype in accepted)
+        where = "a GPU" if problem.arch.is_gpu else "the CPU"
+        raise ValueError(
+            f"q: got dtype {kernels.TORCH_DTYPES[problem.dtype]}, accepted on {where} are {names}"
+        )
+
+
+def resolve(
+    backward: bool,
+    dtype: torch.dtype,
+    head_dim: int,
+    mask: int,
+    heads_q: int,
+    heads_kv: int,
+    seq_q: int,
+    seq_k: int,
+    align: int,
+    device: torch.device,
+    deterministic: bool,
+) -> int:
+    """Answer to launcher.cpp: the handle of the variant for a call of a class it has not met yet."""
+    direction = Direction.BACKWARD if backward else Direction.FORWARD
+    problem = Problem(direction, kernels.target(device), _DTYPES[dtype], head_dim, MASKS[mask], align)
+    choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward)
+    log.debug("%s: %s", choice.spec.slug, choice.reason)
+    return kernels.load(choice.spec, device)
+
+
+def forget() -> None:
+    """Ask again for every problem class: after a tuned table has changed."""
+    launcher()
+    torch.ops.attnforge.forget_routes()

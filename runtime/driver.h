@@ -1,0 +1,96 @@
+// The CUDA driver, opened at run time: no CUDA header and no link dependency, so that one launcher source builds
+// against every torch and runs on machines without a GPU.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace attnforge {
+
+// Entry points of libcuda.so.1 with the prototypes of cuda.h; CUresult is an int, handles are void*.
+struct Driver {
+    int (*init)(unsigned);
+    int (*error_name)(int, const char**);
+    int (*error_string)(int, const char**);
+    int (*device_get)(int*, int);
+    int (*primary_retain)(void**, int);
+    int (*context_current)(void**);
+    int (*context_set)(void*);
+    int (*module_load)(void**, const void*);
+    int (*module_function)(void**, void*, const char*);
+    int (*function_attribute)(void*, int, int);
+    int (*capture_info)(void*, int*, uint64_t*, void*, void*, void*);
+    int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+
+    void check(int result, const char* what) const {
+        if (result == 0) {
+            return;
+        }
+        const char* name = "unknown error";
+        const char* text = "";
+        error_name(result, &name);
+        error_string(result, &text);
+        TORCH_CHECK(false, "attnforge: ", what, " failed: ", name, " (", text, ")");
+    }
+};
+
+inline const Driver& driver() {
+    static const Driver loaded = [] {
+        void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+        TORCH_CHECK(library != nullptr, "attnforge: the CUDA driver library cannot be opened: ", dlerror());
+        const auto load = [library](const char* name, auto& slot) {
+            void* symbol = dlsym(library, name);
+            TORCH_CHECK(symbol != nullptr, "attnforge: libcuda.so.1 has no ", name, "; update the NVIDIA driver");
+            slot = reinterpret_cast<std::decay_t<decltype(slot)>>(symbol);
+        };
+        Driver d{};
+        load("cuInit", d.init);
+        load("cuGetErrorName", d.error_name);
+        load("cuGetErrorString", d.error_string);
+        load("cuDeviceGet", d.device_get);
+        load("cuDevicePrimaryCtxRetain", d.primary_retain);
+        load("cuCtxGetCurrent", d.context_current);
+        load("cuCtxSetCurrent", d.context_set);
+        load("cuModuleLoadData", d.module_load);
+        load("cuModuleGetFunction", d.module_function);
+        load("cuFuncSetAttribute", d.function_attribute);
+        load("cuStreamGetCaptureInfo_v2", d.capture_info);
+        load("cuLaunchKernel", d.launch);
+        d.check(d.init(0), "cuInit");
+        return d;
+    }();
+    return loaded;
+}
+
+// A fresh thread (autograd's, for one) may have no context yet; torch works in the primary one.
+inline void ensure_context(c10::Device device) {
+    const Driver& d = driver();
+    void* context = nullptr;
+    d.check(d.context_current(&context), "cuCtxGetCurrent");
+    if (context == nullptr) {
+        int ordinal = 0;
+        d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
+        d.check(d.primary_retain(&context, ordinal), "cuDevicePrimaryCtxRetain");
+        d.check(d.context_set(context), "cuCtxSetCurrent");
+    }
+}
+
+// torch's current stream of `device` as a CUstream; null on the CPU.
+inline void* current_stream(c10::Device device) {
+    return device.is_cpu() ? nullptr : c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
+// Identity of the CUDA graph capture that `stream` takes part in, 0 if none. The default stream cannot capture.
+inline uint64_t capture_id(void* stream) {
+    if (stream == nullptr) {
+        return 0;
+    }
+    int status = 0;
+    uint64_t id = 0;
+    driver().check(driver().capture_info(stream, &status, &id, nullptr, nullptr, nullptr), "cuStreamGetCaptureInfo");
+    return status == 0 ? 0 : id;
+}
+
+}  // namespace attnforge

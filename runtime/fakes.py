@@ -1,0 +1,79 @@
+"""Python's half of the operators in launcher.cpp: fake kernels for tracing, and answers to its questions.
+
+Importing this registers them, so the extension must be loaded first: use runtime/launcher.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnforge.runtime import dispatch, inputs
+
+
+def _like(x: Tensor) -> Tensor:
+    # As `like` of launcher.cpp: x's layout, as long as that leaves a unit last stride.
+    y = torch.empty_like(x)
+    return y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.register_fake("attnforge::forward")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    mask: int,
+    scale: float | None,
+    deterministic: bool = False,
+    variant: int = 0,
+) -> tuple[Tensor, Tensor]:
+    inputs.check_forward(q, k, v, starts, ends, mask, scale)
+    return _like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+@torch.library.register_fake("attnforge::backward")
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    mask: int,
+    scale: float | None,
+    deterministic: bool = False,
+    variant: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs.check_forward(q, k, v, starts, ends, mask, scale)
+    inputs.check_backward(q, dout, out, lse)
+    return _like(q), _like(k), _like(v)
+
+
+@torch.library.register_fake("attnforge::snapshot")
+def _snapshot(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.impl("attnforge::complain", "CompositeExplicitAutograd")
+def _complain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    mask: int,
+    scale: float | None,
+    dout: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    inputs.check_forward(q, k, v, starts, ends, mask, scale)
+    if dout is not None and out is not None and lse is not None:
+        inputs.check_backward(q, dout, out, lse)
+
+
+torch.library.impl("attnforge::resolve", "CompositeExplicitAutograd")(dispatch.resolve)

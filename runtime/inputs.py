@@ -1,0 +1,129 @@
+"""What is wrong with the arguments of an attention call, in words: every check names its argument.
+
+The operators test the same conditions in C++ (runtime/call.h) on every call and come here only to raise; the fake
+kernels come here always.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnforge.codegen.spec import Mask
+
+# The numbering of masks in operator schemas.
+MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_INDEX = 2**31 - 1
+_LAYOUT = {"q": "(batch, heads_q, seq_q, head_dim)", "k": "(batch, heads_kv, seq_k, head_dim)"}
+
+
+def check_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    mask: int,
+    scale: float | None,
+) -> None:
+    """Raises ValueError for the first argument that `attention` cannot take. See `attention` for what it can."""
+    if q.dtype not in DTYPES:
+        raise ValueError(
+            f"q: got dtype {q.dtype}, accepted are float32 (CPU only), bfloat16 and float16 (GPU only)"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_input(name, x, q)
+    _check_shapes(q, k, v)
+    _check_mask(q, k, starts, ends, mask)
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(
+            f"scale: got {scale}, expected a finite number above 0, or None for head_dim ** -0.5"
+        )
+
+
+def _check_input(name: str, x: Tensor, q: Tensor) -> None:
+    layout = _LAYOUT.get(name, _LAYOUT["k"])
+    if x.dim() != 4:
+        raise ValueError(
+            f"{name}: got {x.dim()} dimensions, shape {_shape(x)}, expected {layout}; "
+            f"packed (tokens, heads, head_dim) goes in as {name}.transpose(0, 1)[None]"
+        )
+    if x.device != q.device:
+        raise ValueError(
+            f"{name}: is on {x.device}, but q is on {q.device}; all inputs must be on one device"
+        )
+    if x.dtype != q.dtype:
+        raise ValueError(f"{name}: got dtype {x.dtype}, but q has {q.dtype}; all inputs must have one dtype")
+    for axis, what in enumerate(layout.strip("()").split(", ")):
+        if x.shape[axis] == 0:
+            raise ValueError(f"{name}: {what} is 0 in shape {_shape(x)}, expected at least 1")
+    if x.stride(3) != 1:
+        raise ValueError(
+            f"{name}: got stride {x.stride(3)} along head_dim, expected 1; use {name}.contiguous() "
+            "(any strides are accepted along the other dimensions)"
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if v.shape != k.shape:
+        raise ValueError(f"v: got shape {_shape(v)}, expected the shape of k, {_shape(k)}")
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: got batch {k.shape[0]}, expected the batch of q, {q.shape[0]}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k: got head_dim {k.shape[3]}, expected the head_dim of q, {q.shape[3]}")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"q: got {q.shape[1]} heads, expected a multiple of the {k.shape[1]} heads of k and v"
+        )
+    for name, length in (("q", q.shape[2]), ("k", k.shape[2])):
+        if length > MAX_INDEX // 2:
+            raise ValueError(f"{name}: got {length} rows, at most {MAX_INDEX // 2} are supported")
+    if q.shape[0] * q.shape[1] > MAX_INDEX:
+        raise ValueError(
+            f"q: got batch * heads = {q.shape[0] * q.shape[1]}, at most {MAX_INDEX} are supported"
+        )
+
+
+def _check_mask(q: Tensor, k: Tensor, starts: Tensor | None, ends: Tensor | None, mask: int) -> None:
+    if not 0 <= mask < len(MASKS):
+        raise ValueError(
+            f"mask: got code {mask}, accepted are " + ", ".join(f"{i} {m.value}" for i, m in enumerate(MASKS))
+        )
+    for name, x in (("starts", starts), ("ends", ends)):
+        if MASKS[mask] is not Mask.SPANS:
+            if x is not None:
+                raise ValueError(f"mask: {name} is given, but the mask is {MASKS[mask].value}")
+            continue
+        if x is None:
+            raise ValueError(f"mask: {name} is missing for a spans mask")
+        if x.dtype != torch.int32:
+            raise ValueError(f"mask: {name} has dtype {x.dtype}, expected torch.int32")
+        if x.dim() != 1 or x.shape[0] != k.shape[2]:
+            raise ValueError(
+                f"mask: {name} has shape {_shape(x)}, but k has {k.shape[2]} rows; expected one entry a key"
+            )
+        if x.device != q.device:
+            raise ValueError(f"mask: {name} is on {x.device}, but q is on {q.device}; move the mask there")
+        if x.stride(0) != 1 and x.shape[0] > 1:
+            raise ValueError(f"mask: {name} has stride {x.stride(0)}, expected 1; use {name}.contiguous()")
+
+
+def check_backward(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Raises ValueError if the tensors that only the backward pass takes do not belong to q."""
+    for name, x in (("dout", dout), ("out", out)):
+        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name}: got {_shape(x)} {x.dtype} on {x.device}, expected as q: {_shape(q)} {q.dtype} on {q.device}"
+            )
+    if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or lse.device != q.device:
+        raise ValueError(
+            f"lse: got {_shape(lse)} {lse.dtype} on {lse.device}, "
+            f"expected (batch, heads_q, seq_q) = {_shape(q)[:-1]} torch.float32 on {q.device}"
+        )
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

@@ -1,0 +1,104 @@
+"""From a spec to a handle that the operators take: render, obtain the binary, load it on a device; once each."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from attnforge.codegen.plan import Plan
+from attnforge.codegen.render import render
+from attnforge.codegen.spec import Arch, Direction, DType, Spec
+from attnforge.runtime import cache
+from attnforge.runtime.inputs import MASKS
+from attnforge.runtime.launcher import launcher
+
+TORCH_DTYPES = {
+    DType.FLOAT32: torch.float32,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT16: torch.float16,
+}
+
+# Compute capability -> target. A cubin runs on later minor versions of its major one.
+ARCHS = {
+    (8, 0): Arch.SM80,
+    (8, 6): Arch.SM86,
+    (8, 7): Arch.SM86,
+    (8, 9): Arch.SM89,
+    (9, 0): Arch.SM90,
+    (12, 0): Arch.SM120,
+    (12, 1): Arch.SM120,
+}
+
+_handles: dict[tuple[Spec, torch.device], int] = {}
+_lock = threading.Lock()
+
+
+def target(device: torch.device) -> Arch:
+    """Compilation target of a device. Raises ValueError for a device that no kernel exists for."""
+    if device.type == "cpu":
+        return Arch.CPU
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise ValueError(
+            f"q: is on {device}, accepted are the CPU and CUDA GPUs of compute capability 8.0 or later"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in ARCHS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in ARCHS)
+        raise ValueError(
+            f"q: is on {torch.cuda.get_device_name(device)} of compute capability "
+            f"{capability[0]}.{capability[1]}, accepted are {known}"
+        )
+    return ARCHS[capability]
+
+
+def load(spec: Spec, device: torch.device) -> int:
+    """Handle (> 0) of `spec` on `device`, compiled if it is not in the cache; the same one at every call.
+
+    Raises Infeasible, CompileError, NoCompilerError or CacheError; ValueError if the spec is not for the device.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    known = _handles.get((spec, device))
+    if known is not None:
+        return known
+    arch = spec.problem.arch
+    if arch is not target(device):
+        raise ValueError(f"spec: {spec.slug} is for {arch.value}, but {device} is {target(device).value}")
+    launcher()
+    source = render(spec)
+    entry = cache.obtain(source)
+    with _lock:
+        # Another thread may have been faster; a second copy would only take memory.
+        if (spec, device) not in _handles:
+            with entry.library() as path:
+                _handles[spec, device] = _register(source.plan, device, entry, path)
+        return _handles[spec, device]
+
+
+def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | Path) -> int:
+    problem, tuning = plan.spec.problem, plan.spec.tuning
+    launches = (*plan.launches, *plan.schedule)
+    handle = torch.ops.attnforge.add_variant(
+        binary=torch.frombuffer(bytearray(entry.binary), dtype=torch.uint8),
+        path=str(path),
+        name=plan.spec.slug,
+        device=device,
+        backward=problem.direction is Direction.BACKWARD,
+        dtype=TORCH_DTYPES[problem.dtype],
+        head_dim=problem.head_dim,
+        mask=MASKS.index(problem.mask),
+        align=problem.align,
+        tile_m=tuning.tile_m,
+        tile_n=tuning.tile_n,
+        owner_n=plan.owner == "n",
+        dq_accum=plan.dq_accum,
+        deterministic=plan.deterministic,
+        symbols=[launch.symbol for launch in launches],
+        grids=["*".join(launch.grid) for launch in launches],
+        threads=[launch.threads for launch in launches],
+        shared_bytes=[launch.shared_bytes for launch in launches],
+        launches=len(plan.launches),
+    )
+    return int(handle)

@@ -1,0 +1,286 @@
+// The attention operators: check, choose a variant, allocate, launch; and their autograd formula. Policy (which
+// variant, what to say about a bad argument) is Python's: `resolve` and `complain` are called on a miss only.
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "call.h"
+#include "schedules.h"
+
+namespace attnforge {
+namespace {
+
+using ForwardResult = std::tuple<Tensor, Tensor>;
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
+
+// ---- Params ---------------------------------------------------------------------------------------------------------
+
+struct Strided {
+    void* data;
+    long long batch, head, row;
+    explicit Strided(const Tensor& x)
+        : data(const_cast<void*>(x.const_data_ptr())), batch(x.stride(0)), head(x.stride(1)), row(x.stride(2)) {}
+};
+
+#define ATTNFORGE_SET(params, name, tensor)  \
+    do {                                     \
+        const Strided view(tensor);          \
+        (params).name = view.data;           \
+        (params).name##_batch = view.batch;  \
+        (params).name##_head = view.head;    \
+        (params).name##_row = view.row;      \
+    } while (false)
+
+Params make_params(const Call& c, const Variant& variant, const Tensor& out, const Tensor& lse) {
+    Params p{};
+    ATTNFORGE_SET(p, q, c.q);
+    ATTNFORGE_SET(p, k, c.k);
+    ATTNFORGE_SET(p, v, c.v);
+    ATTNFORGE_SET(p, out, out);
+    p.lse = const_cast<float*>(lse.const_data_ptr<float>());
+    if (c.mask == kSpans) {
+        p.starts = c.starts->const_data_ptr<int>();
+        p.ends = c.ends->const_data_ptr<int>();
+    }
+    p.batch = static_cast<int>(c.q.size(0));
+    p.heads_q = static_cast<int>(c.q.size(1));
+    p.heads_kv = static_cast<int>(c.k.size(1));
+    p.seq_q = static_cast<int>(c.q.size(2));
+    p.seq_k = static_cast<int>(c.k.size(2));
+    p.tiles_m = static_cast<int>((p.seq_q + variant.tile_m - 1) / variant.tile_m);
+    p.tiles_n = static_cast<int>((p.seq_k + variant.tile_n - 1) / variant.tile_n);
+    p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
+    p.threads = at::get_num_threads();
+    const double scale = c.scale ? *c.scale : 1.0 / std::sqrt(static_cast<double>(c.q.size(3)));
+    p.scale = static_cast<float>(scale);
+    p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+    return p;
+}
+
+void launch(const Call& c, const Variant& variant, Params& params) {
+    void* stream = current_stream(variant.device);
+    if (!variant.device.is_cpu()) {
+        ensure_context(variant.device);
+    }
+    Tensor schedule;
+    if (!variant.schedule.empty()) {
+        schedule = attach_schedule(variant, *c.starts, *c.ends, params, stream);
+    }
+    run(variant, variant.launches, params, stream);
+}
+
+// A new tensor in x's layout. Kernels need a unit last stride, which some overlapping layouts do not keep.
+Tensor like(const Tensor& x) {
+    Tensor y = at::empty_like(x);
+    return y.stride(3) == 1 ? y : at::empty(x.sizes(), x.options());
+}
+
+// ---- Operators ------------------------------------------------------------------------------------------------------
+
+ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
+                      const OptionalTensor& ends, int64_t mask, std::optional<double> scale, bool /*deterministic*/,
+                      int64_t variant_handle) {
+    const Call call{q, k, v, starts, ends, mask, scale};
+    if (!acceptable(call)) {
+        complain(call);
+    }
+    const c10::DeviceGuard guard(q.device());
+    const int64_t align = row_alignment({&q, &k, &v});
+    const Variant& variant = choose(call, false, false, align, variant_handle);
+    Tensor out = like(q);
+    Tensor lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(at::kFloat));
+    Params params = make_params(call, variant, out, lse);
+    launch(call, variant, params);
+    return {out, lse};
+}
+
+BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out_any,
+                        const Tensor& lse_any, const OptionalTensor& starts, const OptionalTensor& ends, int64_t mask,
+                        std::optional<double> scale, bool deterministic, int64_t variant_handle) {
+    const Call call{q, k, v, starts, ends, mask, scale};
+    if (!acceptable(call) || !acceptable_gradient(dout_any, out_any, lse_any, q)) {
+        complain(call, dout_any, out_any, lse_any);
+    }
+    const c10::DeviceGuard guard(q.device());
+    // Gradients come in any layout: sum() sends an expanded scalar.
+    const Tensor dout = dout_any.stride(3) == 1 ? dout_any : dout_any.contiguous();
+    const Tensor out = out_any.stride(3) == 1 ? out_any : out_any.contiguous();
+    const Tensor lse = lse_any.contiguous();
+    const int64_t align = row_alignment({&q, &k, &v, &dout, &out});
+    deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    const Variant& variant = choose(call, true, deterministic, align, variant_handle);
+    Tensor dq = like(q), dk = like(k), dv = like(v);
+    Params params = make_params(call, variant, out, lse);
+    ATTNFORGE_SET(params, dout, dout);
+    ATTNFORGE_SET(params, dq, dq);
+    ATTNFORGE_SET(params, dk, dk);
+    ATTNFORGE_SET(params, dv, dv);
+    const auto f32 = q.options().dtype(at::kFloat);
+    const Tensor delta = at::empty({q.size(0), q.size(1), params.padded_q}, f32);
+    params.delta = delta.mutable_data_ptr<float>();
+    Tensor dq_accum;
+    if (variant.dq_accum) {
+        dq_accum = at::empty({q.size(0), q.size(1), params.padded_q, q.size(3)}, f32);
+        params.dq_accum = dq_accum.mutable_data_ptr<float>();
+    }
+    launch(call, variant, params);
+    return {dq, dk, dv};
+}
+
+const auto& forward_op() {
+    static const auto op = find_op<decltype(forward)>("attnforge::forward");
+    return op;
+}
+
+const auto& backward_op() {
+    static const auto op = find_op<decltype(backward)>("attnforge::backward");
+    return op;
+}
+
+// ---- Autograd -------------------------------------------------------------------------------------------------------
+
+struct Attention : torch::autograd::Function<Attention> {
+    using Context = torch::autograd::AutogradContext;
+    using Variables = torch::autograd::variable_list;
+
+    static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const OptionalTensor& starts, const OptionalTensor& ends, int64_t mask,
+                             std::optional<double> scale, bool deterministic, int64_t variant) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        auto [out, lse] = forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, variant);
+        context->save_for_backward({q, k, v, out, lse, starts.value_or(Tensor()), ends.value_or(Tensor())});
+        context->saved_data["mask"] = mask;
+        context->saved_data["scale"] = scale;
+        context->saved_data["deterministic"] = deterministic;
+        context->mark_non_differentiable({lse});
+        context->set_materialize_grads(false);
+        return {out, lse};
+    }
+
+    static Variables backward(Context* context, Variables gradients) {
+        Variables result(9);
+        if (!gradients[0].defined()) {
+            return result;
+        }
+        const auto saved = context->get_saved_variables();
+        const auto present = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+        std::tie(result[0], result[1], result[2]) = backward_op().call(
+            gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], present(saved[5]), present(saved[6]),
+            context->saved_data["mask"].toInt(), context->saved_data["scale"].toOptional<double>(),
+            context->saved_data["deterministic"].toBool(), 0);
+        return result;
+    }
+};
+
+ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
+                               const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
+                               bool deterministic, int64_t variant) {
+    if (at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad())) {
+        auto results = Attention::apply(q, k, v, starts, ends, mask, scale, deterministic, variant);
+        return {results[0], results[1]};
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, variant);
+}
+
+BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const Tensor& out, const Tensor& lse, const OptionalTensor& starts,
+                                 const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
+                                 bool deterministic, int64_t variant) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !at::GradMode::is_enabled() || !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad()),
+        "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return backward_op().call(dout, q, k, v, out, lse, starts, ends, mask, scale, deterministic, variant);
+}
+
+template <c10::DeviceType type>
+ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
+                               const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
+                               bool deterministic, int64_t variant) {
+    const c10::impl::ExcludeDispatchKeyGuard once(at::autocast::get_autocast_dispatch_key_from_device_type(type));
+    const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
+        return at::autocast::cached_cast(dtype, x, type);
+    };
+    return forward_op().call(cast(q), cast(k), cast(v), starts, ends, mask, scale, deterministic, variant);
+}
+
+// ---- Registration of variants, from runtime/kernels.py --------------------------------------------------------------
+
+int64_t add_variant(const Tensor& binary, std::string path, std::string name, at::Device device, bool backward_pass,
+                    at::ScalarType dtype, int64_t head_dim, int64_t mask, int64_t align, int64_t tile_m, int64_t tile_n,
+                    bool owner_n, bool dq_accum, bool deterministic, std::vector<std::string> symbols,
+                    std::vector<std::string> grids, std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
+                    int64_t launches) {
+    Variant v{std::move(name), device,  backward_pass, dtype,    head_dim,     mask, align, tile_m,
+              tile_n,          owner_n, dq_accum,      deterministic, {}, {}};
+    for (size_t i = 0; i < symbols.size(); ++i) {
+        auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
+        list.push_back({symbols[i], nullptr, parse_grid(grids.at(i)), static_cast<unsigned>(threads.at(i)),
+                        static_cast<unsigned>(shared_bytes.at(i))});
+    }
+    if (device.is_cpu()) {
+        load_cpu(v, path);
+    } else {
+        load_gpu(v, binary.const_data_ptr());
+    }
+    return variants().add(std::move(v));
+}
+
+TORCH_LIBRARY(attnforge, m) {
+    const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+    m.def("forward(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
+          "bool deterministic=False, int variant=0) -> (Tensor out, Tensor lse)", tags);
+    m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? starts, Tensor? ends, "
+          "int mask, float? scale, bool deterministic=False, int variant=0) -> (Tensor dq, Tensor dk, Tensor dv)", tags);
+    m.def("snapshot(Tensor x) -> Tensor", tags);
+    // Called from C++, implemented in Python.
+    m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
+          "Tensor? dout, Tensor? out, Tensor? lse) -> ()");
+    m.def("resolve(bool backward, ScalarType dtype, int head_dim, int mask, int heads_q, int heads_kv, int seq_q, "
+          "int seq_k, int align, Device device, bool deterministic) -> int");
+    // Called from Python.
+    m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
+          "int head_dim, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "
+          "bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, int launches) -> int");
+    m.def("forget_routes() -> ()", [] { router().clear(); });
+    m.def("schedule_count() -> int", [] { return schedules().size(); });
+    m.def("forget_schedules() -> ()", [] { schedules().clear(); });
+}
+
+Tensor snapshot(const Tensor& x) {
+    return x.clone(at::MemoryFormat::Contiguous);
+}
+
+#define ATTNFORGE_IMPLEMENT(key)       \
+    TORCH_LIBRARY_IMPL(attnforge, key, m) { \
+        m.impl("forward", forward);    \
+        m.impl("backward", backward);  \
+        m.impl("snapshot", snapshot);  \
+    }
+ATTNFORGE_IMPLEMENT(CPU)
+ATTNFORGE_IMPLEMENT(CUDA)
+
+TORCH_LIBRARY_IMPL(attnforge, CompositeExplicitAutograd, m) {
+    m.impl("add_variant", add_variant);
+}
+
+TORCH_LIBRARY_IMPL(attnforge, Autograd, m) {
+    m.impl("forward", forward_autograd);
+    m.impl("backward", backward_autograd);
+}
+
+TORCH_LIBRARY_IMPL(attnforge, AutocastCPU, m) {
+    m.impl("forward", forward_autocast<c10::DeviceType::CPU>);
+}
+
+TORCH_LIBRARY_IMPL(attnforge, AutocastCUDA, m) {
+    m.impl("forward", forward_autocast<c10::DeviceType::CUDA>);
+}
+
+}  // namespace
+}  // namespace attnforge

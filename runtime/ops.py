@@ -1,0 +1,108 @@
+"""The public operator: `attention`, and its two halves for those who time or check a given variant.
+
+Everything below the wrapper is C++ (runtime/launcher.cpp): a warm call spends microseconds in Python.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnforge.runtime.inputs import MASKS
+from attnforge.runtime.launcher import launcher
+from attnforge.runtime.masks import Causal, Spans
+
+Mask = Causal | Spans | None
+
+_CODES = {mask: code for code, mask in enumerate(MASKS)}
+_FULL, _CAUSAL, _SPANS = _CODES[MASKS[0]], _CODES[Causal.kind], _CODES[Spans.kind]
+
+
+def _load() -> bool:
+    launcher()
+    return True
+
+
+# Dynamo runs it while tracing and keeps the result. This is all that torch.compiler.assume_constant_result does,
+# but that imports torch._dynamo: a second or more at import.
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = None,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T + mask) v, differentiable in q, k and v.
+
+    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); bfloat16 or float16 on a GPU, float32 or bfloat16 on the CPU; any
+        strides with a unit last one. Query head h reads key head h // (Hq / Hkv). A packed (T, H, D) tensor goes in
+        as x.transpose(0, 1)[None], without a copy. D: a multiple of 8, at most 256 (128 with gradients).
+    mask: None (all pairs), Causal() or Spans(starts, ends). A row that sees no key gives zeros and zero gradients.
+    scale: None means D ** -0.5.
+    deterministic: gradients are the same bits on every run; implied by torch.use_deterministic_algorithms(True).
+
+    Returns out in the layout and dtype of q; with return_lse also the natural log of the softmax's denominator,
+    float32 (B, Hq, Sq), -inf for a row that sees no key and not differentiable.
+    Raises ValueError or TypeError naming the argument; never falls back to something slow. Under autocast the inputs
+    are cast as those of scaled_dot_product_attention.
+    """
+    _load()
+    code, starts, ends = _unpack(mask)
+    out, lse = torch.ops.attnforge.forward.default(q, k, v, starts, ends, code, scale, deterministic, 0)
+    return (out, lse) if return_lse else out
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None, variant: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Arguments as `attention`."""
+    _load()
+    code, starts, ends = _unpack(mask)
+    result: tuple[Tensor, Tensor] = torch.ops.attnforge.forward.default(
+        q, k, v, starts, ends, code, scale, False, variant
+    )
+    return result
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    scale: float | None = None,
+    deterministic: bool = False,
+    variant: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) in the layouts of q, k and v, given what `forward` returned. `variant` as there."""
+    _load()
+    code, starts, ends = _unpack(mask)
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.attnforge.backward.default(
+        dout, q, k, v, out, lse, starts, ends, code, scale, deterministic, variant
+    )
+    return result
+
+
+def _unpack(mask: Mask) -> tuple[int, Tensor | None, Tensor | None]:
+    if mask is None:
+        return _FULL, None, None
+    if isinstance(mask, Spans):
+        starts, ends = mask.starts, mask.ends
+        if torch.compiler.is_compiling():
+            # Compiled code writes several values into one buffer without touching its version counter, which
+            # schedules are cached by. A tensor that the operator allocated itself is never such a buffer.
+            starts, ends = torch.ops.attnforge.snapshot(starts), torch.ops.attnforge.snapshot(ends)
+        return _SPANS, starts, ends
+    if isinstance(mask, Causal):
+        return _CAUSAL, None, None
+    raise TypeError(
+        f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal() and attnforge.Spans(...)"
+    )

@@ -1,0 +1,84 @@
+"""Attention from its definition, in float64 and a few rows at a time: what every kernel is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnforge.runtime.masks import Causal, Spans
+
+CHUNK = 1 << 22  # scores held at a time
+
+
+class Exact(NamedTuple):
+    """Results in the oracle's dtype. Gradients are None without dout. R rows are all of them unless chosen."""
+
+    out: Tensor  # (B, Hq, R, D)
+    lse: Tensor  # (B, Hq, R)
+    dq: Tensor | None = None  # (B, Hq, R, D)
+    dk: Tensor | None = None  # (B, Hkv, Sk, D)
+    dv: Tensor | None = None  # (B, Hkv, Sk, D)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Causal | Spans | None = None,
+    scale: float | None = None,
+    dout: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    rows: Tensor | None = None,
+) -> Exact:
+    """Attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), and with `dout` (B, Hq, Sq, D) its gradients.
+
+    `rows` (R) restricts the work to those query rows; dk and dv are then their contributions alone. Memory: CHUNK
+    scores at a time, never seq_q x seq_k. Rows that see no key: out 0, lse -inf, gradients 0.
+    """
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
+    group = q.shape[1] // k.shape[1]
+    wide = [x.to(dtype) for x in (k, v)]
+    queries = q[:, :, rows].to(dtype)
+    gradient = None if dout is None else dout[:, :, rows].to(dtype)
+    out, lse = torch.zeros_like(queries), queries.new_empty(queries.shape[:3])
+    dq, (dk, dv) = torch.zeros_like(queries), (torch.zeros_like(x) for x in wide)
+    for chunk, seen in _chunks(rows, mask, q.shape[2], k.shape[2]):
+        for b in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                key, value = wide[0][b, h // group], wide[1][b, h // group]
+                query = queries[b, h, chunk]
+                scores = (query @ key.T * scale).masked_fill_(~seen, -torch.inf)
+                lse[b, h, chunk] = scores.logsumexp(1)
+                # logsumexp of nothing is -inf, and -inf - -inf is not a number: such rows have no weights.
+                weights = (scores - lse[b, h, chunk, None]).exp().masked_fill_(~seen, 0)
+                out[b, h, chunk] = weights @ value
+                if gradient is None:
+                    continue
+                do = gradient[b, h, chunk]
+                dv[b, h // group] += weights.T @ do
+                delta = (do * out[b, h, chunk]).sum(1, keepdim=True)
+                ds = weights * (do @ value.T - delta) * scale
+                dq[b, h, chunk] = ds @ key
+                dk[b, h // group] += ds.T @ query
+    return Exact(out, lse) if gradient is None else Exact(out, lse, dq, dk, dv)
+
+
+def _chunks(
+    rows: Tensor, mask: Causal | Spans | None, seq_q: int, seq_k: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of `rows` with the pairs they see, bool (rows of the slice, seq_k)."""
+    step = max(1, CHUNK // seq_k)
+    key = torch.arange(seq_k, device=rows.device)[None]
+    for begin in range(0, rows.numel(), step):
+        row = rows[begin : begin + step, None]
+        if mask is None:
+            seen = torch.ones(row.shape[0], seq_k, dtype=torch.bool, device=rows.device)
+        elif isinstance(mask, Causal):
+            seen = key <= row + (seq_k - seq_q)
+        else:
+            seen = (mask.starts.to(rows.device)[None] <= row) & (row < mask.ends.to(rows.device)[None])
+        yield slice(begin, begin + step), seen

@@ -1,0 +1,124 @@
+// Tile schedules of `spans` masks: built on the device once per mask and tile geometry, then shared by all layers.
+#pragma once
+
+#include <list>
+#include <mutex>
+#include <optional>
+
+#include <ATen/ops/empty.h>
+
+#include "variants.h"
+
+namespace attnforge {
+
+// What a schedule depends on. Storages are compared through weak references: an address that is used again by a
+// later tensor does not match, and a detached alias (activation checkpointing makes those) does.
+struct ScheduleKey {
+    const void* starts;
+    const void* ends;
+    int64_t starts_version;
+    int64_t ends_version;
+    c10::Device device;
+    void* stream;
+    uint64_t capture;
+    bool owner_n;
+    int64_t tile_m, tile_n, seq_q, seq_k;
+
+    bool operator==(const ScheduleKey& o) const {
+        return starts == o.starts && ends == o.ends && starts_version == o.starts_version &&
+               ends_version == o.ends_version && device == o.device && stream == o.stream && capture == o.capture &&
+               owner_n == o.owner_n && tile_m == o.tile_m && tile_n == o.tile_n && seq_q == o.seq_q &&
+               seq_k == o.seq_k;
+    }
+};
+
+class ScheduleCache {
+public:
+    // Schedule tensor for `key`, or an undefined tensor. Drops what can never match again: entries whose mask is
+    // gone, and those of a capture that is over (its memory belongs to the graph, which rewrites it).
+    at::Tensor find(const ScheduleKey& key) {
+        const std::lock_guard lock(mutex_);
+        at::Tensor found;
+        for (auto entry = entries_.begin(); entry != entries_.end();) {
+            const uint64_t capture = entry->key.capture;
+            if (entry->starts.expired() || entry->ends.expired() || (capture != 0 && capture != key.capture)) {
+                entry = entries_.erase(entry);
+                continue;
+            }
+            if (entry->key == key) {
+                found = entry->schedule;
+            }
+            ++entry;
+        }
+        return found;
+    }
+
+    void insert(const ScheduleKey& key, const at::Tensor& starts, const at::Tensor& ends, const at::Tensor& schedule) {
+        const std::lock_guard lock(mutex_);
+        if (entries_.size() >= kCapacity) {
+            entries_.pop_front();
+        }
+        entries_.push_back({key, starts.storage().getWeakStorageImpl(), ends.storage().getWeakStorageImpl(), schedule});
+    }
+
+    int64_t size() {
+        const std::lock_guard lock(mutex_);
+        return static_cast<int64_t>(entries_.size());
+    }
+
+    void clear() {
+        const std::lock_guard lock(mutex_);
+        entries_.clear();
+    }
+
+private:
+    struct Entry {
+        ScheduleKey key;
+        c10::weak_intrusive_ptr<c10::StorageImpl> starts;
+        c10::weak_intrusive_ptr<c10::StorageImpl> ends;
+        at::Tensor schedule;
+    };
+    // A few masks, each with a handful of tile geometries, live at a time; more would only hold memory.
+    static constexpr size_t kCapacity = 64;
+    std::mutex mutex_;
+    std::list<Entry> entries_;
+};
+
+inline ScheduleCache& schedules() {
+    static auto* cache = new ScheduleCache;  // never destroyed: the allocator may be gone at exit
+    return *cache;
+}
+
+// Points `params` at the schedule of (starts, ends) for `variant`, building it on `stream` if there is none yet.
+// The returned tensor owns the memory: the caller keeps it until its kernels are enqueued.
+inline at::Tensor attach_schedule(const Variant& variant, const at::Tensor& starts, const at::Tensor& ends,
+                                  Params& params, void* stream) {
+    const int64_t tiles = variant.owner_n ? params.tiles_n : params.tiles_m;
+    params.list_stride = variant.owner_n ? params.tiles_m : params.tiles_n;
+    // Inference tensors have no version counter: a change in place would go unseen, so they are not cached.
+    const bool cacheable = !starts.is_inference() && !ends.is_inference();
+    std::optional<ScheduleKey> key;
+    at::Tensor schedule;
+    if (cacheable) {
+        key = ScheduleKey{starts.const_data_ptr(), ends.const_data_ptr(), static_cast<int64_t>(starts._version()),
+                          static_cast<int64_t>(ends._version()), variant.device, stream, capture_id(stream),
+                          variant.owner_n, variant.tile_m, variant.tile_n, params.seq_q, params.seq_k};
+        schedule = schedules().find(*key);
+    }
+    const bool build = !schedule.defined();
+    if (build) {
+        schedule = at::empty({tiles * (2 + params.list_stride)}, starts.options());
+    }
+    params.tile_count = schedule.mutable_data_ptr<int>();
+    params.tile_order = params.tile_count + tiles;
+    params.tile_list = params.tile_order + tiles;
+    if (build) {
+        run(variant, variant.schedule, params, stream);
+        if (cacheable) {
+            schedules().insert(*key, starts, ends, schedule);
+        }
+    }
+    return schedule;
+}
+
+}  // namespace attnforge

@@ -1,0 +1,158 @@
+"""Tuned tables: which variant won which problem class on which device, as JSON that people read and review.
+
+`generated/tuned/<device>.json` holds a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.spec import Arch, Problem, Spec
+
+DIRECTORY = Path(__file__).parent.parent / "generated" / "tuned"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One measured winner. The class is the spec's problem, the GQA ratio `group` and the length `size`."""
+
+    spec: Spec
+    group: int  # heads_q / heads_kv
+    size: int  # seq_q it was timed at
+    ms: float
+    tflops: float
+    notes: dict[str, Any] = field(default_factory=dict)  # e.g. workload, registers, versions: for readers
+
+    @property
+    def cls(self) -> dict[str, Any]:
+        """The problem class; a later winner of the same class replaces this one. `octave` is log2 of the size."""
+        p = self.spec.problem
+        return {
+            "direction": p.direction.value,
+            "arch": p.arch.value,
+            "dtype": p.dtype.value,
+            "head_dim": p.head_dim,
+            "mask": p.mask.value,
+            "group": self.group,
+            "octave": self.size.bit_length() - 1,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON value; `from_json` inverts it."""
+        measured = {"size": self.size, "ms": self.ms, "tflops": self.tflops}
+        return {"class": self.cls, "spec": self.spec.to_json(), **measured, "notes": self.notes}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Tuned:
+        """Rebuild an entry; ValueError names what is missing or wrong."""
+        try:
+            spec, group = Spec.from_json(data["spec"]), int(data["class"]["group"])
+            numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
+        except KeyError as error:
+            raise ValueError(f"tuned entry: field {error} is missing") from error
+        return Tuned(spec, group, *numbers, dict(data.get("notes", {})))
+
+
+def device_name(device: torch.device) -> str:
+    """Name that tables go by: the GPU's, or the instruction set of the CPU (`cpu avx512 bf16`)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    words = ["cpu", torch.backends.cpu.get_cpu_capability().lower()]
+    flags = Path("/proc/cpuinfo")
+    if flags.exists() and re.search(r"^flags\s*:.*\bavx512_bf16\b", flags.read_text(), re.MULTILINE):
+        words.append("bf16")
+    return " ".join(words)
+
+
+def table_path(name: str, directory: Path = DIRECTORY) -> Path:
+    """File of the device called `name`."""
+    return directory / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
+
+
+def load(name: str, directory: Path = DIRECTORY) -> tuple[Tuned, ...]:
+    """Entries of a device's table; empty if there is none. ValueError names a file that is not a table."""
+    path = table_path(name, directory)
+    return _read(path, path.stat().st_mtime_ns) if path.exists() else ()
+
+
+@lru_cache(maxsize=32)
+def _read(path: Path, modified: int) -> tuple[Tuned, ...]:
+    try:
+        return tuple(Tuned.from_json(item) for item in json.loads(path.read_text()))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a tuned table: {error}; delete it or restore it with git") from error
+
+
+def save(name: str, entries: Iterable[Tuned], directory: Path = DIRECTORY) -> Path:
+    """Merge `entries` into a device's table, each replacing the one of its class. Returns the file."""
+    path = table_path(name, directory)
+    merged = {json.dumps(entry.cls): entry for entry in (*load(name, directory), *entries)}
+    text = json.dumps([merged[key].to_json() for key in sorted(merged)], indent=1) + "\n"
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".tmp", delete=False) as file:
+        file.write(text)
+    Path(file.name).chmod(0o644)
+    os.replace(file.name, path)
+    return path
+
+
+def choose(
+    problem: Problem, group: int, size: int, name: str, directory: Path = DIRECTORY
+) -> Iterator[tuple[Spec, str]]:
+    """Specs for `problem` made from tuned entries, nearest first, each with the reason; feasible ones only.
+
+    An entry counts if direction, head_dim and element size agree; its tuning is then re-planned for the
+    call's own dtype, mask and alignment. Nearest means, in this order: this device before another of the same
+    architecture, same mask, same dtype, nearest length (in octaves), nearest GQA ratio, and the faster.
+    """
+    ranked = []
+    for path in _tables(name, problem.arch, directory):
+        for entry in load(path.stem, directory):
+            if _counts(entry.spec.problem, problem):
+                ranked.append(
+                    (_distance(entry, problem, group, size), path != table_path(name, directory), entry, path)
+                )
+    ranked.sort(key=lambda item: (item[1], item[0], item[2].spec.slug))
+    for _, _, entry, path in ranked:
+        spec = Spec(problem, entry.spec.tuning)
+        try:
+            make_plan(spec)
+        except Infeasible:
+            continue
+        yield spec, f"tuned as {entry.spec.slug} for {entry.size} rows, GQA ratio {entry.group} ({path.name})"
+
+
+def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
+    """Table files worth reading. A CPU's instruction set is in its name, so another CPU's table is no help."""
+    own = table_path(name, directory)
+    if arch is Arch.CPU:
+        return [own] if own.exists() else []
+    return sorted(path for path in directory.glob("*.json") if not path.name.startswith("cpu-"))
+
+
+def _counts(tuned: Problem, problem: Problem) -> bool:
+    same = (tuned.direction, tuned.arch, tuned.head_dim, tuned.dtype.bytes)
+    return same == (problem.direction, problem.arch, problem.head_dim, problem.dtype.bytes)
+
+
+def _distance(entry: Tuned, problem: Problem, group: int, size: int) -> tuple[float, ...]:
+    tuned = entry.spec.problem
+    return (
+        tuned.mask is not problem.mask,
+        tuned.dtype is not problem.dtype,
+        abs(entry.size.bit_length() - size.bit_length()),
+        abs(math.log2(entry.group / group)),
+        -entry.tflops,
+    )

@@ -1,0 +1,140 @@
+// Loaded kernel variants: numbered handles, their functions, and how to launch them.
+#pragma once
+
+#include <deque>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "driver.h"
+#include "params.h"
+
+namespace attnforge {
+
+enum MaskKind : int64_t { kFull = 0, kCausal = 1, kSpans = 2 };
+
+// One kernel launch: the grid is the product of the Params members listed.
+struct Launch {
+    std::string symbol;
+    void* function = nullptr;
+    std::vector<int Params::*> grid;
+    unsigned threads = 0;
+    unsigned shared_bytes = 0;
+};
+
+struct Variant {
+    std::string name;
+    c10::Device device = c10::kCPU;
+    bool backward = false;
+    at::ScalarType dtype = at::kFloat;
+    int64_t head_dim = 0;
+    int64_t mask = kFull;
+    int64_t align = 0;
+    int64_t tile_m = 0;
+    int64_t tile_n = 0;
+    bool owner_n = false;  // schedules list query tiles for each key tile instead of the reverse
+    bool dq_accum = false;
+    bool deterministic = false;
+    std::vector<Launch> launches;
+    std::vector<Launch> schedule;
+};
+
+inline std::vector<int Params::*> parse_grid(const std::string& names) {
+    static const std::pair<const char*, int Params::*> known[] = {
+        {"batch", &Params::batch},     {"heads_q", &Params::heads_q}, {"heads_kv", &Params::heads_kv},
+        {"tiles_m", &Params::tiles_m}, {"tiles_n", &Params::tiles_n},
+    };
+    std::vector<int Params::*> grid;
+    for (size_t begin = 0; begin < names.size();) {
+        const size_t end = std::min(names.find('*', begin), names.size());
+        const std::string name = names.substr(begin, end - begin);
+        const size_t before = grid.size();
+        for (const auto& [text, member] : known) {
+            if (name == text) {
+                grid.push_back(member);
+            }
+        }
+        TORCH_CHECK_VALUE(grid.size() == before + 1, "attnforge: unknown size '", name, "' in a grid");
+        begin = end + 1;
+    }
+    return grid;
+}
+
+inline void load_cpu(Variant& variant, const std::string& path) {
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    TORCH_CHECK(library != nullptr, "attnforge: cannot load ", path, ": ", dlerror());
+    for (auto* list : {&variant.launches, &variant.schedule}) {
+        for (Launch& launch : *list) {
+            launch.function = dlsym(library, launch.symbol.c_str());
+            TORCH_CHECK(launch.function != nullptr, "attnforge: ", path, " has no function ", launch.symbol);
+        }
+    }
+}
+
+inline void load_gpu(Variant& variant, const void* image) {
+    constexpr int kMaxDynamicSharedSizeBytes = 8;
+    const Driver& d = driver();
+    const c10::DeviceGuard guard(variant.device);
+    ensure_context(variant.device);
+    void* module = nullptr;
+    d.check(d.module_load(&module, image), ("loading the cubin of " + variant.name).c_str());
+    for (auto* list : {&variant.launches, &variant.schedule}) {
+        for (Launch& launch : *list) {
+            d.check(d.module_function(&launch.function, module, launch.symbol.c_str()), launch.symbol.c_str());
+            d.check(d.function_attribute(launch.function, kMaxDynamicSharedSizeBytes, launch.shared_bytes),
+                    "reserving dynamic shared memory");
+        }
+    }
+}
+
+// Runs `launches` in order on `stream` (GPU) or in this thread (CPU).
+inline void run(const Variant& variant, const std::vector<Launch>& launches, Params& params, void* stream) {
+    for (const Launch& launch : launches) {
+        if (variant.device.is_cpu()) {
+            reinterpret_cast<void (*)(const Params*)>(launch.function)(&params);
+            continue;
+        }
+        int64_t blocks = 1;
+        for (const auto member : launch.grid) {
+            blocks *= params.*member;
+        }
+        TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "attnforge: ", launch.symbol, " would need ", blocks,
+                          " blocks, more than a grid can hold; split the batch");
+        void* arguments[] = {&params};
+        driver().check(driver().launch(launch.function, static_cast<unsigned>(blocks), 1, 1, launch.threads, 1, 1,
+                                       launch.shared_bytes, stream, arguments, nullptr),
+                       launch.symbol.c_str());
+    }
+}
+
+// Handles are 1, 2, 3, ...; a variant is never removed, so references stay valid.
+class VariantTable {
+public:
+    int64_t add(Variant variant) {
+        const std::unique_lock lock(mutex_);
+        variants_.push_back(std::move(variant));
+        return static_cast<int64_t>(variants_.size());
+    }
+
+    const Variant& at(int64_t handle) {
+        const std::shared_lock lock(mutex_);
+        TORCH_CHECK_VALUE(handle > 0 && handle <= static_cast<int64_t>(variants_.size()), "variant: got handle ", handle,
+                          ", expected 0 (dispatch) or one that attnforge.runtime.kernels.load returned");
+        return variants_[handle - 1];
+    }
+
+private:
+    std::shared_mutex mutex_;
+    std::deque<Variant> variants_;
+};
+
+inline VariantTable& variants() {
+    static auto* table = new VariantTable;  // outlives every thread that may still call in at exit
+    return *table;
+}
+
+}  // namespace attnforge
