@@ -45,6 +45,7 @@ def make_plan(spec: Spec) -> Plan:
         schedule=(Launch(f"{spec.symbol}_schedule", (), 0),) if schedule else (),
         owner="m" if forward else "n",
         registers=0,
+        deterministic=True,
         constants=_constants(spec, t, scratch),
     )
 
@@ -118,5 +119,11 @@ def _forward_scratch(spec: Spec, t: CpuForward) -> int:
 
 
 def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
-    """Bytes of the larger scratch of templates/cpu/backward.cpp.jinja."""
-    raise NotImplementedError
+    """Bytes of the larger of QueryScratch and KeyScratch of templates/cpu/backward*.jinja."""
+    d, words, width, tile = spec.problem.head_dim, _words(spec), t.lanes * t.cols, max(t.tile_m, t.tile_n)
+    pairs = tile * (d + width) if t.pairs else 0
+    visited = _aligned(4 * (tile * (2 * words + 2 * width + 2) + pairs))
+    query_panel = _aligned(4 * (width * (2 * words + d + 2) + 2))
+    spans = 0 if spec.problem.mask is Mask.FULL else 2
+    key_panel = _aligned(4 * (width * (2 * words + 2 * d + spans) + 2))
+    return visited + max(t.tile_m // width * query_panel, t.tile_n // width * key_panel)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from attnforge.codegen.spec import Arch, CpuForward, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import Arch, CpuBackward, CpuForward, Direction, DType, Mask, Problem, Spec
 from cpu_kernel import TORCH_DTYPE, Inputs, Kernel
 
 # Largest error of out against fp64, for unit-normal inputs: a few ulps of the dtype at 1.
 OUT_LIMIT = {DType.FLOAT32: 2e-6, DType.BFLOAT16: 1.6e-2, DType.FLOAT16: 2e-3}
+# Largest error of a gradient relative to the largest element of the three.
+GRADIENT_LIMIT = {DType.FLOAT32: 2e-6, DType.BFLOAT16: 1e-2, DType.FLOAT16: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,17 @@ def oracle(x: Inputs, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
     return weights @ v, lse
 
 
+def oracle_gradients(x: Inputs, mask: Mask, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv in fp64."""
+    group = x.q.shape[1] // x.k.shape[1]
+    q, k, v = (t.detach().double().requires_grad_() for t in (x.q, x.k, x.v))
+    scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * x.scale
+    hidden = ~visible(mask, x)
+    weights = scores.masked_fill(hidden, -1e300).softmax(-1).masked_fill(hidden, 0)
+    out = weights @ v.repeat_interleave(group, 1)
+    return torch.autograd.grad(out, (q, k, v), dout.double())
+
+
 def problem(direction: Direction, dtype: DType, head_dim: int, mask: Mask) -> Problem:
     return Problem(direction, Arch.CPU, dtype, head_dim, mask, dtype.bytes)
 
@@ -89,10 +102,35 @@ def check_forward(kernel: Kernel, x: Inputs) -> None:
     assert torch.equal(again, out)
 
 
+def check_backward(kernel: Kernel, x: Inputs) -> None:
+    dtype, mask = kernel.spec.problem.dtype, kernel.spec.problem.mask
+    out, lse = oracle(x, mask)
+    dout = torch.randn(x.q.shape).to(x.q.dtype)
+    saved = (dout, out.to(x.q.dtype), lse.float().contiguous())
+    grads = kernel.backward(x, *saved)
+    expected_grads = oracle_gradients(x, mask, dout)
+    largest = max(g.abs().max().item() for g in expected_grads)
+    for name, grad, expected in zip("qkv", grads, expected_grads, strict=True):
+        error = (grad.double() - expected).abs().max() / largest
+        assert error <= GRADIENT_LIMIT[dtype], f"d{name}"
+    seen = visible(mask, x)
+    assert (grads[0][:, :, ~seen.any(1)] == 0).all()
+    assert (grads[1][:, :, ~seen.any(0)] == 0).all()
+    assert (grads[2][:, :, ~seen.any(0)] == 0).all()
+    for again, grad in zip(kernel.backward(x, *saved, threads=1), grads, strict=True):
+        assert torch.equal(again, grad)
+
+
 FORWARD = {
     DType.FLOAT32: CpuForward(48, 64, 2, 16, 8, 3, False),
     DType.BFLOAT16: CpuForward(48, 64, 3, 16, 8, 3, True),
     DType.FLOAT16: CpuForward(64, 32, 1, 8, 4, 2, False),
+}
+
+BACKWARD = {
+    DType.FLOAT32: CpuBackward(48, 96, 16, 8, 3, False),
+    DType.BFLOAT16: CpuBackward(96, 48, 16, 8, 3, True),
+    DType.FLOAT16: CpuBackward(64, 48, 8, 4, 2, False),
 }
 
 
@@ -102,3 +140,11 @@ def test_forward(mask: Mask, dtype: DType, head_dim: int, tmp_path: Path) -> Non
     kernel = Kernel(Spec(problem(Direction.FORWARD, dtype, head_dim, mask), FORWARD[dtype]), tmp_path)
     for shape in SHAPES:
         check_forward(kernel, inputs(shape, head_dim, dtype, mask))
+
+
+@pytest.mark.parametrize("mask", Mask)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(DType.FLOAT32, 64), (DType.BFLOAT16, 72), (DType.FLOAT16, 8)])
+def test_backward(mask: Mask, dtype: DType, head_dim: int, tmp_path: Path) -> None:
+    kernel = Kernel(Spec(problem(Direction.BACKWARD, dtype, head_dim, mask), BACKWARD[dtype]), tmp_path)
+    for shape in SHAPES:
+        check_backward(kernel, inputs(shape, head_dim, dtype, mask))
