@@ -79,13 +79,15 @@ def read(path: Path) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise BadEntry(f"{path.name}: {error.strerror}") from error
-    with os.fdopen(fd, "rb") as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise BadEntry(f"{path.name} is not a regular file")
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise BadEntry(f"{path.name} can be written by others")
-        try:
+        with os.fdopen(fd, "rb", closefd=False) as file:
             return file.read()
-        except OSError as error:
-            raise BadEntry(f"{path.name}: {error.strerror}") from error
+    except OSError as error:
+        raise BadEntry(f"{path.name}: {error.strerror}") from error
+    finally:
+        os.close(fd)

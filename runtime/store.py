@@ -29,8 +29,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-import filelock
-
 from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
 from attnforge.runtime.private import REMEDY, Absent, folder, reporting, root
 from attnforge.runtime.private import BadEntry as BadEntry
@@ -43,13 +41,12 @@ T = TypeVar("T")
 
 TMP, LOCKS, FAILED = "tmp", "locks", "failed"
 LOCK_SECONDS = 300.0  # longest wait for another process's build before building it here too
+POLL_SECONDS = 0.02
 STALE_SECONDS = 3600.0  # age at which another host's unfinished build counts as abandoned
 FAILED_KEPT = 64  # sources of failed compiles that are kept, newest first
 ATTEMPTS = 3  # builds of one entry before giving up on a disk that returns something else
 
 _NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,199}")
-
-_NO_WAY_TO_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ESTALE, errno.EINVAL)
 
 
 # ---- Publishing
@@ -152,22 +149,38 @@ def _sync(path: Path, *, private: bool = False) -> None:
 
 @contextlib.contextmanager
 def _lock(name: str) -> Iterator[None]:
-    """Hold the build lock of `name` if that is possible within LOCK_SECONDS; go on without it if not."""
+    """Hold the build lock of `name` if that is possible within LOCK_SECONDS; go on without it if not.
+
+    The file stays: removing it would let two processes lock two files of one name.
+    """
     path = folder(LOCKS) / f"{name}.lock"
-    lock = filelock.FileLock(path, timeout=LOCK_SECONDS, mode=0o600)
     with reporting(path):
-        try:
-            lock.acquire()
-        except (filelock.Timeout, NotImplementedError) as error:
-            log.info("building %s without its lock: %s", name, error)
-        except OSError as error:
-            if error.errno not in _NO_WAY_TO_LOCK:
-                raise
-            log.info("building %s without its lock: %s", name, error)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while _try_flock(fd) is False:
+            if time.monotonic() > deadline:
+                log.info("%s is locked for %.0f s: building it without its lock", name, LOCK_SECONDS)
+                break
+            time.sleep(POLL_SECONDS)
         yield
     finally:
-        lock.release()
+        # A process forked meanwhile holds the same lock: closing our descriptor alone would not release it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _try_flock(fd: int) -> bool | None:
+    """Take the lock without waiting: True, or False if it is held, or None if the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.debug("no flock here: %s", error)
+        return None
+    return True
 
 
 @contextlib.contextmanager
@@ -193,16 +206,7 @@ def _hold(path: Path) -> int | None:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except OSError as error:
-        if error.errno not in _NO_WAY_TO_LOCK:
-            os.close(fd)
-            raise
-    if os.fstat(fd).st_nlink == 0:
+    if _try_flock(fd) is False or os.fstat(fd).st_nlink == 0:
         os.close(fd)
         return None
     return fd
@@ -237,13 +241,13 @@ _swept: set[Path] = set()
 
 
 def _sweep_one(path: Path) -> None:
-    if not path.name.startswith(f"{_boot()}-"):
-        if _age(path) > STALE_SECONDS:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Only among processes of one kernel does a lock tell whether the builder lives.
+        free = _try_flock(fd) if path.name.startswith(f"{_boot()}-") else None
+        if free or (free is None and _age(path) > STALE_SECONDS):
             remove(path)
-        return
-    fd = _hold(path)
-    if fd is not None:
-        remove(path)
+    finally:
         os.close(fd)
 
 
@@ -283,13 +287,14 @@ def _quarantine(path: Path, why: BadEntry) -> None:
 
 
 def _keep_failed(name: str, stage: Path, error: CompileError) -> Path:
-    """Move the directory of a failed compile to `failed/`; returns the new path of its source."""
-    (stage / "build.log").write_text(error.log)
-    target = folder(FAILED) / name
-    remove(target)
+    """Move the directory of a failed compile to `failed/`; returns the new path of its source.
+
+    If that fails too, the compile error is still the one to report: its source is gone, its log is not.
+    """
+    target = folder(FAILED) / f"{name}.{os.urandom(3).hex()}"
     try:
+        (stage / "build.log").write_text(error.log)
         stage.rename(target)
-    except OSError:  # another process failed on the same source at this moment
-        target = target.with_name(f"{name}.{os.urandom(4).hex()}")
-        stage.rename(target)
+    except OSError as why:
+        log.warning("cannot keep the source of a failed compile in %s: %s", target, why)
     return target / error.source_path.relative_to(stage)

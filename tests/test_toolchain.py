@@ -224,9 +224,7 @@ def test_a_cubin_and_its_resources(
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
-def test_a_cuda_error_names_its_line(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cuda_error_names_its_line(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = cuda(compiler, Arch.SM80, monkeypatch)
     text = '// one\nextern "C" __global__ void k() { undefined_name; }\n'
     with pytest.raises(CompileError, match="undefined_name") as caught:
