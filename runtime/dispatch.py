@@ -13,7 +13,7 @@ import torch
 
 from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec
+from attnforge.codegen.spec import Direction, DType, Problem, Spec
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.launcher import launcher
@@ -22,6 +22,7 @@ log = logging.getLogger("attnforge")
 
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
+_LIMITS = "(multiples of 8, up to 256 forward and 128 backward)"
 _ON_GPU = (DType.BFLOAT16, DType.FLOAT16)
 
 
@@ -38,13 +39,13 @@ def choose(
 ) -> Choice:
     """The spec for `problem` on `device` with GQA ratio `group` and `size` query rows.
 
-    Raises Infeasible with the reason if there is none, ValueError for a dtype that the device has no kernels for.
+    Raises Infeasible with the reason if there is none, ValueError for a dtype without kernels on the device.
     """
     _check_dtype(problem)
     for spec, reason in _offers(problem, group, size, device):
         if make_plan(spec).deterministic or not deterministic:
             return Choice(spec, reason)
-    what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {problem.head_dim}"
+    what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {problem.head_dim} {_LIMITS}"
     if deterministic and next(_offers(problem, group, size, device), None):
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
     raise Infeasible(f"q: no {what}: {why_infeasible(problem)}")

@@ -17,7 +17,6 @@ def _like(x: Tensor) -> Tensor:
     return y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.register_fake("attnforge::forward")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -33,7 +32,6 @@ def _forward(
     return _like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-@torch.library.register_fake("attnforge::backward")
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -53,12 +51,10 @@ def _backward(
     return _like(q), _like(k), _like(v)
 
 
-@torch.library.register_fake("attnforge::snapshot")
 def _snapshot(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.impl("attnforge::complain", "CompositeExplicitAutograd")
 def _complain(
     q: Tensor,
     k: Tensor,
@@ -76,4 +72,8 @@ def _complain(
         inputs.check_backward(q, dout, out, lse)
 
 
-torch.library.impl("attnforge::resolve", "CompositeExplicitAutograd")(dispatch.resolve)
+torch.library.register_fake("attnforge::forward", _forward)
+torch.library.register_fake("attnforge::backward", _backward)
+torch.library.register_fake("attnforge::snapshot", _snapshot)
+torch.library.impl("attnforge::complain", "CompositeExplicitAutograd", _complain)
+torch.library.impl("attnforge::resolve", "CompositeExplicitAutograd", dispatch.resolve)

@@ -1,7 +1,7 @@
 """What is wrong with the arguments of an attention call, in words: every check names its argument.
 
-The operators test the same conditions in C++ (runtime/call.h) on every call and come here only to raise; the fake
-kernels come here always.
+The operators test the same conditions in C++ (runtime/call.h) on every call and come here only to raise; the
+fake kernels come here always.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_forward(
     mask: int,
     scale: float | None,
 ) -> None:
-    """Raises ValueError for the first argument that `attention` cannot take. See `attention` for what it can."""
+    """Raises ValueError for the first argument that `attention` cannot take (see there)."""
     if q.dtype not in DTYPES:
         raise ValueError(
             f"q: got dtype {q.dtype}, accepted are float32 (CPU only), bfloat16 and float16 (GPU only)"
@@ -116,7 +116,8 @@ def check_backward(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> None:
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
-                f"{name}: got {_shape(x)} {x.dtype} on {x.device}, expected as q: {_shape(q)} {q.dtype} on {q.device}"
+                f"{name}: got {_shape(x)} {x.dtype} on {x.device}, "
+                f"expected as q: {_shape(q)} {q.dtype} on {q.device}"
             )
     if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or lse.device != q.device:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""From a spec to a handle that the operators take: render, obtain the binary, load it on a device; once each."""
+"""From a spec to a handle that the operators take: render, obtain the binary, load it; once per device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def target(device: torch.device) -> Arch:
 def load(spec: Spec, device: torch.device) -> int:
     """Handle (> 0) of `spec` on `device`, compiled if it is not in the cache; the same one at every call.
 
-    Raises Infeasible, CompileError, NoCompilerError or CacheError; ValueError if the spec is not for the device.
+    Raises Infeasible, CompileError, NoCompilerError or CacheError; ValueError for a spec of another target.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

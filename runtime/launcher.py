@@ -32,7 +32,7 @@ LIBRARY = f"{NAME}.so"
 SOURCES = ("launcher.cpp", "call.h", "schedules.h", "variants.h", "driver.h")
 FLAGS = ("-O2",)
 
-# Loading it there proves that it loads before anyone else sees it. The ninja package's program need not be on PATH.
+# It also loads the result: what does not load is not published. ninja comes from its package, not the PATH.
 BUILD = """
 import os, sys
 import ninja
@@ -63,7 +63,7 @@ def launcher() -> None:
         path = cache.publish_directory(
             f"launcher-{key(texts)[:16]}", lambda directory: build(directory, texts)
         )
-        torch.ops.load_library(str(path / LIBRARY))
+        torch.ops.load_library(str(path / LIBRARY))  # type: ignore[no-untyped-call]
         importlib.import_module("attnforge.runtime.fakes")  # completes the operators that now exist
         _loaded = True
 
@@ -98,7 +98,7 @@ def key(texts: dict[str, str]) -> str:
 
 
 def build(directory: Path, texts: dict[str, str]) -> None:
-    """Compile into `directory`, in a child process of its own. Raises CompileError with the compiler's output."""
+    """Compile into `directory`, in a child process. Raises CompileError with the compiler's output."""
     log.info(
         "building the launcher for torch %s, once for this machine; this takes half a minute",
         torch.__version__,

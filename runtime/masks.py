@@ -1,4 +1,4 @@
-"""Mask values of the public API: which (query i, key j) pairs `attention` looks at. No mask (None) is full."""
+"""Mask values of the public API: which (query i, key j) pairs are looked at. No mask (None) is full."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Causal:
 class Spans:
     """Key j is visible to the queries starts[j] <= i < ends[j]; an empty interval hides the key.
 
-    `starts`, `ends`: int32 (seq_k) on the device of q, the same for every batch entry and head. Tile schedules
-    are cached per pair of tensors; an in-place change that bumps their version counter is noticed, one that
-    hides from it (through `.data`) is not.
+    `starts`, `ends`: int32 (seq_k) on the device of q, the same for every batch entry and head. Tile
+    schedules are cached per pair of tensors; an in-place change that bumps their version counter is noticed,
+    one that hides from it (through `.data`) is not.
     """
 
     kind: ClassVar[Mask] = Mask.SPANS

@@ -23,8 +23,8 @@ def _load() -> bool:
     return True
 
 
-# Dynamo runs it while tracing and keeps the result. This is all that torch.compiler.assume_constant_result does,
-# but that imports torch._dynamo: a second or more at import.
+# Dynamo runs it while tracing and keeps the result. This is all that torch.compiler.assume_constant_result
+# does, but that imports torch._dynamo: a second or more at import.
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -40,17 +40,18 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, differentiable in q, k and v.
 
-    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); bfloat16 or float16 on a GPU, float32 or bfloat16 on the CPU; any
-        strides with a unit last one. Query head h reads key head h // (Hq / Hkv). A packed (T, H, D) tensor goes in
-        as x.transpose(0, 1)[None], without a copy. D: a multiple of 8, at most 256 (128 with gradients).
-    mask: None (all pairs), Causal() or Spans(starts, ends). A row that sees no key gives zeros and zero gradients.
-    scale: None means D ** -0.5.
-    deterministic: gradients are the same bits on every run; implied by torch.use_deterministic_algorithms(True).
+    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); bfloat16 or float16 on a GPU, float32 or bfloat16 on the CPU;
+        any strides with a unit last one. Query head h reads key head h // (Hq / Hkv). A packed (T, H, D) goes
+        in as x.transpose(0, 1)[None], uncopied. D: a multiple of 8, up to 256 (128 with gradients).
+    mask: None (all pairs), Causal() or Spans(starts, ends). A row that sees no key gives zeros, and zero
+        gradients.
+    scale: multiplies q k^T; above 0; None means D ** -0.5.
+    deterministic: gradients are the same bits on every run; torch.use_deterministic_algorithms implies it.
 
-    Returns out in the layout and dtype of q; with return_lse also the natural log of the softmax's denominator,
-    float32 (B, Hq, Sq), -inf for a row that sees no key and not differentiable.
-    Raises ValueError or TypeError naming the argument; never falls back to something slow. Under autocast the inputs
-    are cast as those of scaled_dot_product_attention.
+    Returns out in the layout and dtype of q; with return_lse also the natural log of the softmax denominator,
+    float32 (B, Hq, Sq), -inf for a row that sees no key, and not differentiable. Under autocast, inputs are
+    cast as those of scaled_dot_product_attention.
+    Raises ValueError or TypeError naming the argument; never falls back to something slow.
     """
     _load()
     code, starts, ends = _unpack(mask)
@@ -61,7 +62,7 @@ def attention(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None, variant: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Arguments as `attention`."""
+    """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Else as `attention`."""
     _load()
     code, starts, ends = _unpack(mask)
     result: tuple[Tensor, Tensor] = torch.ops.attnforge.forward.default(

@@ -1,4 +1,4 @@
-"""Attention from its definition, in float64 and a few rows at a time: what every kernel is measured against."""
+"""Attention from its definition, in float64, a few rows at a time: what every kernel is measured against."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 1 << 22  # scores held at a time
 
 
 class Exact(NamedTuple):
-    """Results in the oracle's dtype. Gradients are None without dout. R rows are all of them unless chosen."""
+    """Results in the oracle's dtype. Gradients are None without dout. R: the chosen rows, else all."""
 
     out: Tensor  # (B, Hq, R, D)
     lse: Tensor  # (B, Hq, R)
@@ -35,8 +35,8 @@ def reference(
 ) -> Exact:
     """Attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), and with `dout` (B, Hq, Sq, D) its gradients.
 
-    `rows` (R) restricts the work to those query rows; dk and dv are then their contributions alone. Memory: CHUNK
-    scores at a time, never seq_q x seq_k. Rows that see no key: out 0, lse -inf, gradients 0.
+    `rows` (R) restricts the work to those query rows; dk and dv are then their contributions alone. Memory:
+    CHUNK scores at a time, never seq_q x seq_k. Rows that see no key: out 0, lse -inf, gradients 0.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -37,7 +36,7 @@ class Tuned:
 
     @property
     def cls(self) -> dict[str, Any]:
-        """The problem class; a later winner of the same class replaces this one. `octave` is log2 of the size."""
+        """The problem class: a later winner of it replaces this one. `octave` is log2 of the size."""
         p = self.spec.problem
         return {
             "direction": p.direction.value,
@@ -104,7 +103,7 @@ def save(name: str, entries: Iterable[Tuned], directory: Path = DIRECTORY) -> Pa
     with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".tmp", delete=False) as file:
         file.write(text)
     Path(file.name).chmod(0o644)
-    os.replace(file.name, path)
+    Path(file.name).replace(path)
     return path
 
 
@@ -135,7 +134,7 @@ def choose(
 
 
 def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
-    """Table files worth reading. A CPU's instruction set is in its name, so another CPU's table is no help."""
+    """Table files worth reading. A CPU's name is its instruction set: another CPU's table is no help."""
     own = table_path(name, directory)
     if arch is Arch.CPU:
         return [own] if own.exists() else []
