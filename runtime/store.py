@@ -172,7 +172,7 @@ def _lock(name: str) -> Iterator[None]:
 
 
 def _try_flock(fd: int) -> bool | None:
-    """Take the lock without waiting: True, or False if it is held, or None if the file system has no locks."""
+    """Take the lock without waiting: True, False if it is held, None if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

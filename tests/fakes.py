@@ -37,7 +37,7 @@ class Compiler:
 
 
 def compiler(directory: Path, *, version: str = "1.0", native: str = "1", seconds: float = 0) -> Compiler:
-    """Write a stub compiler. Each gets a path of its own, so that nothing remembered about another applies."""
+    """Write a stub compiler. Each has a path of its own: what is remembered about one is not of another."""
     path = directory / f"stub-{version}-{native}-{seconds}"
     log = directory / "compiles.log"
     path.write_text(SCRIPT.format(version=version, native=native, seconds=seconds, log=log))

@@ -160,9 +160,8 @@ def test_a_folder_that_others_can_write_is_refused(
     cache.obtain(SOURCE)
     cache.clear()
     (cache_dir / name).chmod(0o777)
+    store._swept.clear()
     with pytest.raises(CacheError, match=f"{name} can be written by others"):
-        cache.clear()
-        store._swept.clear()
         cache.obtain(SOURCE)
 
 
@@ -325,7 +324,7 @@ def test_a_really_full_disk(
     try:
         monkeypatch.setenv("ATTNFORGE_CACHE_DIR", str(disk / "cache"))
         assert cache.obtain(SOURCE).binary == BINARY
-        with pytest.raises(CacheError, match="(?i)no space left on device"):
+        with pytest.raises(CacheError, match=r"(?i)no space left on device"):
             cache.obtain(fakes.source("x" * 200_000 + "\n"))
         assert cache.obtain(SOURCE).binary == BINARY
         assert not list((disk / "cache" / "tmp").iterdir())

@@ -1,0 +1,87 @@
+"""Rules that hold for every file of the package, read from its syntax."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = [
+    path for folder in ("codegen", "runtime", "bagel") for path in sorted((ROOT / folder).rglob("*.py"))
+] + sorted(ROOT.glob("*.py"))
+ids = [str(path.relative_to(ROOT)) for path in FILES]
+
+# What is read back from disk must never become code, and no string may reach a shell.
+BANNED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load"}
+
+# Each package may import those to its right: cli.py -> bagel -> runtime -> codegen.
+ARROW = ("cli", "bagel", "runtime", "codegen")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules that are imported anywhere in the file, `from a import b` as `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_nothing_turns_data_into_code(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for name in imports(tree):
+        assert name.partition(".")[0] not in BANNED_MODULES, f"imports {name}"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        where = f"{path.name}:{node.lineno}"
+        assert ast.unparse(node.func) not in BANNED_CALLS, f"{where} calls {ast.unparse(node.func)}"
+        for keyword in node.keywords:
+            assert keyword.arg not in ("shell", "allow_pickle") or (
+                isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            ), f"{where} passes {keyword.arg}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_imports_follow_the_arrow(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if room not in ARROW:
+        return  # __init__.py: only names, loaded at first use
+    # Names for type checkers and lazy imports count too: they are dependencies of thought.
+    for name in imports(ast.parse(path.read_text())):
+        parts = name.split(".")
+        if parts[0] == "attnforge" and parts[1] in ARROW:
+            assert ARROW.index(parts[1]) >= ARROW.index(room), f"{room} imports {name}"
+        assert not (room == "codegen" and parts[0] == "torch"), "codegen imports torch"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_every_file_has_a_docstring_and_postponed_annotations(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    if not tree.body:
+        return
+    assert ast.get_docstring(tree), "no docstring"
+    if any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in ast.walk(tree)):
+        assert "__future__.annotations" in set(imports(tree))
+
+
+def test_rendering_and_the_cache_need_no_torch() -> None:
+    """Compiling ahead of time, listing the cache and the workers of a search start fast."""
+    code = "import sys, attnforge.codegen.render, attnforge.runtime.cache; sys.exit('torch' in sys.modules)"
+    assert subprocess.run((sys.executable, "-c", code)).returncode == 0
+
+
+def test_no_flag_relaxes_arithmetic() -> None:
+    from attnforge.runtime import nvrtc, toolchain
+
+    flags = " ".join((*toolchain.NVCC_FLAGS, *toolchain.CPU_FLAGS, *nvrtc.FLAGS))
+    for word in ("fast", "unsafe", "finite-math", "ftz", "prec-div", "reciprocal"):
+        assert word not in flags
