@@ -30,9 +30,9 @@ def _fields() -> tuple[Field, ...]:
         Field("int*", "tile_count", "(tiles) visited tiles of each owned tile"),
         Field("int*", "tile_order", "(tiles) owned tiles, the one with most work first"),
         Field("int*", "tile_list", "(tiles, list_stride) visited tile * 2 + (1 if it needs the mask)"),
-        Field("int*", "turn", "(tiles, list_stride) deterministic dq: whose turn each visit is; else null"),
-        Field("int*", "semaphore", "(batch, heads_q, tiles_m) deterministic dq: turns taken; else null"),
-        Field("const void*", "reserved", "zero"),
+        Field("float*", "dkv_accum", "(2, batch, heads_kv, padded_k, head_dim) fp32 sums of dk and dv, kernel's order"),
+        Field("int*", "turn", "(tiles, list_stride) ordered dq sums: the turn of each visit"),
+        Field("int*", "turns_taken", "(batch, heads_q, tiles_m) ordered dq sums: how many visits have added"),
     ]
     strides = [
         Field("long long", f"{name}_{axis}", f"stride of {name} along {word}, in elements")
@@ -49,6 +49,7 @@ def _fields() -> tuple[Field, ...]:
         Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
         Field("int", "list_stride", "entries per row of tile_list"),
         Field("int", "padded_q", "tiles_m * tile_m"),
+        Field("int", "padded_k", "tiles_n * tile_n"),
         Field("int", "threads", "CPU threads to use"),
         Field("float", "scale", "softmax scale, multiplies q k^T"),
         Field("float", "scale_log2", "scale * log2(e)"),

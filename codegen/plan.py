@@ -41,6 +41,8 @@ class Plan:
     owner: str  # which tiles own lists: "m" (forward) or "n" (backward)
     registers: int  # 32-bit registers a thread needs at least, by count of live tiles; 0 on the CPU
     dq_accum: bool = False  # needs the fp32 dq workspace
+    dkv_accum: bool = False  # needs the fp32 dk and dv workspace
+    ordered: bool = False  # needs turn and turns_taken
     deterministic: bool = False  # the same bits on every run
     constants: dict[str, Any] = field(default_factory=dict)
 

@@ -88,6 +88,7 @@ def _forward(spec: Spec, t: Sm80Forward) -> Plan:
         schedule=_schedule(spec, "tiles_m"),
         owner="m",
         registers=registers + REGISTERS_BESIDES,
+        deterministic=True,
         constants=constants | {"shared_bytes": shared},
     )
 
@@ -97,6 +98,8 @@ def _backward(spec: Spec, t: Sm80Backward) -> Plan:
     _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq)
     if t.stages > 2:
         raise Infeasible(f"stages {t.stages}: the backward kernel has 1 or 2")
+    if t.split_heads and t.ordered:
+        raise Infeasible("ordered: with split_heads the sums of dK and dV have no fixed order")
     for name in ("warps_sdp", "warps_dkv", "warps_dq"):
         if t.warps % getattr(t, name):
             raise Infeasible(f"{name} {getattr(t, name)} does not divide warps {t.warps}")
@@ -128,28 +131,37 @@ def _backward(spec: Spec, t: Sm80Backward) -> Plan:
         "row_lanes": 1 << (d // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
         "vector_red": spec.problem.arch in (Arch.SM90, Arch.SM120),  # red.global.add.v4.f32 needs sm_90
     }
-    grid = ("tiles_m", "batch", "heads_q")
+    queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
+    launches = [
+        Launch(f"{spec.symbol}_prepare", queries, threads),
+        Launch(spec.symbol, ("tiles_n", "batch", heads), threads, shared),
+        Launch(f"{spec.symbol}_finish", queries, threads),
+    ]
+    if t.split_heads:
+        launches.append(Launch(f"{spec.symbol}_finish_dkv", ("tiles_n", "batch", "heads_kv"), threads))
     return Plan(
         spec=spec,
         template="sm80/backward.cu.jinja",
         suffix=".cu",
-        launches=(
-            Launch(f"{spec.symbol}_prepare", grid, threads),
-            Launch(spec.symbol, ("tiles_n", "batch", "heads_kv"), threads, shared),
-            Launch(f"{spec.symbol}_finish", grid, threads),
-        ),
-        schedule=_schedule(spec, "tiles_n"),
+        launches=tuple(launches),
+        schedule=_schedule(spec, "tiles_n", ("turns",) if t.ordered else ()),
         owner="n",
         registers=registers + REGISTERS_BESIDES,
         dq_accum=True,
+        dkv_accum=t.split_heads,
+        ordered=t.ordered,
+        deterministic=t.ordered,
         constants=constants,
     )
 
 
-def _schedule(spec: Spec, tiles: str) -> tuple[Launch, ...]:
+def _schedule(spec: Spec, tiles: str, more: tuple[str, ...] = ()) -> tuple[Launch, ...]:
     if spec.problem.mask is not Mask.SPANS:
         return ()
-    return tuple(Launch(f"{spec.symbol}_{part}", (tiles,), SCHEDULE_THREADS) for part in ("schedule", "order"))
+    launches = [Launch(f"{spec.symbol}_{part}", (tiles,), SCHEDULE_THREADS) for part in ("schedule", "order")]
+    # One block per tile of the other kind.
+    launches += [Launch(f"{spec.symbol}_{part}", ("tiles_m",), SCHEDULE_THREADS) for part in more]
+    return tuple(launches)
 
 
 def _require_positive(*values: int) -> None:

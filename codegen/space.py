@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
@@ -18,13 +19,13 @@ FORWARD_GUESSES = (
     (256, Sm80Forward(64, 32, 4, 1, False)),
 )
 BACKWARD_GUESSES = (
-    (64, Sm80Backward(64, 128, 8, 2, 4, 8, 4)),
-    (64, Sm80Backward(64, 128, 8, 1, 4, 8, 4)),
-    (128, Sm80Backward(64, 128, 8, 2, 2, 4, 2)),
-    (128, Sm80Backward(64, 128, 8, 2, 2, 8, 4)),
-    (128, Sm80Backward(64, 64, 8, 1, 4, 4, 4)),
-    (128, Sm80Backward(64, 64, 4, 1, 4, 4, 4)),
-    (128, Sm80Backward(32, 64, 4, 1, 2, 4, 2)),
+    (64, Sm80Backward(64, 128, 8, 2, 4, 8, 4, False, False)),
+    (64, Sm80Backward(64, 128, 8, 1, 4, 8, 4, False, False)),
+    (128, Sm80Backward(64, 128, 8, 2, 2, 2, 2, False, False)),
+    (128, Sm80Backward(64, 128, 8, 2, 2, 8, 4, False, False)),
+    (128, Sm80Backward(64, 64, 8, 1, 4, 4, 4, False, False)),
+    (128, Sm80Backward(64, 64, 4, 1, 4, 4, 4, False, False)),
+    (128, Sm80Backward(32, 64, 4, 1, 2, 4, 2, False, False)),
 )
 
 
@@ -67,6 +68,10 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
             yield Sm80Forward(tile_m, tile_n, warps, stages, q_in_regs)
     else:
         yield from (tuning for limit, tuning in BACKWARD_GUESSES if problem.head_dim <= limit)
-        for tile_m, tile_n, warps, stages in product((64, 128, 32), (128, 64), (8, 4), (2, 1)):
-            for sdp, dkv, dq in product((2, 4, 1, 8), (4, 8, 2), (2, 4, 1, 8)):
-                yield Sm80Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq)
+        for tile_m, tile_n, warps, stages, split in product((64, 128, 32), (128, 64), (8, 4), (2, 1), (False, True)):
+            for sdp, dkv, dq in product((2, 4, 1), (2, 4, 8), (2, 1, 4, 8)):
+                yield Sm80Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, split, False)
+        # Ordered ones last: they are for deterministic=True, which takes the first deterministic candidate.
+        for limit, tuning in BACKWARD_GUESSES:
+            if problem.head_dim <= limit:
+                yield dataclasses.replace(tuning, ordered=True)

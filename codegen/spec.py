@@ -115,6 +115,8 @@ class Sm80Backward:
     warps_sdp: int = knob("a", "warps along the queries in S and dP; the rest split the keys")
     warps_dkv: int = knob("b", "warps along the keys in dK and dV; the rest split head_dim")
     warps_dq: int = knob("c", "warps along the queries in dQ; the rest split head_dim")
+    split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
+    ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
 
 
 Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward

@@ -94,6 +94,8 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
         tile_n=tuning.tile_n,
         owner_n=plan.owner == "n",
         dq_accum=plan.dq_accum,
+        dkv_accum=plan.dkv_accum,
+        ordered=plan.ordered,
         deterministic=plan.deterministic,
         symbols=[launch.symbol for launch in launches],
         grids=["*".join(launch.grid) for launch in launches],

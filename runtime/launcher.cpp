@@ -54,6 +54,7 @@ Params make_params(const Call& c, const Variant& variant, const Tensor& out, con
     p.tiles_m = static_cast<int>((p.seq_q + variant.tile_m - 1) / variant.tile_m);
     p.tiles_n = static_cast<int>((p.seq_k + variant.tile_n - 1) / variant.tile_n);
     p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
+    p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);
     p.threads = at::get_num_threads();
     const double scale = c.scale ? *c.scale : 1.0 / std::sqrt(static_cast<double>(c.q.size(3)));
     p.scale = static_cast<float>(scale);
@@ -120,12 +121,22 @@ BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k
     ATTNFORGE_SET(params, dk, dk);
     ATTNFORGE_SET(params, dv, dv);
     const auto f32 = q.options().dtype(at::kFloat);
-    const Tensor delta = at::empty({q.size(0), q.size(1), params.padded_q}, f32);
+    const Tensor delta = at::empty({q.size(0), q.size(1), params.padded_q, 2}, f32);
     params.delta = delta.mutable_data_ptr<float>();
     Tensor dq_accum;
     if (variant.dq_accum) {
         dq_accum = at::empty({q.size(0), q.size(1), params.padded_q, q.size(3)}, f32);
         params.dq_accum = dq_accum.mutable_data_ptr<float>();
+    }
+    Tensor dkv_accum;
+    if (variant.dkv_accum) {
+        dkv_accum = at::empty({2, k.size(0), k.size(1), params.padded_k, k.size(3)}, f32);
+        params.dkv_accum = dkv_accum.mutable_data_ptr<float>();
+    }
+    Tensor turns_taken;
+    if (variant.ordered) {
+        turns_taken = at::empty({q.size(0), q.size(1), params.tiles_m}, q.options().dtype(at::kInt));
+        params.turns_taken = turns_taken.mutable_data_ptr<int>();
     }
     launch(call, variant, params);
     return {dq, dk, dv};
@@ -213,11 +224,12 @@ ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v
 
 int64_t add_variant(const Tensor& binary, std::string path, std::string name, at::Device device, bool backward_pass,
                     at::ScalarType dtype, int64_t head_dim, int64_t mask, int64_t align, int64_t tile_m, int64_t tile_n,
-                    bool owner_n, bool dq_accum, bool deterministic, std::vector<std::string> symbols,
+                    bool owner_n, bool dq_accum, bool dkv_accum, bool ordered, bool deterministic,
+                    std::vector<std::string> symbols,
                     std::vector<std::string> grids, std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
                     int64_t launches) {
     Variant v{std::move(name), device,  backward_pass, dtype,    head_dim,     mask, align, tile_m,
-              tile_n,          owner_n, dq_accum,      deterministic, {}, {}};
+              tile_n,          owner_n, dq_accum,      dkv_accum, ordered, deterministic, {}, {}};
     for (size_t i = 0; i < symbols.size(); ++i) {
         auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
         list.push_back({symbols[i], nullptr, parse_grid(grids.at(i)), static_cast<unsigned>(threads.at(i)),
@@ -246,7 +258,7 @@ TORCH_LIBRARY(attnforge, m) {
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
           "int head_dim, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "
-          "bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, int launches) -> int");
+          "bool dkv_accum, bool ordered, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, int launches) -> int");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count() -> int", [] { return schedules().size(); });
     m.def("forget_schedules() -> ()", [] { schedules().clear(); });

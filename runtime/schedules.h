@@ -22,12 +22,13 @@ struct ScheduleKey {
     void* stream;
     uint64_t capture;
     bool owner_n;
+    bool ordered;
     int64_t tile_m, tile_n, seq_q, seq_k;
 
     bool operator==(const ScheduleKey& o) const {
         return starts == o.starts && ends == o.ends && starts_version == o.starts_version &&
                ends_version == o.ends_version && device == o.device && stream == o.stream && capture == o.capture &&
-               owner_n == o.owner_n && tile_m == o.tile_m && tile_n == o.tile_n && seq_q == o.seq_q &&
+               owner_n == o.owner_n && ordered == o.ordered && tile_m == o.tile_m && tile_n == o.tile_n && seq_q == o.seq_q &&
                seq_k == o.seq_k;
     }
 };
@@ -102,16 +103,17 @@ inline at::Tensor attach_schedule(const Variant& variant, const at::Tensor& star
     if (cacheable) {
         key = ScheduleKey{starts.const_data_ptr(), ends.const_data_ptr(), static_cast<int64_t>(starts._version()),
                           static_cast<int64_t>(ends._version()), variant.device, stream, capture_id(stream),
-                          variant.owner_n, variant.tile_m, variant.tile_n, params.seq_q, params.seq_k};
+                          variant.owner_n, variant.ordered, variant.tile_m, variant.tile_n, params.seq_q, params.seq_k};
         schedule = schedules().find(*key);
     }
     const bool build = !schedule.defined();
     if (build) {
-        schedule = at::empty({tiles * (2 + params.list_stride)}, starts.options());
+        schedule = at::empty({tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1))}, starts.options());
     }
     params.tile_count = schedule.mutable_data_ptr<int>();
     params.tile_order = params.tile_count + tiles;
     params.tile_list = params.tile_order + tiles;
+    params.turn = variant.ordered ? params.tile_list + tiles * params.list_stride : nullptr;
     if (build) {
         run(variant, variant.schedule, params, stream);
         if (cacheable) {

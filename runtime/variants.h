@@ -37,7 +37,9 @@ struct Variant {
     int64_t tile_m = 0;
     int64_t tile_n = 0;
     bool owner_n = false;  // schedules list query tiles for each key tile instead of the reverse
-    bool dq_accum = false;
+    bool dq_accum = false;   // which workspaces the launches need
+    bool dkv_accum = false;
+    bool ordered = false;
     bool deterministic = false;
     std::vector<Launch> launches;
     std::vector<Launch> schedule;
