@@ -94,7 +94,8 @@ def _heading(draw: ImageDraw.ImageDraw, mask: PackedMask, title: str, tiles: Til
     draw.text((MARGIN, 24), title, INK, _font(34))
     documents = len({split.sample for split in mask.splits if split.start < min(mask.used, split.end)})
     lines = (
-        f"{seq:,} tokens, {mask.used:,} of them real, in {documents} documents and {len(mask.splits)} splits; "
+        f"{seq:,} tokens, {mask.used:,} of them real, "
+        f"in {documents} documents and {len(mask.splits)} splits; "
         f"{mask.pairs:,} visible pairs, {mask.pairs / seq**2:.1%} of all",
         f"tiles of {tiles.tile_m} queries x {tiles.tile_n} keys: {full:,} full, {partial:,} partial, "
         f"{tiles.kinds.numel() - full - partial:,} skipped; "

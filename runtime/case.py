@@ -57,11 +57,10 @@ class Case:
         return forward * (BACKWARD_FLOPS if direction is Direction.BACKWARD else 1.0)
 
     def problem(self, direction: Direction, arch: Arch) -> Problem:
-        """What a kernel for this case must solve; `inputs` are aligned to 16 bytes wherever head_dim allows."""
+        """What a kernel for this case must solve, aligned as `inputs` are."""
         row = self.head_dim * self.dtype.bytes
-        align = next(size for size in (16, 8, 4, 2) if row % size == 0)
-        if arch is Arch.CPU:
-            align = min(align, 4)
+        sizes = (16, 8, 4, 2) if arch.is_gpu else (4, 2)
+        align = next(size for size in sizes if row % size == 0)
         return Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align)
 
     def inputs(self, seed: int = 0) -> Inputs:

@@ -1,0 +1,74 @@
+"""Names to cases: a pack or a dense shape, with a model's heads, in a dtype, on a device."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from attnforge.bagel.models import MODELS
+from attnforge.bagel.workloads import names, workload
+from attnforge.codegen.spec import DType
+from attnforge.runtime.case import Case, causal_case, full_case
+
+_DENSE = re.compile(r"(full|causal)/(?:([1-9]\d*)x)?([1-9]\d*)")
+
+# (pack, model) rows of `bench`, by suite and kind of device: a GPU's milliseconds are a CPU's seconds.
+SUITES = {
+    ("dense", "cuda"): (
+        ("full/4x8192", "7B"),
+        ("causal/4x8192", "7B"),
+        ("full/16x2048", "7B"),
+        ("causal/16x2048", "7B"),
+        ("full/4x8192", "0.5B"),
+        ("causal/4x8192", "0.5B"),
+    ),
+    ("dense", "cpu"): (("full/2048", "0.5B"), ("causal/2048", "0.5B"), ("full/1024", "7B")),
+    ("packs", "cuda"): (
+        ("pretrain/0", "7B"),
+        ("pretrain/1", "7B"),
+        ("finetune/0", "7B"),
+        ("finetune/0", "0.5B"),
+        ("t2i_lowres/0", "7B"),
+        ("vlm_only/0", "7B"),
+        ("edit_only/0", "7B"),
+        ("pretrain/0", "vit"),
+    ),
+    ("packs", "cpu"): (("finetune/0", "0.5B"),),
+}
+
+
+def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case:
+    """The case called `pack`: a workload ("pretrain/0") or a dense shape ("full/4x8192", "causal/2048").
+
+    With model "vit" a workload stands for its images in the vision encoder. Raises ValueError for names that
+    do not exist.
+    """
+    if model not in MODELS:
+        raise ValueError(f"model: there is no {model!r}; models are {', '.join(MODELS)}")
+    heads = MODELS[model]
+    name = f"{pack} {model}"
+    if match := _DENSE.fullmatch(pack):
+        make = full_case if match[1] == "full" else causal_case
+        shape = (int(match[2] or 1), heads.heads_q, heads.heads_kv, int(match[3]), heads.head_dim)
+        return make(name, shape, dtype, device)
+    if pack not in names():
+        raise ValueError(
+            f"pack: there is no {pack!r}; packs are {', '.join(names())}, "
+            "or a dense shape such as full/4x8192 or causal/2048"
+        )
+    mask = workload(pack).vit_mask(device) if model == "vit" else workload(pack).mask(device)
+    length = mask.starts.numel()
+    return Case(
+        name,
+        1,
+        heads.heads_q,
+        heads.heads_kv,
+        length,
+        length,
+        heads.head_dim,
+        dtype,
+        mask,
+        mask.pairs,
+        device,
+    )

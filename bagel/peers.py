@@ -1,0 +1,203 @@
+"""torch's own attentions on a case: SDPA by backend, BAGEL's per-sample SDPA loop, compiled FlexAttention."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnforge.bagel.packing import PackedMask
+from attnforge.codegen.spec import Direction, Mask
+from attnforge.runtime.case import Case, Inputs
+from attnforge.runtime.masks import Spans
+from attnforge.runtime.timing import Effort, Timing, effort, measure, rotate
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+BACKENDS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-math": SDPBackend.MATH,
+}
+NAMES = {"cuda": (*BACKENDS, "sdpa-samples", "flex"), "cpu": ("sdpa-flash", "sdpa-samples", "flex")}
+
+
+class Unavailable(RuntimeError):
+    """The peer cannot do this case; the message says why, and goes into the table in place of a number."""
+
+
+def time_peer(name: str, case: Case, direction: Direction) -> Timing:
+    """Time one peer (one of NAMES) on a case; backward is timed alone. Raises Unavailable."""
+    with _memory_freed(case.device), _as_unavailable(name):
+        call = _peer(name, case)
+        sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), case.device)]
+        how = effort(case.device)
+        if case.device.type == "cpu":  # masked SDPA takes many seconds there, and has nothing to warm up
+            how = Effort(seconds=2.0, repeats=5, least=1, warmups=int(name == "flex"))
+        if direction is Direction.FORWARD:
+            return measure(call, [(x.q, x.k, x.v) for x in sets], case.device, how)
+        graphs = [_graph(call, x) for x in sets]
+
+        def backward(out: Tensor, leaves: tuple[Tensor, ...], dout: Tensor) -> Any:
+            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+        return measure(backward, graphs, case.device, how)
+
+
+def _graph(call: Attention, x: Inputs) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v))
+    return call(*leaves), leaves, x.dout
+
+
+@contextlib.contextmanager
+def _memory_freed(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _as_unavailable(name: str) -> Iterator[None]:
+    """What torch raises when a backend cannot do something is a fact for the table, not the end of a run."""
+    try:
+        yield
+    except Unavailable:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise Unavailable(f"{name}: {type(error).__name__}: {lines[0][:120]}") from error
+
+
+def _peer(name: str, case: Case) -> Attention:
+    if name == "flex":
+        return _flex(case)
+    if name == "sdpa-samples":
+        return _samples(case)
+    return _sdpa(name, case)
+
+
+def _sdpa(name: str, case: Case) -> Attention:
+    """One call; a spans mask becomes a dense bool one."""
+    backend = BACKENDS[name]
+    on_cpu = case.device.type == "cpu"
+    if case.mask_kind is Mask.SPANS and name == "sdpa-flash" and not on_cpu:
+        raise Unavailable("takes no mask")
+    need = _bytes_needed(name, case)
+    room = _free_bytes(case.device)
+    if need > room:
+        raise Unavailable(f"needs {need / 2**30:.0f} GiB, {room / 2**30:.0f} are free")
+    mask = case.mask.visible(case.seq_q, case.seq_k, case.device) if isinstance(case.mask, Spans) else None
+    causal = case.mask_kind is Mask.CAUSAL
+    repeat = name == "sdpa-efficient" or on_cpu  # the kernel has no grouped heads: BAGEL repeats k and v, too
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if repeat:
+            k, v = _repeated(k, case), _repeated(v, case)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=case.scale, enable_gqa=not repeat
+            )
+
+    return call
+
+
+def _repeated(x: Tensor, case: Case) -> Tensor:
+    group = case.heads_q // case.heads_kv
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _bytes_needed(name: str, case: Case) -> int:
+    """Rough peak of what is quadratic in the length."""
+    square = case.seq_q * case.seq_k
+    if name == "sdpa-math":
+        return 3 * 4 * case.batch * case.heads_q * square
+    return 8 * square if case.mask_kind is Mask.SPANS else 0
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(0.8 * torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo") as file:  # noqa: PTH123
+        free = next(line for line in file if line.startswith("MemAvailable"))
+    return int(0.5 * 1024 * int(free.split()[1]))
+
+
+def _samples(case: Case) -> Attention:
+    """BAGEL's path without FlexAttention: one masked SDPA call a sample, k and v repeated to all heads."""
+    if not isinstance(case.mask, PackedMask):
+        raise Unavailable("only for packs")
+    backend = BACKENDS["sdpa-flash" if case.device.type == "cpu" else "sdpa-efficient"]
+    bounds = {split.sample_end for split in case.mask.splits if split.end > split.start}
+    ends = sorted(end for end in bounds if end <= case.mask.used)
+    pieces = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        row = torch.arange(start, end, device=case.device)[:, None]
+        seen = (case.mask.starts[None, start:end] <= row) & (row < case.mask.ends[None, start:end])
+        bias = torch.zeros(seen.shape, dtype=case.torch_dtype, device=case.device)
+        pieces.append((start, end, bias.masked_fill_(~seen, -torch.inf)))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = _repeated(k, case), _repeated(v, case)
+        with sdpa_kernel(backend):
+            parts = [
+                F.scaled_dot_product_attention(
+                    q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], attn_mask=bias, scale=case.scale
+                )
+                for a, b, bias in pieces
+            ]
+        rest = q.shape[2] - pieces[-1][1]
+        return torch.cat([*parts, q.new_zeros(*q.shape[:2], rest, q.shape[3])], dim=2)
+
+    return call
+
+
+def _flex(case: Case) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mod = _mask_mod(case)
+    lengths = (case.seq_q, case.seq_k)
+    # Compiled, nothing S x S is stored; on the CPU compiling it costs more than it saves.
+    compiled = case.device.type == "cuda"
+    block_mask = mod and create_block_mask(mod, None, None, *lengths, case.device, _compile=compiled)
+    flex = _compiled_flex()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flex(q, k, v, block_mask=block_mask, scale=case.scale, enable_gqa=True)
+        return out
+
+    return call
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.cache_size_limit = 512  # as BAGEL does: one compilation per case, never eager
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    if isinstance(case.mask, Spans):
+        starts, ends = case.mask.starts, case.mask.ends
+
+        def in_span(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (starts[j] <= i) & (i < ends[j])
+
+        return in_span
+    if case.mask is None:
+        return None
+    offset = case.seq_k - case.seq_q
+
+    def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + offset
+
+    return before
