@@ -1,26 +1,29 @@
 # make search   find the fastest kernel for a BAGEL pack, on the GPU if there is one, else on the CPU
 # make test     run every test that this machine can run
 # make lint     ruff and mypy
-# make clean    remove the environment and all caches of tools (not the kernel cache: python cli.py cache clear)
+# make clean    remove the environment and what tools left (not the kernel cache: python cli.py cache clear)
 #
 # Each creates the virtual environment .venv first, and does nothing about it while it is current.
 #   PYTHON=python3.12   the interpreter to create it with (3.10 or newer)
 #   ARGS="..."          more arguments for the search or for pytest
-#   SYSTEM=1            use the packages that PYTHON already has (torch included) and download nothing
+#   SYSTEM=1            create nothing, download nothing: run with the packages that PYTHON already has
 
 PYTHON ?= python3
 SYSTEM ?= 0
 ARGS ?=
 
-ifeq ($(SYSTEM),1)
-VENV := .venv-system
-else
-VENV := .venv
-endif
-PY := $(VENV)/bin/python
-READY := $(VENV)/ready
+# .path/attnforge is the repository root under the name of its package, for tools that follow paths only.
+LINK := .path/attnforge
 
-.PHONY: search test lint clean venv
+ifeq ($(SYSTEM),1)
+READY := system
+PY := PYTHONPATH="$(CURDIR)/.path$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+else
+READY := .venv/ready
+PY := .venv/bin/python
+endif
+
+.PHONY: search test lint clean venv python system
 
 search: $(READY)
 	$(PY) cli.py search $(ARGS)
@@ -28,29 +31,34 @@ search: $(READY)
 test: $(READY)
 	$(PY) -m pytest $(ARGS)
 
-# The package is the repository root under the name attnforge, a mapping that mypy only understands as a path.
-lint: $(READY)
+lint: $(READY) $(LINK)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	@mkdir -p $(VENV)/mypy && ln -sfn ../.. $(VENV)/mypy/attnforge
-	cd $(VENV)/mypy && MYPYPATH=.:attnforge/tests ../bin/python -m mypy --config-file ../../pyproject.toml \
-		-p attnforge.codegen -p attnforge.runtime -p attnforge.bagel -m attnforge.cli
-	MYPYPATH=$(VENV)/mypy $(PY) -m mypy tests
+	MYPYPATH=.path $(PY) -m mypy -p attnforge.codegen -p attnforge.runtime -p attnforge.bagel -m attnforge.cli
+	MYPYPATH=.path:tests $(PY) -m mypy tests
 
 venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "attnforge needs Python >= 3.10, and \
-	$(PYTHON) is " + sys.version.split()[0] + "; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)")'
-ifeq ($(SYSTEM),1)
-	$(PYTHON) -m venv --clear --system-site-packages $(VENV)
-	$(PY) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
-else
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check "setuptools>=77"
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt --editable ".[dev]"
-endif
+.venv/ready: pyproject.toml constraints.txt | python
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-c constraints.txt --editable ".[dev]"
 	@touch $@
 
+system: $(LINK) | python
+	@$(PYTHON) -c "import importlib.util as u, sys; \
+	names = 'torch numpy jinja2 click rich platformdirs ninja PIL pytest hypothesis'.split(); \
+	lacks = [n for n in names if u.find_spec(n) is None]; \
+	sys.exit('SYSTEM=1, but $(PYTHON) lacks ' + ', '.join(lacks) if lacks else 0)"
+
+python:
+	@$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 10) else \
+	'attnforge needs Python 3.10 or newer and $(PYTHON) is ' + sys.version.split()[0] + \
+	'; name another one: make $(MAKECMDGOALS) PYTHON=python3.12')"
+
+$(LINK):
+	@mkdir -p $(@D) && ln -sfn .. $@
+
 clean:
-	rm -rf .venv .venv-system .pytest_cache .mypy_cache .ruff_cache .hypothesis build attnforge.egg-info
+	rm -rf .venv .path .pytest_cache .mypy_cache .ruff_cache .hypothesis build attnforge.egg-info

@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("attnforge")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put the cache into .pytest_cache: never the user's own, and kept: a second run compiles nothing."""
-    directory: Path = config.cache.mkdir("attnforge")  # type: ignore[union-attr]
+    directory: Path = config.cache.mkdir("attnforge")
     os.environ[CACHE_DIR] = str(directory / "cache")
     for name in (COMPILER, NO_JIT):
         os.environ.pop(name, None)

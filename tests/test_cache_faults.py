@@ -21,7 +21,7 @@ SOURCE = fakes.source()
 BINARY = SOURCE.text.encode()
 
 # Spoils a published entry; the second argument is another good entry.
-Damage = Callable[[Path, Path], None]
+Damage = Callable[[Path, Path], object]
 
 
 @pytest.fixture

@@ -81,12 +81,12 @@ def test_sixteen_processes_compile_each_key_once(
     assert not list((cache_dir / "tmp").iterdir())
 
 
-def no_locks(fd: int, operation: int) -> None:
+def no_locks(fd: object, operation: int) -> None:
     raise OSError(errno.ENOLCK, "no locks available")
 
 
 def obtain_without_locks(barrier: Barrier) -> None:
-    fcntl.flock = no_locks
+    fcntl.flock = no_locks  # this process ends with the test
     barrier.wait(PATIENCE)
     obtain(*SOURCES)
 
