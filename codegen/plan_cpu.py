@@ -45,6 +45,7 @@ def make_plan(spec: Spec) -> Plan:
         schedule=(Launch(f"{spec.symbol}_schedule", (), 0),) if schedule else (),
         owner="m" if forward else "n",
         registers=0,
+        dq_accum=not forward,
         deterministic=True,
         constants=_constants(spec, t, scratch),
     )
@@ -52,9 +53,10 @@ def make_plan(spec: Spec) -> Plan:
 
 def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[str, Any]:
     forward = isinstance(t, CpuForward)
-    includes = ["algorithm", "numeric"] if spec.problem.mask is Mask.SPANS else []
-    includes += ["cmath"] if forward else []
-    includes += ["vector"] if spec.problem.mask is Mask.SPANS and not forward else []
+    cols_dq, width_dq = (0, 0) if isinstance(t, CpuForward) else _dq_blocks(spec.problem.head_dim, t)
+    includes = {"cmath"} if forward else {"algorithm", "atomic", "memory", "thread"}
+    if spec.problem.mask is Mask.SPANS:
+        includes |= {"algorithm", "numeric"} if forward else {"numeric", "vector"}
     # vdpbf16ps exists for 8 and 16 lanes; other widths multiply the halves one by one.
     dot = {16: "_mm512_dpbf16_ps", 8: "_mm256_dpbf16_ps"}.get(t.lanes) if t.pairs else None
     return {
@@ -64,6 +66,8 @@ def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[st
         "exp2": EXP2_BF16 if t.pairs else EXP2_FP32,
         "includes": sorted(includes),
         "scratch_bytes": scratch,
+        "cols_dq": cols_dq,
+        "width_dq": width_dq,
     }
 
 
@@ -89,13 +93,11 @@ def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
     if needed > REGISTERS[t.lanes]:
         raise Infeasible(f"registers: rows x cols needs {needed}, {needed - REGISTERS[t.lanes]} more than there are")
     panel = t.lanes * t.cols
-    if t.tile_m % panel:
-        raise Infeasible(f"tile_m {t.tile_m} is not a multiple of lanes * cols = {panel}")
-    if isinstance(t, CpuBackward) and t.tile_n % panel:
-        raise Infeasible(f"tile_n {t.tile_n} is not a multiple of lanes * cols = {panel}")
-    blocked = (t.tile_m, t.tile_n) if isinstance(t, CpuBackward) else (t.tile_n,)
-    if any(tile % t.rows or tile % 2 for tile in blocked):
-        raise Infeasible(f"tiles of rows, {blocked}, must be even multiples of rows {t.rows}")
+    in_lanes, in_rows = ("tile_m", "tile_n") if isinstance(t, CpuForward) else ("tile_n", "tile_m")
+    if getattr(t, in_lanes) % panel:
+        raise Infeasible(f"{in_lanes} {getattr(t, in_lanes)} is not a multiple of lanes * cols = {panel}")
+    if getattr(t, in_rows) % t.rows or getattr(t, in_rows) % 2:
+        raise Infeasible(f"{in_rows} {getattr(t, in_rows)} is not an even multiple of rows = {t.rows}")
     if spec.problem.head_dim % t.rows:
         raise Infeasible(f"head_dim {spec.problem.head_dim} is not a multiple of rows {t.rows}")
 
@@ -119,11 +121,16 @@ def _forward_scratch(spec: Spec, t: CpuForward) -> int:
 
 
 def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
-    """Bytes of the larger of QueryScratch and KeyScratch of templates/cpu/backward*.jinja."""
-    d, words, width, tile = spec.problem.head_dim, _words(spec), t.lanes * t.cols, max(t.tile_m, t.tile_n)
-    pairs = tile * (d + width) if t.pairs else 0
-    visited = _aligned(4 * (tile * (2 * words + 2 * width + 2) + pairs))
-    query_panel = _aligned(4 * (width * (2 * words + d + 2) + 2))
-    spans = 0 if spec.problem.mask is Mask.FULL else 2
-    key_panel = _aligned(4 * (width * (2 * words + 2 * d + spans) + 2))
-    return visited + max(t.tile_m // width * query_panel, t.tile_n // width * key_panel)
+    """sizeof(Scratch) of templates/cpu/backward_task.h.jinja."""
+    d, words, width, pairs = spec.problem.head_dim, _words(spec), t.lanes * t.cols, int(t.pairs)
+    _, width_dq = _dq_blocks(d, t)
+    queries = t.tile_m * (2 * words + 2 * width + width_dq + 2) + pairs * t.tile_m * (d + width + width // 2)
+    panel = width * (2 * words + 2 * d + 2) + width * width_dq // (1 + pairs) + 2
+    return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel)
+
+
+def _dq_blocks(head_dim: int, t: CpuBackward) -> tuple[int, int]:
+    """Vectors per row of dq's register block, and head_dim rounded up to whole blocks: least padding, then widest."""
+    vectors = -(-head_dim // t.lanes)
+    _, cols = min((-(-vectors // cols) * cols, -cols) for cols in range(1, t.cols + 1))
+    return -cols, -(-vectors // -cols) * -cols * t.lanes

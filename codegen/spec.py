@@ -16,13 +16,14 @@ class Direction(Enum):
 
 
 class Arch(Enum):
-    """Compilation target. SM90 is Hopper running the mma.sync family."""
+    """Compilation target. SM90A is Hopper with its own instructions, SM90 Hopper running the mma.sync family."""
 
     CPU = "cpu"
     SM80 = "sm80"
     SM86 = "sm86"
     SM89 = "sm89"
     SM90 = "sm90"
+    SM90A = "sm90a"
     SM120 = "sm120"
 
     @property
@@ -32,7 +33,7 @@ class Arch(Enum):
     @property
     def family(self) -> str:
         """Folder under templates/ that holds this target's algorithms."""
-        return "sm80" if self.is_gpu else "cpu"
+        return {Arch.CPU: "cpu", Arch.SM90A: "sm90a"}.get(self, "sm80")
 
     @property
     def nvcc_name(self) -> str:
@@ -85,7 +86,7 @@ class CpuForward:
 class CpuBackward:
     """Tuning of the CPU backward kernel."""
 
-    tile_m: int = knob("m", "query rows per tile, a multiple of lanes * cols")
+    tile_m: int = knob("m", "query rows per tile")
     tile_n: int = knob("n", "keys per tile, a multiple of lanes * cols")
     lanes: int = knob("l", "float lanes of one vector register")
     rows: int = knob("r", "rows of the register block")
@@ -119,13 +120,25 @@ class Sm80Backward:
     ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
 
 
-Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward
+@dataclass(frozen=True)
+class Sm90Forward:
+    """Tuning of the Hopper forward kernel (TMA, wgmma, a producer warpgroup)."""
+
+    tile_m: int = knob("m", "query rows per tile, 64 for each consumer warpgroup")
+    tile_n: int = knob("n", "keys per step of the main loop")
+    stages: int = knob("s", "shared-memory buffers for K and for V")
+    ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
+    persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
+
+
+Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward | Sm90Forward
 
 TUNINGS: dict[tuple[str, Direction], type[Tuning]] = {
     ("cpu", Direction.FORWARD): CpuForward,
     ("cpu", Direction.BACKWARD): CpuBackward,
     ("sm80", Direction.FORWARD): Sm80Forward,
     ("sm80", Direction.BACKWARD): Sm80Backward,
+    ("sm90a", Direction.FORWARD): Sm90Forward,
 }
 
 

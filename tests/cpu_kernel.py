@@ -68,7 +68,9 @@ class Kernel:
         tile_m = self.spec.tuning.tile_m
         padded = -(-x.q.shape[2] // tile_m) * tile_m
         delta = torch.full((*x.q.shape[:2], padded), math.nan)
-        self._call(x, {"dout": dout, "out": out, **grads}, {"lse": lse, "delta": delta}, threads)
+        dq_accum = torch.full((*delta.shape, x.q.shape[3]), math.nan)
+        flat = {"lse": lse, "delta": delta, "dq_accum": dq_accum}
+        self._call(x, {"dout": dout, "out": out, **grads}, flat, threads)
         return grads["dq"], grads["dk"], grads["dv"]
 
     def prepare(
