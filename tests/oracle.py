@@ -1,0 +1,180 @@
+"""Inputs in many layouts, the float64 answer, and limits from what other programs get wrong in that dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnforge
+from attnforge.runtime.ops import Mask
+from attnforge.runtime.reference import reference
+
+NAMES = ("out", "dq", "dk", "dv")
+# Error allowed as a multiple of the peers' (`sdpa`, `flash`), the worse of which counts: they round at different
+# places, and either may be exact by luck (one key: weights of 1). In fp32 all differ in the order of sums.
+RMS_RATIO = {torch.float32: 2.0, torch.bfloat16: 1.1, torch.float16: 1.1}
+MAX_RATIO = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2.0}
+EPSILON = {torch.float32: 1e-7, torch.bfloat16: 2e-4, torch.float16: 3e-5}
+LSE_LIMIT = 1e-5  # of the largest; it is float32 in every dtype
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call."""
+
+    seq_q: int = 65
+    seq_k: int = 65
+    head_dim: int = 64
+    heads_kv: int = 2
+    group: int = 1
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k, v of one call, all requiring grad, and dout."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    def grads(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
+
+
+def draw(shape: Shape, dtype: torch.dtype, device: str, layout: str = "bshd", seed: int = 0) -> Inputs:
+    """Standard normal inputs whose memory is laid out as `layout` says."""
+    generator = torch.Generator().manual_seed(seed)
+    heads_q = shape.heads_kv * shape.group
+
+    def one(heads: int, length: int) -> Tensor:
+        values = torch.randn(
+            shape.batch, heads, length, shape.head_dim, generator=generator, dtype=torch.float64
+        )
+        return place(values.to(dtype).to(device), layout).requires_grad_()
+
+    q, k = one(heads_q, shape.seq_q), one(shape.heads_kv, shape.seq_k)
+    return Inputs(q, k, one(shape.heads_kv, shape.seq_k), one(heads_q, shape.seq_q).detach())
+
+
+def place(x: Tensor, layout: str) -> Tensor:
+    """The values of x (B, H, S, D) in other memory. Whatever surrounds them is NaN."""
+    batch, heads, length, dim = x.shape
+    if layout == "bhsd":
+        return x.contiguous()
+    if layout == "bshd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "packed":  # (T, H, D), only for batch 1
+        return x[0].transpose(0, 1).contiguous().transpose(0, 1)[None]
+    if layout == "slice":  # the middle third of a fused projection, some rows in
+        whole = x.new_full((batch, length + 6, 3, heads, dim), torch.nan)
+        whole[:, 3:-3, 1] = x.transpose(1, 2)
+        return whole[:, 3:-3, 1].transpose(1, 2)
+    if layout == "offset":  # rows aligned to one element only
+        whole = x.new_full((batch, heads, length + 2, dim + 3), torch.nan)
+        whole[:, :, 1:-1, 1:-2] = x
+        return whole[:, :, 1:-1, 1:-2]
+    if layout == "expanded":  # every head reads the first one
+        return x[:, :1].contiguous().expand(x.shape)
+    raise ValueError(layout)
+
+
+def spans(seq_q: int, seq_k: int, device: str, seed: int = 0) -> attnforge.Spans:
+    """Random intervals: a few long, a few empty, a few that begin before row 0 or end after the last."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.randint(-1, seq_q + 2, (seq_k,), generator=generator, dtype=torch.int32)
+    starts = ends - torch.randint(0, seq_q + 2, (seq_k,), generator=generator, dtype=torch.int32)
+    hidden = seq_q // 3  # a row that no key shows itself to
+    straddles = (starts <= hidden) & (hidden < ends)
+    starts = torch.where(straddles, hidden + 1, starts).int()
+    return attnforge.Spans(starts.to(device), ends.to(device))
+
+
+def make_mask(kind: str, seq_q: int, seq_k: int, device: str) -> Mask:
+    """A mask by the name of its kind."""
+    if kind == "full":
+        return None
+    return attnforge.Causal() if kind == "causal" else spans(seq_q, seq_k, device)
+
+
+def visible(mask: Mask, seq_q: int, seq_k: int, device: str) -> Tensor:
+    """Dense bool (seq_q, seq_k)."""
+    if mask is None:
+        return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
+    return mask.visible(seq_q, seq_k, device)
+
+
+def sdpa(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv of SDPA's math backend in the dtype of x."""
+    q, k, v = (t.detach().contiguous().requires_grad_() for t in (x.q, x.k, x.v))
+    seen = visible(mask, q.shape[2], k.shape[2], str(q.device))
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
+
+
+def flash(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv as every flash attention rounds them: float32 inside, the dtype of x at the matrix products.
+
+    Unlike SDPA's math backend it takes the row sums of dout * out from the rounded out.
+    """
+    group, dtype = x.q.shape[1] // x.k.shape[1], x.q.dtype
+    scale = x.q.shape[3] ** -0.5 if scale is None else scale
+    q, do = x.q.detach().float(), x.dout.float()
+    k, v = (t.detach().float().repeat_interleave(group, 1) for t in (x.k, x.v))
+    seen = visible(mask, q.shape[2], k.shape[2], str(q.device))
+    scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True).clamp_min(-1e30)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights.to(dtype).float() @ v / total.clamp_min(1e-30)).to(dtype)
+    weights = (scores - top - total.clamp_min(1e-30).log()).exp()
+    ds = weights * (do @ v.mT - (do * out.float()).sum(-1, keepdim=True))
+    ds, weights = ds.to(dtype).float(), weights.to(dtype).float()
+    dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (ds.mT @ q * scale, weights.mT @ do))
+    return tuple(t.to(dtype) for t in (out, ds @ k * scale, dk, dv))
+
+
+def check(x: Inputs, mask: Mask, scale: float | None = None) -> None:
+    """Run attention forward and backward on x; AssertionError if anything is further off than it may be."""
+    out, lse = attnforge.attention(x.q, x.k, x.v, mask, scale=scale, return_lse=True)
+    ours = (out.detach(), *x.grads(out))
+    exact = reference(x.q.detach(), x.k.detach(), x.v.detach(), mask, scale, x.dout)
+    answers = (exact.out, exact.dq, exact.dk, exact.dv)
+    peers = zip(sdpa(x, mask, scale), flash(x, mask, scale), strict=True)
+    for name, mine, pair, answer in zip(NAMES, ours, peers, answers, strict=True):
+        assert answer is not None
+        compare(name, mine, pair, answer)
+    blind = exact.lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, blind)
+    if not blind.all():
+        size = exact.lse[~blind].abs().max().clamp_min(1)
+        assert ((lse - exact.lse)[~blind].abs() <= LSE_LIMIT * size).all()
+    assert not ours[0][blind].any(), "out of a row without keys"
+    assert not ours[1][blind].any(), "dq of a row without keys"
+
+
+def compare(name: str, mine: Tensor, peers: tuple[Tensor, ...], exact: Tensor) -> None:
+    """Limits of rms and largest error, from those of the worst peer."""
+    assert torch.isfinite(mine).all(), f"{name} is not finite"
+    atol = EPSILON[mine.dtype] * max(exact.abs().max().item(), 1.0)
+    rms, worst = distance(mine, exact)
+    rms_peer, worst_peer = (
+        max(numbers) for numbers in zip(*(distance(p, exact) for p in peers), strict=True)
+    )
+    assert rms <= RMS_RATIO[mine.dtype] * rms_peer + atol, (
+        f"{name}: rms error {rms:.3g}, peers' {rms_peer:.3g}"
+    )
+    limit = MAX_RATIO[mine.dtype] * worst_peer + 4 * atol
+    assert worst <= limit, f"{name}: error {worst:.3g}, peers' {worst_peer:.3g}"
+
+
+def distance(x: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Root mean square and largest absolute difference."""
+    error = (x - exact).abs()
+    return error.pow(2).mean().sqrt().item(), error.max().item()
