@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import CpuBackward, CpuForward, Direction, DType, Mask, Spec
+from attnforge.codegen.spec import CpuBackward, CpuForward, Direction, DType, Mask, Problem, Spec
 
 # Vector registers by float lanes: SSE/NEON (the larger of the two), AVX2, AVX-512.
 REGISTERS = {4: 32, 8: 16, 16: 32}
@@ -30,12 +30,12 @@ def make_plan(spec: Spec) -> Plan:
     """Plan of a CPU spec, or `Infeasible`."""
     t = spec.tuning
     assert isinstance(t, (CpuForward, CpuBackward))
-    _require_problem(spec)
+    _require_problem(spec.problem, t)
     _require_blocks(spec, t)
     forward = isinstance(t, CpuForward)
     scratch = _forward_scratch(spec, t) if isinstance(t, CpuForward) else _backward_scratch(spec, t)
     if scratch > SCRATCH_LIMIT:
-        raise Infeasible(f"scratch: {scratch} bytes of a thread, {scratch - SCRATCH_LIMIT} more than {SCRATCH_LIMIT}")
+        raise Infeasible(f"scratch: {scratch} bytes of a thread, {scratch - SCRATCH_LIMIT} too many")
     schedule = spec.problem.mask is Mask.SPANS
     return Plan(
         spec=spec,
@@ -46,6 +46,7 @@ def make_plan(spec: Spec) -> Plan:
         owner="m" if forward else "n",
         registers=0,
         dq_accum=not forward,
+        ordered=not forward,
         deterministic=True,
         constants=_constants(spec, t, scratch),
     )
@@ -54,7 +55,7 @@ def make_plan(spec: Spec) -> Plan:
 def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[str, Any]:
     forward = isinstance(t, CpuForward)
     cols_dq, width_dq = (0, 0) if isinstance(t, CpuForward) else _dq_blocks(spec.problem.head_dim, t)
-    includes = {"cmath"} if forward else {"algorithm", "atomic", "memory", "thread"}
+    includes = {"cmath"} if forward else {"algorithm", "atomic", "thread"}
     if spec.problem.mask is Mask.SPANS:
         includes |= {"algorithm", "numeric"} if forward else {"numeric", "vector"}
     # vdpbf16ps exists for 8 and 16 lanes; other widths multiply the halves one by one.
@@ -71,8 +72,7 @@ def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[st
     }
 
 
-def _require_problem(spec: Spec) -> None:
-    p = spec.problem
+def _require_problem(p: Problem, t: CpuForward | CpuBackward) -> None:
     limit = HEAD_DIM_LIMIT[p.direction]
     if p.head_dim % 8 or not 8 <= p.head_dim <= limit:
         raise Infeasible(
@@ -80,7 +80,7 @@ def _require_problem(spec: Spec) -> None:
         )
     if p.align < p.dtype.bytes:
         raise Infeasible(f"align {p.align}: elements of {p.dtype.value} are aligned to {p.dtype.bytes} bytes")
-    if spec.tuning.pairs and p.dtype is not DType.BFLOAT16:  # type: ignore[union-attr]
+    if t.pairs and p.dtype is not DType.BFLOAT16:
         raise Infeasible(f"pairs: only for bf16, not {p.dtype.value}")
 
 
@@ -91,7 +91,8 @@ def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
         raise Infeasible("tile_m, tile_n, heads, rows and cols must be at least 1")
     needed = t.rows * t.cols + t.cols + 1
     if needed > REGISTERS[t.lanes]:
-        raise Infeasible(f"registers: rows x cols needs {needed}, {needed - REGISTERS[t.lanes]} more than there are")
+        over = needed - REGISTERS[t.lanes]
+        raise Infeasible(f"registers: rows x cols needs {needed}, {over} more than there are")
     panel = t.lanes * t.cols
     in_lanes, in_rows = ("tile_m", "tile_n") if isinstance(t, CpuForward) else ("tile_n", "tile_m")
     if getattr(t, in_lanes) % panel:
@@ -102,9 +103,9 @@ def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
         raise Infeasible(f"head_dim {spec.problem.head_dim} is not a multiple of rows {t.rows}")
 
 
-def _words(spec: Spec) -> int:
+def _words(head_dim: int, t: CpuForward | CpuBackward) -> int:
     """Words of one row: see `word` in templates/cpu/vector.h.jinja."""
-    return spec.problem.head_dim // (2 if spec.tuning.pairs else 1)  # type: ignore[union-attr]
+    return head_dim // (2 if t.pairs else 1)
 
 
 def _aligned(size: int) -> int:
@@ -113,7 +114,7 @@ def _aligned(size: int) -> int:
 
 def _forward_scratch(spec: Spec, t: CpuForward) -> int:
     """sizeof(Scratch) of templates/cpu/forward.cpp.jinja."""
-    d, words, width = spec.problem.head_dim, _words(spec), t.lanes * t.cols
+    d, words, width = spec.problem.head_dim, _words(spec.problem.head_dim, t), t.lanes * t.cols
     panel = _aligned(4 * width * (words + d + 2) + 12)
     weights = t.tile_n // 2 * width if t.pairs else 0
     tiles = 4 * (t.tile_n * (width + 2 * words) + weights)
@@ -122,7 +123,8 @@ def _forward_scratch(spec: Spec, t: CpuForward) -> int:
 
 def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
     """sizeof(Scratch) of templates/cpu/backward_task.h.jinja."""
-    d, words, width, pairs = spec.problem.head_dim, _words(spec), t.lanes * t.cols, int(t.pairs)
+    d, width, pairs = spec.problem.head_dim, t.lanes * t.cols, int(t.pairs)
+    words = _words(d, t)
     _, width_dq = _dq_blocks(d, t)
     queries = t.tile_m * (2 * words + 2 * width + width_dq + 2) + pairs * t.tile_m * (d + width + width // 2)
     panel = width * (2 * words + 2 * d + 2) + width * width_dq // (1 + pairs) + 2
@@ -130,7 +132,7 @@ def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
 
 
 def _dq_blocks(head_dim: int, t: CpuBackward) -> tuple[int, int]:
-    """Vectors per row of dq's register block, and head_dim rounded up to whole blocks: least padding, then widest."""
+    """Vectors per row of dq's register block, and head_dim in whole blocks: least padding, then widest."""
     vectors = -(-head_dim // t.lanes)
     _, cols = min((-(-vectors // cols) * cols, -cols) for cols in range(1, t.cols + 1))
     return -cols, -(-vectors // -cols) * -cols * t.lanes

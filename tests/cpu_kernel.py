@@ -7,6 +7,7 @@ import math
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ TORCH_DTYPE = {
     DType.FLOAT16: torch.float16,
 }
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
-CTYPES = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
 
 class Params(ctypes.Structure):
@@ -64,12 +65,15 @@ class Kernel:
         self, x: Inputs, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, threads: int = 2
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv like q, k, v."""
-        grads = {f"d{n}": torch.empty_like(t).fill_(math.nan) for n, t in zip("qkv", (x.q, x.k, x.v), strict=True)}
+        grads = {
+            f"d{n}": torch.empty_like(t).fill_(math.nan) for n, t in zip("qkv", (x.q, x.k, x.v), strict=True)
+        }
         tile_m = self.spec.tuning.tile_m
         padded = -(-x.q.shape[2] // tile_m) * tile_m
         delta = torch.full((*x.q.shape[:2], padded), math.nan)
         dq_accum = torch.full((*delta.shape, x.q.shape[3]), math.nan)
-        flat = {"lse": lse, "delta": delta, "dq_accum": dq_accum}
+        turns = torch.full((*x.q.shape[:2], padded // tile_m), -1, dtype=torch.int32)
+        flat = {"lse": lse, "delta": delta, "dq_accum": dq_accum, "turns_taken": turns}
         self._call(x, {"dout": dout, "out": out, **grads}, flat, threads)
         return grads["dq"], grads["dk"], grads["dv"]
 
@@ -103,7 +107,8 @@ class Kernel:
         held = [torch.empty(owned, dtype=torch.int32) for _ in range(2)]
         held.append(torch.empty(owned, other, dtype=torch.int32))
         p.starts, p.ends = x.starts.data_ptr(), x.ends.data_ptr()
-        p.tile_count, p.tile_order, p.tile_list = (t.data_ptr() for t in held)
+        held.append(torch.empty_like(held[2]))
+        p.tile_count, p.tile_order, p.tile_list, p.turn = (t.data_ptr() for t in held)
         getattr(self.library, f"{self.spec.symbol}_schedule")(ctypes.byref(p))
         return held
 

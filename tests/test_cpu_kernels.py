@@ -1,4 +1,4 @@
-"""CPU kernels against an fp64 oracle: masks, strides, GQA, tails, dtypes, empty rows; and that they fit their plans."""
+"""CPU kernels against an fp64 oracle: masks, strides, GQA, tails, dtypes, empty rows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from attnforge.codegen.spec import Arch, CpuBackward, CpuForward, Direction, DType, Mask, Problem, Spec
 from cpu_kernel import TORCH_DTYPE, Inputs, Kernel
+
+from attnforge.codegen.spec import Arch, CpuBackward, CpuForward, Direction, DType, Mask, Problem, Spec
 
 # Largest error of out against fp64, for unit-normal inputs: a few ulps of the dtype at 1.
 OUT_LIMIT = {DType.FLOAT32: 2e-6, DType.BFLOAT16: 1.6e-2, DType.FLOAT16: 2e-3}
@@ -135,7 +136,9 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("mask", Mask)
-@pytest.mark.parametrize(("dtype", "head_dim"), [(DType.FLOAT32, 64), (DType.BFLOAT16, 72), (DType.FLOAT16, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(DType.FLOAT32, 64), (DType.BFLOAT16, 72), (DType.FLOAT16, 8)]
+)
 def test_forward(mask: Mask, dtype: DType, head_dim: int, tmp_path: Path) -> None:
     kernel = Kernel(Spec(problem(Direction.FORWARD, dtype, head_dim, mask), FORWARD[dtype]), tmp_path)
     for shape in SHAPES:
@@ -143,7 +146,9 @@ def test_forward(mask: Mask, dtype: DType, head_dim: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mask", Mask)
-@pytest.mark.parametrize(("dtype", "head_dim"), [(DType.FLOAT32, 64), (DType.BFLOAT16, 72), (DType.FLOAT16, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(DType.FLOAT32, 64), (DType.BFLOAT16, 72), (DType.FLOAT16, 8)]
+)
 def test_backward(mask: Mask, dtype: DType, head_dim: int, tmp_path: Path) -> None:
     kernel = Kernel(Spec(problem(Direction.BACKWARD, dtype, head_dim, mask), BACKWARD[dtype]), tmp_path)
     for shape in SHAPES:
