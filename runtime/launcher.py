@@ -60,12 +60,15 @@ def launcher() -> None:
         if _loaded:
             return
         texts = sources()
-        path = cache.publish_directory(
-            f"launcher-{key(texts)[:16]}", lambda directory: build(directory, texts)
-        )
-        torch.ops.load_library(str(path / LIBRARY))  # type: ignore[no-untyped-call]
+        path = cache.publish_directory(entry_name(), lambda directory: build(directory, texts))
+        torch.ops.load_library(str(path / LIBRARY))
         importlib.import_module("attnforge.runtime.fakes")  # completes the operators that now exist
         _loaded = True
+
+
+def entry_name() -> str:
+    """Name of the cache directory that holds, or will hold, the extension for this machine."""
+    return f"launcher-{key(sources())[:16]}"
 
 
 def sources() -> dict[str, str]:

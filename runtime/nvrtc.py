@@ -69,7 +69,7 @@ class Nvrtc:
         path = write_source(source, directory)
         begin = time.perf_counter()
         command = ("nvrtc", *self.flags, path.name)
-        status, log, cubin = _compile(load(self.library), source.text, path.name, self.flags)
+        status, log, cubin = compile_text(load(self.library), source.text, path.name, self.flags)
         if cubin is None:
             raise CompileError(source.spec.slug, command, path, log or status)
         (directory / BINARY_NAME).write_bytes(cubin)
@@ -109,8 +109,10 @@ def _check(lib: ctypes.CDLL, function: str, *arguments: object) -> None:
         raise NoCompilerError(f"{function} failed: {lib.nvrtcGetErrorString(status).decode()}")
 
 
-def _compile(lib: ctypes.CDLL, text: str, name: str, flags: tuple[str, ...]) -> tuple[str, str, bytes | None]:
-    """(status, log, cubin or None) of one program."""
+def compile_text(
+    lib: ctypes.CDLL, text: str, name: str, flags: tuple[str, ...]
+) -> tuple[str, str, bytes | None]:
+    """(status, log, cubin or None) of one program; `name` is what the log calls it."""
     program = ctypes.c_void_p()
     _check(lib, "nvrtcCreateProgram", ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
     try:

@@ -127,6 +127,16 @@ def _build(name: str, build: Callable[[Path], None]) -> None:
                 _sync(path.parent)
 
 
+def publish_probe() -> None:
+    """Do once what publishing does, on an empty directory. CacheError if any of it fails here."""
+    with reporting(root()), _lock("probe"), _staging() as stage:
+        (stage / "file").write_bytes(b"probe")
+        seal(stage)
+        aside = stage.with_name(f"{stage.name}-renamed")
+        stage.rename(aside)
+        remove(aside)
+
+
 def seal(directory: Path) -> None:
     """Make every file durable and private; directories after the files in them."""
     for folder_name, _, files in os.walk(directory, topdown=False):

@@ -129,6 +129,7 @@ def _text(output: bytes) -> str:
 _FUNCTION = re.compile(r"Compiling entry function '([^']+)'|Function properties for '?([\w$]+)'?")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
+RELEASE = re.compile(r"(?:release|nvrtc) (\d+)\.(\d+)")  # in the identity of a CUDA compiler
 _SHARED = re.compile(r"(\d+) bytes smem")
 
 
