@@ -13,6 +13,10 @@ from attnforge.runtime.settings import CACHE_DIR, settings
 
 REMEDY = f"set {CACHE_DIR} to a directory of your own on a disk with free space"
 
+# bford.info/cachedir: backup programs leave directories with this file out.
+TAG = "CACHEDIR.TAG"
+TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Kernels compiled by attnforge; safe to delete.\n"
+
 
 class BadEntry(Exception):
     """A published directory is not what its builder wrote; the message says how."""
@@ -23,9 +27,23 @@ class Absent(BadEntry):
 
 
 def root() -> Path:
-    """The cache directory, created 0700 if it is missing. CacheError if it is not private to this user."""
+    """The cache directory, created 0700 if it is missing. CacheError if it is not private to this user, or if
+    it holds other files: `cache clear` on somebody's home directory must find nothing to clear."""
     path = settings().cache_dir
     make_private(path)
+    tag = path / TAG
+    if not tag.exists():
+        with reporting(path):
+            foreign = any(path.iterdir())
+            # Once more: another process may have begun to use the directory between the two looks.
+            if foreign and not tag.exists():
+                raise CacheError(
+                    f"{path} holds files and no {TAG}: it is not a cache; "
+                    f"set {CACHE_DIR} to a directory that is empty or does not exist"
+                )
+            fd = os.open(tag, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "w") as file:
+                file.write(TAG_TEXT)
     return path
 
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
-import sysconfig
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -190,9 +190,8 @@ NVCC_REMEDY = "install the CUDA toolkit or `pip install attnforge[nvcc]`"
 
 
 def site_packages() -> list[Path]:
-    """Where pip puts packages of this interpreter."""
-    paths = sysconfig.get_paths()
-    return [Path(p) for p in dict.fromkeys((paths["purelib"], paths["platlib"]))]
+    """Where this interpreter finds packages, the user's own and an outer environment's included."""
+    return [Path(entry) for entry in dict.fromkeys(sys.path) if (Path(entry) / "nvidia").is_dir()]
 
 
 def cuda_homes(env: Mapping[str, str]) -> list[Path]:

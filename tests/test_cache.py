@@ -233,10 +233,19 @@ def test_entries_and_clear(compiler: fakes.Compiler, cache_dir: Path) -> None:
     assert all(listing.bytes > len("void f();\n") for listing in listed)
     assert cache.clear() == 4
     assert cache.entries() == []
-    assert {path.name for path in cache_dir.iterdir()} == {"tmp", "locks", "failed"}
+    assert {path.name for path in cache_dir.iterdir()} == {"tmp", "locks", "failed", "CACHEDIR.TAG"}
     assert not list((cache_dir / "failed").iterdir())
     cache.obtain(fakes.source("1\n"))
     assert compiler.runs == 5
+
+
+def test_a_directory_with_other_files_is_left_alone(cache_dir: Path) -> None:
+    cache_dir.mkdir(mode=0o700)
+    (cache_dir / "thesis.tex").touch()
+    for use in (cache.clear, cache.entries, lambda: cache.obtain(fakes.source())):
+        with pytest.raises(CacheError, match=r"holds files and no CACHEDIR.TAG.*a directory that is empty"):
+            use()
+    assert [path.name for path in cache_dir.iterdir()] == ["thesis.tex"]
 
 
 def test_another_process_publishing_first_wins(

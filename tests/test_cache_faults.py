@@ -285,9 +285,7 @@ def test_a_disk_without_locks_still_works(
         raise OSError(getattr(errno, code), "no flock")
 
     monkeypatch.setattr("fcntl.flock", fail)
-    (cache_dir / "tmp").mkdir(parents=True)
-    for path in (cache_dir, cache_dir / "tmp"):
-        path.chmod(0o700)
+    private.folder("tmp")
     alive, left = (cache_dir / "tmp" / f"{store._boot()}-{name}" for name in ("alive", "left"))
     alive.mkdir()
     left.mkdir()
