@@ -15,6 +15,8 @@ _DENSE = re.compile(r"(full|causal)/(?:([1-9]\d*)x)?([1-9]\d*)")
 
 # (pack, model) rows of `bench`, by suite and kind of device: a GPU's milliseconds are a CPU's seconds.
 SUITES = {
+    ("search", "cuda"): (("pretrain/0", "7B"), ("finetune/0", "7B")),
+    ("search", "cpu"): (("finetune/0", "0.5B"),),
     ("dense", "cuda"): (
         ("full/4x8192", "7B"),
         ("causal/4x8192", "7B"),

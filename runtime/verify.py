@@ -162,7 +162,8 @@ def _sample_rows(case: Case, seed: int) -> Tensor:
     part = case.seq_q / LARGE_ROWS
     rows = (torch.arange(LARGE_ROWS) + torch.rand(LARGE_ROWS, generator=generator)) * part
     ends = torch.tensor([0, case.seq_q - 1])
-    return torch.cat((rows.long().clamp(max=case.seq_q - 1), ends)).unique().to(case.device)
+    sample: Tensor = torch.cat((rows.long().clamp(max=case.seq_q - 1), ends)).unique()  # type: ignore[no-untyped-call]
+    return sample.to(case.device)
 
 
 def _sampled(check: Check, name: str, value: Tensor) -> Tensor:
@@ -171,7 +172,8 @@ def _sampled(check: Check, name: str, value: Tensor) -> Tensor:
         return value[:, : check.heads_kv]
     group = check.case.heads_q // check.case.heads_kv
     picked = value[:, : check.heads_kv * group].index_select(2, check.rows)
-    return picked.unflatten(1, (check.heads_kv, group))
+    sample: Tensor = picked.unflatten(1, (check.heads_kv, group))
+    return sample
 
 
 def _exact(check: Check) -> Outputs:

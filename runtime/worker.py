@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,7 +17,7 @@ from attnforge.runtime import kernels, ops
 from attnforge.runtime.case import Case, Inputs
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.timing import Effort, Timing, effort, measure_interleaved, rotate
-from attnforge.runtime.verify import Check, Outputs, WrongResult, make_check, odd_case, verify
+from attnforge.runtime.verify import Check, Error, Outputs, WrongResult, make_check, odd_case, verify
 
 # A variant that needs longer hangs. The first reply includes the making of the exact results.
 TRIAL_SECONDS, START_SECONDS = 120.0, 600.0
@@ -121,14 +123,26 @@ class Bench:
         self.case, self.direction = case, direction
         self._checks = [make_check(odd_case(case), direction), make_check(case, direction)]
         self._saved = [self._forward(check.case, check.inputs, 0) for check in self._checks]
-        self._timed = self._timing_inputs()
+
+    @cached_property
+    def _timed(self) -> list[tuple[Any, ...]]:
+        """(inputs, saved) to rotate through."""
+        sets = []
+        for tensors in rotate(tuple(self.case.inputs()), self.case.device):
+            inputs = Inputs(*tensors)
+            sets.append((inputs, self._forward(self.case, inputs, 0)))
+        return sets
+
+    def verify(self, handle: int) -> Iterator[tuple[Check, dict[str, Error]]]:
+        """Errors on the small odd case, then on the real one. Raises WrongResult."""
+        for check, saved in zip(self._checks, self._saved, strict=True):
+            yield check, verify(check, lambda x, c=check, s=saved: self._run(c, x, s, handle))  # type: ignore[misc]
 
     def trial(self, spec: Spec, give_up_ms: float) -> Outcome:
         """Verify, then time."""
         try:
             handle = kernels.load(spec, self.case.device)
-            for check, saved in zip(self._checks, self._saved, strict=True):
-                errors = verify(check, lambda x, c=check, s=saved: self._run(c, x, s, handle))  # type: ignore[misc]
+            *_, (_, errors) = self.verify(handle)
             how = replace(effort(self.case.device), give_up_ms=give_up_ms, warmups=0 if self._slow else 1)
             timing = self._time([handle], how)[0]
         except WrongResult as error:
@@ -159,13 +173,6 @@ class Bench:
     def _slow(self) -> bool:
         return self.case.device.type == "cpu"  # verification has warmed it up
 
-    def _timing_inputs(self) -> list[tuple[Any, ...]]:
-        sets = []
-        for inputs in rotate(tuple(self.case.inputs()), self.case.device):
-            saved = self._forward(self.case, Inputs(*inputs), 0)
-            sets.append((Inputs(*inputs), saved))
-        return sets
-
     def _time(self, handles: list[int], how: Effort) -> list[Timing]:
         calls = {
             str(number): lambda inputs, saved, h=handle: self._call(self.case, inputs, saved, h)
@@ -182,7 +189,8 @@ class Bench:
     def _call(self, case: Case, x: Inputs, saved: Any, handle: int) -> tuple[torch.Tensor, ...]:
         if self.direction is Direction.FORWARD:
             return ops.forward(x.q, x.k, x.v, case.mask, case.scale, handle)
-        return ops.backward(x.dout, x.q, x.k, x.v, *saved, case.mask, case.scale, False, handle)
+        out, lse = saved
+        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, False, handle)
 
     def _run(self, check: Check, x: Inputs, saved: Any, handle: int) -> Outputs:
         names = ("out", "lse") if self.direction is Direction.FORWARD else ("dq", "dk", "dv")

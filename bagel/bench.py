@@ -1,0 +1,96 @@
+"""Ours against torch's attentions on a list of cases, in one run: rows of numbers, nothing printed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from attnforge.bagel.peers import NAMES, Unavailable, time_peer
+from attnforge.codegen.spec import Direction
+from attnforge.runtime import ops
+from attnforge.runtime.case import Case, Inputs
+from attnforge.runtime.tables import device_name
+from attnforge.runtime.timing import Timing, measure, rotate
+
+OURS = "attnforge"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant on one case. Without a time, `note` says why."""
+
+    case: str
+    direction: str
+    dtype: str
+    name: str
+    ms: float | None = None
+    tflops: float | None = None
+    repeats: int = 0
+    note: str = ""
+
+
+def time_ours(case: Case, direction: Direction) -> Timing:
+    """Time what `attention` runs: the variant that dispatch chooses; backward alone."""
+    sets = []
+    for tensors in rotate(tuple(case.inputs()), case.device):
+        x = Inputs(*tensors)
+        saved: tuple[Any, ...] = ()
+        if direction is Direction.BACKWARD:
+            saved = ops.forward(x.q, x.k, x.v, case.mask, case.scale)
+        sets.append((x, saved))
+
+    def call(x: Inputs, saved: tuple[torch.Tensor, ...]) -> Any:
+        if direction is Direction.FORWARD:
+            return ops.forward(x.q, x.k, x.v, case.mask, case.scale)
+        out, lse = saved
+        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale)
+
+    return measure(call, sets, case.device)
+
+
+def peers_of(case: Case, direction: Direction, names: Iterable[str] | None = None) -> Iterator[Row]:
+    """Rows of torch's attentions; those that cannot do the case carry a note."""
+    for name in NAMES[case.device.type] if names is None else names:
+        try:
+            yield _row(case, direction, name, time_peer(name, case, direction))
+        except Unavailable as reason:
+            yield Row(case.name, direction.value, case.dtype.value, name, note=str(reason))
+
+
+def bench(
+    cases: Iterable[Case], directions: Iterable[Direction], names: Iterable[str] | None = None
+) -> Iterator[Row]:
+    """Our row and the peers' rows, case by case. Errors of ours are raised."""
+    directions, names = tuple(directions), None if names is None else tuple(names)
+    for case in cases:
+        for direction in directions:
+            yield _row(case, direction, OURS, time_ours(case, direction))
+            yield from peers_of(case, direction, names)
+
+
+def _row(case: Case, direction: Direction, name: str, timing: Timing) -> Row:
+    tflops = case.flops(direction) / timing.median / 1e9
+    return Row(case.name, direction.value, case.dtype.value, name, timing.median, tflops, timing.repeats)
+
+
+def best_peer(rows: Iterable[Row]) -> Row | None:
+    """The fastest row that is not ours."""
+    timed = [row for row in rows if row.ms is not None and row.name != OURS]
+    return min(timed, key=lambda row: row.ms or 0.0, default=None)
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a table of numbers must name."""
+    facts = {"device": device_name(device), "torch": torch.__version__, "python": platform.python_version()}
+    if device.type == "cpu":
+        return {**facts, "threads": str(torch.get_num_threads())}
+    return {**facts, "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+
+
+def to_json(rows: Iterable[Row], device: torch.device) -> dict[str, Any]:
+    """Plain JSON value of a run."""
+    return {"machine": machine(device), "rows": [asdict(row) for row in rows]}

@@ -1,0 +1,64 @@
+"""What a command runs on: packs, heads, dtype, directions and device, with defaults by machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnforge.bagel.cases import SUITES, make_case
+from attnforge.codegen.spec import Arch, Direction, DType
+from attnforge.runtime import kernels
+from attnforge.runtime.case import Case
+from attnforge.runtime.tables import device_name
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A resolved choice; see `select`."""
+
+    packs: tuple[str, ...]  # as given; none: a suite's
+    model: str | None  # as given
+    dtype: DType
+    directions: tuple[Direction, ...]
+    device: torch.device
+
+    def cases(self, suite: str = "search") -> list[Case]:
+        """A case for each pack; what is not given is the suite's."""
+        rows = SUITES[suite, self.device.type]
+        heads = SUITES["search", self.device.type][0][1]
+        rows = tuple((pack, heads) for pack in self.packs) or rows
+        return [make_case(pack, self.model or heads, self.dtype, self.device) for pack, heads in rows]
+
+    @property
+    def target(self) -> tuple[Arch, str]:
+        """Architecture and device name, as the search wants them."""
+        return kernels.target(self.device), device_name(self.device)
+
+
+def select(
+    packs: tuple[str, ...], model: str | None, dtype: str | None, direction: str, device: str | None
+) -> Selection:
+    """Fill in what is not given, by machine. Raises ValueError naming the option."""
+    where = _device(device)
+    # BAGEL's bfloat16, except on CPUs without instructions for it.
+    slow = where.type == "cpu" and "bf16" not in device_name(where)
+    return Selection(
+        packs,
+        model,
+        DType(dtype or ("fp32" if slow else "bf16")),
+        tuple(Direction) if direction == "both" else (Direction(direction),),
+        where,
+    )
+
+
+def _device(text: str | None) -> torch.device:
+    try:
+        device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device: {text!r} is no device; accepted are cpu, cuda and cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: torch {torch.__version__} sees no GPU; `attnforge doctor` says more")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: there is no {device}, only {torch.cuda.device_count()} GPUs")
+    return device

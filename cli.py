@@ -1,0 +1,283 @@
+"""Command line of attnforge: parses arguments, calls the library, prints. `python cli.py` or `attnforge`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.syntax import Syntax
+
+from attnforge.bagel.shell import Commands
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
+
+if TYPE_CHECKING:  # torch takes a second to import: commands that do not need it do without
+    from attnforge.bagel.bench import Row
+    from attnforge.bagel.selection import Selection
+
+console = Console(width=None if sys.stdout.isatty() else 140)  # a log has no width of its own
+file_option = functools.partial(click.option, type=click.Path(path_type=Path, dir_okay=False))
+
+
+def values(enum: Any) -> click.Choice[str]:
+    return click.Choice([member.value for member in enum])
+
+
+def selecting(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that choose what to run on; the command gets them as one `Selection`."""
+
+    @click.option("--pack", multiple=True, help="pretrain/0, ... or full/4x8192, causal/2048; repeatable.")
+    @click.option("--model", help="Attention heads: 7B, 1.5B, 0.5B or vit.")
+    @click.option("--dtype", type=values(DType))
+    @click.option("--direction", type=click.Choice(["fwd", "bwd", "both"]), default="both")
+    @click.option("--device", help="cpu, cuda or cuda:N; without it the GPU if there is one.")
+    @functools.wraps(command)
+    def wrapped(
+        pack: tuple[str, ...],
+        model: str | None,
+        dtype: str | None,
+        direction: str,
+        device: str | None,
+        **rest: Any,
+    ) -> None:
+        from attnforge.bagel.selection import select
+
+        command(select(pack, model, dtype, direction, device), **rest)
+
+    return wrapped
+
+
+def write_json(path: Path | None, data: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--traceback", is_flag=True, help="Show where an error comes from.")
+def main(traceback: bool) -> None:
+    """Generate, search, check and read attention kernels for BAGEL's training packs."""
+
+
+@main.command()
+@selecting
+@click.option("--seconds", type=float, help="Per pack and direction. [default: 30 on a CPU, 180 on a GPU]")
+@click.option("--variants", type=click.IntRange(1), help="Per pack and direction.")
+@file_option("--log", help="JSONL to append to, and to resume from.")
+@click.option("--table-out", type=click.Path(path_type=Path), help="Folder for winners, not generated/.")
+@click.option("--no-peers", is_flag=True, help="Do not time torch's attentions.")
+@click.option("--workers", type=click.IntRange(1), help="Compilers at a time. [default: one a CPU]")
+@file_option("--json", "json_out", help="Write the results to this file.")
+def search(
+    selection: Selection,
+    seconds: float | None,
+    variants: int | None,
+    log: Path | None,
+    table_out: Path | None,
+    no_peers: bool,
+    workers: int | None,
+    json_out: Path | None,
+) -> None:
+    """Find the fastest kernels for a pack, and make them what `attention` runs."""
+    from attnforge.bagel.bench import machine
+    from attnforge.bagel.live import Options, run_search
+    from attnforge.runtime.search import Budget
+    from attnforge.runtime.winners import GENERATED
+
+    if seconds is None and variants is None:
+        seconds = 30.0 if selection.device.type == "cpu" else 180.0
+    options = Options(Budget(seconds, variants), log, table_out or GENERATED, workers, not no_peers)
+    facts = machine(selection.device)
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    found = []
+    for case in selection.cases():
+        for direction in selection.directions:
+            found.append(run_search(case, direction, selection.target, options, console))
+            write_json(json_out, {"machine": facts, "searches": found})
+
+
+@main.command()
+@click.option("--direction", type=values(Direction), default="fwd", show_default=True)
+@click.option("--arch", type=values(Arch), default="sm80", show_default=True)
+@click.option("--dtype", type=values(DType), default="bf16", show_default=True)
+@click.option("--head-dim", type=int, default=128, show_default=True)
+@click.option("--mask", type=values(Mask), default="spans", show_default=True)
+@click.option("--align", type=int, default=16, show_default=True, help="Bytes that divide all row starts.")
+@click.option("--set", "knobs", multiple=True, metavar="NAME=VALUE", help="Every knob; none: the default.")
+@file_option("--out", help="Write to this file instead of the terminal.")
+@click.option("--tuned", is_flag=True, help="Render all tuned variants into generated/.")
+@click.option("--check", is_flag=True, help="Exit with 1 and a diff if generated/ is out of date.")
+def render(
+    direction: str,
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    mask: str,
+    align: int,
+    knobs: tuple[str, ...],
+    out: Path | None,
+    tuned: bool,
+    check: bool,
+) -> None:
+    """Show the source of one variant, or renew generated/."""
+    if tuned or check:
+        render_tuned(check)
+        return
+    from attnforge.codegen.render import render as rendered
+
+    problem = Problem(Direction(direction), Arch(arch), DType(dtype), head_dim, Mask(mask), align)
+    text = rendered(pick_spec(problem, knobs)).text
+    if out is not None:
+        out.write_text(text)
+    elif console.is_terminal:
+        console.print(Syntax(text, "cpp" if arch == "cpu" else "cuda", background_color="default"))
+    else:
+        click.echo(text, nl=False)
+
+
+def render_tuned(check: bool) -> None:
+    from attnforge.runtime import winners
+
+    if not check:
+        changed = winners.write()
+        console.print("\n".join(str(path) for path in changed) or "generated/ is up to date", soft_wrap=True)
+        return
+    lines = winners.differences()
+    sys.stdout.writelines(lines)
+    if lines:
+        raise click.ClickException("generated/ is out of date: run `python cli.py render --tuned`")
+
+
+def pick_spec(problem: Problem, knobs: tuple[str, ...]) -> Spec:
+    """The spec of `--set` options, or the default one; Infeasible with the reason."""
+    from attnforge.codegen.space import candidates, why_infeasible
+
+    if knobs:
+        pairs = [text.partition("=") for text in knobs]
+        for name, _, value in pairs:
+            if not value.isdecimal():
+                raise ValueError(f"--set {name}: expected NAME=VALUE with a whole number")
+        return Spec(problem, make_tuning(problem, {name: int(value) for name, _, value in pairs}))
+    spec = next(candidates(problem), None)
+    if spec is None:
+        raise Infeasible(why_infeasible(problem))
+    return spec
+
+
+@main.command()
+@selecting
+@click.option("--suite", type=click.Choice(["dense", "packs"]), default="packs", help="Cases without --pack.")
+@click.option("--peers", help="Names with commas between; without it all, empty for none.")
+@file_option("--json", "json_out", help="Write the rows to this file.")
+@file_option("--markdown", help="Write a Markdown table to this file.")
+def bench(
+    selection: Selection, suite: str, peers: str | None, json_out: Path | None, markdown: Path | None
+) -> None:
+    """Time ours against SDPA's backends and FlexAttention in one run."""
+    from attnforge.bagel import bench as bench_module
+    from attnforge.bagel.report import bench_markdown, bench_table
+
+    chosen = None if peers is None else [name for name in peers.split(",") if name]
+    facts = bench_module.machine(selection.device)
+    rows: list[Row] = []
+    with console.status("timing") as status:
+        for case in selection.cases(suite):
+            for row in bench_module.bench([case], selection.directions, chosen):
+                rows.append(row)
+                status.update(f"timed {row.case} {row.direction} {row.name}")
+                write_json(json_out, bench_module.to_json(rows, selection.device))  # a run may be cut off
+    console.print(bench_table(rows, ", ".join(f"{key} {value}" for key, value in facts.items())))
+    if markdown is not None:
+        markdown.write_text(bench_markdown(rows, facts))
+
+
+@main.command()
+@selecting
+@click.option("--variants", type=int, default=0, help="Check the first N candidates, not dispatch's choice.")
+def verify(selection: Selection, variants: int) -> None:
+    """Check kernels against float64 and SDPA's error, on packs and on a small odd relative of each."""
+    from attnforge.bagel.report import verify_table
+    from attnforge.codegen.space import candidates
+    from attnforge.runtime import kernels
+    from attnforge.runtime.verify import WrongResult
+    from attnforge.runtime.worker import Bench
+
+    wrong = 0
+    for case in selection.cases():
+        for direction in selection.directions:
+            bench = Bench(case, direction)
+            problem = case.problem(direction, selection.target[0])
+            specs: list[Spec | None] = list(islice(candidates(problem), variants))
+            for spec in specs or [None]:
+                name = f"{direction.value} {case.dtype.value}, {spec.slug if spec else 'as dispatched'}"
+                try:
+                    for check, errors in bench.verify(kernels.load(spec, case.device) if spec else 0):
+                        console.print(verify_table(f"{check.case.name} {name}", check.peer, errors))
+                except WrongResult as error:
+                    wrong += 1
+                    console.print(f"[bold red]wrong[/bold red] {case.name} {name}: {error}", soft_wrap=True)
+    if wrong:
+        raise click.ClickException(f"{wrong} kernels are wrong")
+
+
+@main.command()
+@click.argument("pack", default="pretrain/0")
+@file_option("--out", default=Path("mask.png"), show_default=True)
+@click.option("--tile-m", type=click.IntRange(1), default=128, show_default=True, help="Queries per tile.")
+@click.option("--tile-n", type=click.IntRange(1), default=128, show_default=True, help="Keys per tile.")
+@click.option("--vit", is_flag=True, help="The vision encoder's mask instead of the language model's.")
+def mask(pack: str, out: Path, tile_m: int, tile_n: int, vit: bool) -> None:
+    """Draw a pack's mask and how a kernel's tiles cover it, as a PNG."""
+    from attnforge.bagel.picture import draw_mask
+    from attnforge.bagel.workloads import workload
+
+    chosen = workload(pack)
+    packed = chosen.vit_mask("cpu") if vit else chosen.mask("cpu")
+    draw_mask(packed, f"BAGEL pack {pack}{', vision encoder' if vit else ''}", tile_m, tile_n).save(out)
+    console.print(f"{out}: {packed.starts.numel()} tokens, {packed.pairs} visible pairs", soft_wrap=True)
+
+
+@main.group()
+def cache() -> None:
+    """The compiled kernels on disk."""
+
+
+@cache.command("ls")
+def cache_ls() -> None:
+    """List them, newest first."""
+    from attnforge.bagel.report import cache_table
+    from attnforge.runtime.cache import entries
+    from attnforge.runtime.settings import settings
+
+    console.print(cache_table(entries()))
+    console.print(str(settings().cache_dir), style="dim", soft_wrap=True)
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Remove them; they are compiled again when needed."""
+    from attnforge.runtime.cache import clear
+
+    console.print(f"{clear()} entries removed")
+
+
+@main.command()
+def doctor() -> None:
+    """What attnforge finds on this machine, and what to do about what is missing."""
+    from attnforge.bagel.report import doctor_table
+    from attnforge.runtime.doctor import FAILURE, report
+
+    findings = report()
+    console.print(doctor_table(findings))
+    if any(finding.status == FAILURE for finding in findings):
+        raise click.ClickException("something is missing: see the remedies above")
+
+
+if __name__ == "__main__":
+    main()
