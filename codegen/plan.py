@@ -24,6 +24,21 @@ class Launch:
     grid: tuple[str, ...]
     threads: int
     shared_bytes: int = 0
+    persistent: bool = False  # at most one block per multiprocessor
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A TMA descriptor: one copy moves `rows` x `panels` x `columns` elements of one head of `tensor`.
+
+    The tensor is seen as (columns of a panel, rows, panels, heads, batch); a panel is `columns` wide, its rows are
+    stored swizzled over `columns` * 2 bytes. With `panels` 1, column coordinates address the whole row instead.
+    """
+
+    tensor: str
+    columns: int
+    rows: int
+    panels: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Plan:
     dkv_accum: bool = False  # needs the fp32 dk and dv workspace
     ordered: bool = False  # needs turn and turns_taken
     deterministic: bool = False  # the same bits on every run
+    tensor_maps: tuple[TensorMap, ...] = ()  # passed to the launches as their second argument, in this order
     constants: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,6 +67,8 @@ def make_plan(spec: Spec) -> Plan:
     """Plan of `spec`, or `Infeasible` with the reason."""
     if spec.problem.arch.family == "cpu":
         from attnforge.codegen.plan_cpu import make_plan as make
+    elif spec.problem.arch.family == "sm90a":
+        from attnforge.codegen.plan_sm90 import make_plan as make
     else:
         from attnforge.codegen.plan_sm80 import make_plan as make
     return make(spec)

@@ -19,7 +19,7 @@ REGISTER_LIMIT = 255  # of a thread
 REGISTER_FILE = 65536  # of a multiprocessor
 # Addresses, loop counters, operands in flight: what a kernel of this family uses beyond its tiles.
 REGISTERS_BESIDES = 40
-SCHEDULE_THREADS = 128  # kScheduleThreads in templates/sm80/schedule.cuh.jinja
+SCHEDULE_THREADS = 128  # kScheduleThreads in templates/gpu/schedule.cuh.jinja
 
 
 def make_plan(spec: Spec) -> Plan:

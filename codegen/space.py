@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from itertools import product
 
 from attnforge.codegen.plan import Infeasible, make_plan
-from attnforge.codegen.spec import Direction, Problem, Sm80Backward, Sm80Forward, Spec, Tuning
+from attnforge.codegen.spec import (
+    TUNINGS,
+    Direction,
+    Problem,
+    Sm80Backward,
+    Sm80Forward,
+    Sm90Forward,
+    Spec,
+    Tuning,
+)
 
 # Tried first when nothing was measured: (largest head_dim, tuning), in order of preference. The shapes are
 # FlashAttention-2's choices for these head dims; large tiles come first, smaller ones serve 99 KB targets.
@@ -30,7 +39,9 @@ BACKWARD_GUESSES = (
 
 
 def candidates(problem: Problem) -> Iterator[Spec]:
-    """Feasible specs of `problem`, best guesses first, none twice."""
+    """Feasible specs of `problem`, best guesses first, none twice; none if the family lacks the direction."""
+    if (problem.arch.family, problem.direction) not in TUNINGS:
+        return
     seen = set()
     for tuning in _tunings(problem):
         if tuning in seen:
@@ -60,6 +71,8 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
 
         forward = problem.direction is Direction.FORWARD
         yield from (space_cpu.forward if forward else space_cpu.backward)(problem)
+    elif problem.arch.family == "sm90a":
+        yield from _hopper_forward(problem.head_dim)
     elif problem.direction is Direction.FORWARD:
         yield from (tuning for limit, tuning in FORWARD_GUESSES if problem.head_dim <= limit)
         for tile_m, tile_n, warps, stages, q_in_regs in product(
@@ -75,3 +88,11 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
         for limit, tuning in BACKWARD_GUESSES:
             if problem.head_dim <= limit:
                 yield dataclasses.replace(tuning, ordered=True)
+
+
+def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
+    tiles = (192, 128, 64) if head_dim <= 96 else (128, 192, 64)
+    for tile_m, tile_n, stages, persistent, ping_pong in product(
+        tiles, (128, 176, 160, 144, 112, 96, 80, 64, 192, 48), (2, 3, 1), (True, False), (True, False)
+    ):
+        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent)
