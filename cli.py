@@ -38,6 +38,7 @@ def selecting(command: Callable[..., None]) -> Callable[..., None]:
     @click.option("--dtype", type=values(DType))
     @click.option("--direction", type=click.Choice(["fwd", "bwd", "both"]), default="both")
     @click.option("--device", help="cpu, cuda or cuda:N; without it the GPU if there is one.")
+    @click.option("--arch", type=values(Arch), help="Kernel family; without it the best of the device.")
     @functools.wraps(command)
     def wrapped(
         pack: tuple[str, ...],
@@ -45,11 +46,12 @@ def selecting(command: Callable[..., None]) -> Callable[..., None]:
         dtype: str | None,
         direction: str,
         device: str | None,
+        arch: str | None,
         **rest: Any,
     ) -> None:
         from attnforge.bagel.selection import select
 
-        command(select(pack, model, dtype, direction, device), **rest)
+        command(select(pack, model, dtype, direction, device, arch), **rest)
 
     return wrapped
 
@@ -98,7 +100,7 @@ def search(
     found = []
     for case in selection.cases():
         for direction in selection.directions:
-            found.append(run_search(case, direction, selection.target, options, console))
+            found.append(run_search(case, direction, selection.target(direction), options, console))
             write_json(json_out, {"machine": facts, "searches": found})
 
 
@@ -212,7 +214,7 @@ def verify(selection: Selection, variants: int) -> None:
     for case in selection.cases():
         for direction in selection.directions:
             bench = Bench(case, direction)
-            problem = case.problem(direction, selection.target[0])
+            problem = case.problem(direction, selection.target(direction)[0])
             specs: list[Spec | None] = list(islice(candidates(problem), variants))
             for spec in specs or [None]:
                 name = f"{direction.value} {case.dtype.value}, {spec.slug if spec else 'as dispatched'}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attnforge.bagel.cases import SUITES, make_case
-from attnforge.codegen.spec import Arch, Direction, DType
+from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType
 from attnforge.runtime import kernels
 from attnforge.runtime.case import Case
 from attnforge.runtime.tables import device_name
@@ -22,6 +22,7 @@ class Selection:
     dtype: DType
     directions: tuple[Direction, ...]
     device: torch.device
+    arch: Arch | None = None  # as given; none: the best for the direction
 
     def cases(self, suite: str = "search") -> list[Case]:
         """A case for each pack; what is not given is the suite's."""
@@ -30,14 +31,22 @@ class Selection:
         rows = tuple((pack, heads) for pack in self.packs) or rows
         return [make_case(pack, self.model or heads, self.dtype, self.device) for pack, heads in rows]
 
-    @property
-    def target(self) -> tuple[Arch, str]:
+    def target(self, direction: Direction) -> tuple[Arch, str]:
         """Architecture and device name, as the search wants them."""
-        return kernels.target(self.device), device_name(self.device)
+        known = [arch for arch in kernels.targets(self.device) if (arch.family, direction) in TUNINGS]
+        if self.arch is not None and self.arch not in known:
+            names = ", ".join(arch.value for arch in known)
+            raise ValueError(f"--arch: {self.arch.value} has no {direction.value} kernel here; there are {names}")
+        return self.arch or known[0], device_name(self.device)
 
 
 def select(
-    packs: tuple[str, ...], model: str | None, dtype: str | None, direction: str, device: str | None
+    packs: tuple[str, ...],
+    model: str | None,
+    dtype: str | None,
+    direction: str,
+    device: str | None,
+    arch: str | None = None,
 ) -> Selection:
     """Fill in what is not given, by machine. Raises ValueError naming the option."""
     where = _device(device)
@@ -49,6 +58,7 @@ def select(
         DType(dtype or ("fp32" if slow else "bf16")),
         tuple(Direction) if direction == "both" else (Direction(direction),),
         where,
+        None if arch is None else Arch(arch),
     )
 
 

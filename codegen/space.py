@@ -57,6 +57,8 @@ def candidates(problem: Problem) -> Iterator[Spec]:
 
 def why_infeasible(problem: Problem) -> str:
     """The reason given for the first guess; for the message when `candidates` yields nothing."""
+    if (problem.arch.family, problem.direction) not in TUNINGS:
+        return f"{problem.arch.value} has no {problem.direction.value} kernel"
     for tuning in _tunings(problem):
         try:
             make_plan(Spec(problem, tuning))

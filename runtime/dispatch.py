@@ -5,6 +5,7 @@ The operators ask once per problem class and remember the answer; `forget` makes
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ def choose(
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {problem.head_dim} {_LIMITS}"
     if deterministic and next(_offers(problem, group, size, device), None):
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
-    raise Infeasible(f"q: no {what}: {why_infeasible(problem)}")
+    last = dataclasses.replace(problem, arch=kernels.targets(device)[-1])
+    raise Infeasible(f"q: no {what}: {why_infeasible(last)}")
 
 
 def explain(
@@ -60,9 +62,12 @@ def explain(
 
 
 def _offers(problem: Problem, group: int, size: int, device: torch.device) -> Iterator[tuple[Spec, str]]:
-    yield from tables.choose(problem, group, size, tables.device_name(device))
-    for spec in candidates(problem):
-        yield spec, f"first feasible of the search space, nothing tuned fits {tables.device_name(device)}"
+    name = tables.device_name(device)
+    for arch in kernels.targets(device):
+        there = dataclasses.replace(problem, arch=arch)
+        yield from tables.choose(there, group, size, name)
+        for spec in candidates(there):
+            yield spec, f"first feasible of the search space, nothing tuned fits {name}"
 
 
 def _check_dtype(problem: Problem) -> None:

@@ -22,6 +22,9 @@ struct Driver {
     int (*module_function)(void**, void*, const char*);
     int (*function_attribute)(void*, int, int);
     int (*capture_info)(void*, int*, uint64_t*, void*, void*, void*);
+    int (*device_attribute)(int*, int, int);
+    int (*tensor_map_encode)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
+                             const unsigned*, int, int, int, int);
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 
     void check(int result, const char* what) const {
@@ -57,6 +60,9 @@ inline const Driver& driver() {
         load("cuModuleGetFunction", d.module_function);
         load("cuFuncSetAttribute", d.function_attribute);
         load("cuStreamGetCaptureInfo_v2", d.capture_info);
+        load("cuDeviceGetAttribute", d.device_attribute);
+        // Drivers before CUDA 12 lack it; the kernels that need it then fail to load, with this reason.
+        d.tensor_map_encode = reinterpret_cast<decltype(d.tensor_map_encode)>(dlsym(library, "cuTensorMapEncodeTiled"));
         load("cuLaunchKernel", d.launch);
         d.check(d.init(0), "cuInit");
         return d;

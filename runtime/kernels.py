@@ -20,15 +20,15 @@ TORCH_DTYPES = {
     DType.FLOAT16: torch.float16,
 }
 
-# Compute capability -> target. A cubin runs on later minor versions of its major one.
+# Compute capability -> targets, the one to prefer first. A cubin runs on later minor versions of its major one.
 ARCHS = {
-    (8, 0): Arch.SM80,
-    (8, 6): Arch.SM86,
-    (8, 7): Arch.SM86,
-    (8, 9): Arch.SM89,
-    (9, 0): Arch.SM90,
-    (12, 0): Arch.SM120,
-    (12, 1): Arch.SM120,
+    (8, 0): (Arch.SM80,),
+    (8, 6): (Arch.SM86,),
+    (8, 7): (Arch.SM86,),
+    (8, 9): (Arch.SM89,),
+    (9, 0): (Arch.SM90A, Arch.SM90),
+    (12, 0): (Arch.SM120,),
+    (12, 1): (Arch.SM120,),
 }
 
 _handles: dict[tuple[Spec, torch.device], int] = {}
@@ -36,9 +36,14 @@ _lock = threading.Lock()
 
 
 def target(device: torch.device) -> Arch:
-    """Compilation target of a device. Raises ValueError for a device that no kernel exists for."""
+    """The compilation target to prefer on a device. Errors as `targets`."""
+    return targets(device)[0]
+
+
+def targets(device: torch.device) -> tuple[Arch, ...]:
+    """Compilation targets that run on a device, best first. Raises ValueError if no kernel exists for it."""
     if device.type == "cpu":
-        return Arch.CPU
+        return (Arch.CPU,)
     if device.type != "cuda" or torch.version.cuda is None:
         raise ValueError(
             f"q: is on {device}, accepted are the CPU and CUDA GPUs of compute capability 8.0 or later"
@@ -64,8 +69,9 @@ def load(spec: Spec, device: torch.device) -> int:
     if known is not None:
         return known
     arch = spec.problem.arch
-    if arch is not target(device):
-        raise ValueError(f"spec: {spec.slug} is for {arch.value}, but {device} is {target(device).value}")
+    if arch not in targets(device):
+        known = " or ".join(item.value for item in targets(device))
+        raise ValueError(f"spec: {spec.slug} is for {arch.value}, but {device} runs {known}")
     launcher()
     source = render(spec)
     entry = cache.obtain(source)
@@ -101,6 +107,9 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
         grids=["*".join(launch.grid) for launch in launches],
         threads=[launch.threads for launch in launches],
         shared_bytes=[launch.shared_bytes for launch in launches],
+        persistent=[int(launch.persistent) for launch in launches],
         launches=len(plan.launches),
+        mapped=[item.tensor for item in plan.tensor_maps],
+        boxes=[size for item in plan.tensor_maps for size in (item.columns, item.rows, item.panels)],
     )
     return int(handle)

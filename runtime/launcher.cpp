@@ -227,13 +227,18 @@ int64_t add_variant(const Tensor& binary, std::string path, std::string name, at
                     bool owner_n, bool dq_accum, bool dkv_accum, bool ordered, bool deterministic,
                     std::vector<std::string> symbols,
                     std::vector<std::string> grids, std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
-                    int64_t launches) {
+                    std::vector<int64_t> persistent, int64_t launches, std::vector<std::string> mapped,
+                    std::vector<int64_t> boxes) {
     Variant v{std::move(name), device,  backward_pass, dtype,    head_dim,     mask, align, tile_m,
               tile_n,          owner_n, dq_accum,      dkv_accum, ordered, deterministic, {}, {}};
     for (size_t i = 0; i < symbols.size(); ++i) {
         auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
         list.push_back({symbols[i], nullptr, parse_grid(grids.at(i)), static_cast<unsigned>(threads.at(i)),
-                        static_cast<unsigned>(shared_bytes.at(i))});
+                        static_cast<unsigned>(shared_bytes.at(i)), persistent.at(i) != 0});
+    }
+    for (size_t i = 0; i < mapped.size(); ++i) {
+        const auto box = [&](size_t axis) { return static_cast<unsigned>(boxes.at(i * 3 + axis)); };
+        v.tensor_maps.push_back(parse_tensor_map(mapped[i], box(0), box(1), box(2)));
     }
     if (device.is_cpu()) {
         load_cpu(v, path);
@@ -258,7 +263,8 @@ TORCH_LIBRARY(attnforge, m) {
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
           "int head_dim, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "
-          "bool dkv_accum, bool ordered, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, int launches) -> int");
+          "bool dkv_accum, bool ordered, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, "
+          "int[] persistent, int launches, str[] mapped, int[] boxes) -> int");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count() -> int", [] { return schedules().size(); });
     m.def("forget_schedules() -> ()", [] { schedules().clear(); });

@@ -12,6 +12,7 @@
 
 #include "driver.h"
 #include "params.h"
+#include "tensor_maps.h"
 
 namespace attnforge {
 
@@ -24,6 +25,7 @@ struct Launch {
     std::vector<int Params::*> grid;
     unsigned threads = 0;
     unsigned shared_bytes = 0;
+    bool persistent = false;  // at most one block per multiprocessor
 };
 
 struct Variant {
@@ -43,6 +45,8 @@ struct Variant {
     bool deterministic = false;
     std::vector<Launch> launches;
     std::vector<Launch> schedule;
+    std::vector<TensorMapPlan> tensor_maps;  // second argument of the launches
+    int multiprocessors = 0;
 };
 
 inline std::vector<int Params::*> parse_grid(const std::string& names) {
@@ -79,9 +83,15 @@ inline void load_cpu(Variant& variant, const std::string& path) {
 
 inline void load_gpu(Variant& variant, const void* image) {
     constexpr int kMaxDynamicSharedSizeBytes = 8;
+    constexpr int kMultiprocessorCount = 16;
     const Driver& d = driver();
+    TORCH_CHECK(variant.tensor_maps.empty() || d.tensor_map_encode != nullptr, "attnforge: ", variant.name,
+                " needs tensor maps, which this NVIDIA driver lacks; update it to one for CUDA 12 or later");
     const c10::DeviceGuard guard(variant.device);
     ensure_context(variant.device);
+    int ordinal = 0;
+    d.check(d.device_get(&ordinal, variant.device.index()), "cuDeviceGet");
+    d.check(d.device_attribute(&variant.multiprocessors, kMultiprocessorCount, ordinal), "cuDeviceGetAttribute");
     void* module = nullptr;
     d.check(d.module_load(&module, image), ("loading the cubin of " + variant.name).c_str());
     for (auto* list : {&variant.launches, &variant.schedule}) {
@@ -95,6 +105,10 @@ inline void load_gpu(Variant& variant, const void* image) {
 
 // Runs `launches` in order on `stream` (GPU) or in this thread (CPU).
 inline void run(const Variant& variant, const std::vector<Launch>& launches, Params& params, void* stream) {
+    TensorMaps maps;
+    if (!variant.tensor_maps.empty() && &launches == &variant.launches) {
+        encode(variant.tensor_maps, params, variant.head_dim, variant.dtype, maps);
+    }
     for (const Launch& launch : launches) {
         if (variant.device.is_cpu()) {
             reinterpret_cast<void (*)(const Params*)>(launch.function)(&params);
@@ -106,7 +120,10 @@ inline void run(const Variant& variant, const std::vector<Launch>& launches, Par
         }
         TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "attnforge: ", launch.symbol, " would need ", blocks,
                           " blocks, more than a grid can hold; split the batch");
-        void* arguments[] = {&params};
+        if (launch.persistent) {
+            blocks = std::min<int64_t>(blocks, variant.multiprocessors);
+        }
+        void* arguments[] = {&params, &maps};  // kernels without tensor maps take the first only
         driver().check(driver().launch(launch.function, static_cast<unsigned>(blocks), 1, 1, launch.threads, 1, 1,
                                        launch.shared_bytes, stream, arguments, nullptr),
                        launch.symbol.c_str());
