@@ -23,11 +23,15 @@ READY := .venv/ready
 PY := .venv/bin/python
 endif
 
+# What SYSTEM=1 takes for granted, by the names that are imported.
+NEEDS := torch numpy jinja2 click rich platformdirs ninja PIL setuptools
+
 .PHONY: search test lint clean venv python system
 
 search: $(READY)
 	$(PY) cli.py search $(ARGS)
 
+test: NEEDS += pytest hypothesis
 test: $(READY)
 	$(PY) -m pytest $(ARGS)
 
@@ -48,7 +52,7 @@ venv: $(READY)
 
 system: $(LINK) | python
 	@$(PYTHON) -c "import importlib.util as u, sys; \
-	names = 'torch numpy jinja2 click rich platformdirs ninja PIL pytest hypothesis'.split(); \
+	names = '$(NEEDS)'.split(); \
 	lacks = [n for n in names if u.find_spec(n) is None]; \
 	sys.exit('SYSTEM=1, but $(PYTHON) lacks ' + ', '.join(lacks) if lacks else 0)"
 

@@ -240,7 +240,9 @@ def host_toolchain(env: Mapping[str, str]) -> Command:
     macros = probe((str(program), "-march=native", "-E", "-dM", "-x", "c++", os.devnull))
     native = hashlib.sha256("\n".join(sorted(macros.splitlines())).encode()).hexdigest()
     version = probe((str(program), "--version")).splitlines()[0]
-    return Command(program.name, program, f"{version}; native {native}", CPU_FLAGS, "kernel.so")
+    # A library made with a newer C library does not load into an older one.
+    identity = f"{version}; {os.confstr('CS_GNU_LIBC_VERSION')}; native {native}"
+    return Command(program.name, program, identity, CPU_FLAGS, "kernel.so")
 
 
 def probe(command: tuple[str, ...]) -> str:

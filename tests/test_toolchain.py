@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fakes
@@ -230,6 +231,24 @@ def test_a_cuda_error_names_its_line(compiler: str, tmp_path: Path, monkeypatch:
     with pytest.raises(CompileError, match="undefined_name") as caught:
         tool.compile(fakes.source(text, Arch.SM80), tmp_path)
     assert ">     2 | extern" in str(caught.value)
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
+def test_threads_compile_side_by_side(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = cuda(compiler, Arch.SM80, monkeypatch)
+
+    def compile_one(number: int) -> str:
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        text = fakes.CUDA.replace("plain", f"plain{number}")
+        return next(iter(tool.compile(fakes.source(text, Arch.SM80), directory).resources.keys() - SHARED))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(compile_one, range(6))) == [f"attnforge_plain{number}" for number in range(6)]
+
+
+SHARED = {"attnforge_spills"}
 
 
 @pytest.mark.nvcc
