@@ -5,6 +5,8 @@ Everything below the wrapper is C++ (runtime/launcher.cpp): a warm call spends m
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,32 @@ def _load() -> bool:
 # Dynamo runs it while tracing and keeps the result. This is all that torch.compiler.assume_constant_result
 # does, but that imports torch._dynamo: a second or more at import.
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = None,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = None,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(

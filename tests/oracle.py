@@ -14,8 +14,8 @@ from attnforge.runtime.ops import Mask
 from attnforge.runtime.reference import reference
 
 NAMES = ("out", "dq", "dk", "dv")
-# Error allowed as a multiple of the peers' (`sdpa`, `flash`), the worse of which counts: they round at different
-# places, and either may be exact by luck (one key: weights of 1). In fp32 all differ in the order of sums.
+# Error allowed as a multiple of the peers' (`sdpa`, `flash`), the worse of which counts: they round at
+# different places, and either may be exact by luck (one key: weights of 1). In fp32 the order counts.
 RMS_RATIO = {torch.float32: 2.0, torch.bfloat16: 1.1, torch.float16: 1.1}
 MAX_RATIO = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2.0}
 EPSILON = {torch.float32: 1e-7, torch.bfloat16: 2e-4, torch.float16: 3e-5}
@@ -119,7 +119,7 @@ def sdpa(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ...
 
 
 def flash(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv as every flash attention rounds them: float32 inside, the dtype of x at the matrix products.
+    """out, dq, dk, dv as every flash attention rounds them: float32 but for the operands of matrix products.
 
     Unlike SDPA's math backend it takes the row sums of dout * out from the rounded out.
     """

@@ -1,4 +1,4 @@
-"""Values and gradients of `attention` against float64, in every kind of mask, dtype, head_dim, length and layout."""
+"""Values and gradients of `attention` against float64: masks, dtypes, head dims, lengths and layouts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def poison() -> Iterator[None]:
         del block  # back to the allocator, which hands it out again as it is
         yield
         return
-    # Outputs come from empty_like, which fills them in this mode; kernels on the CPU are deterministic anyway.
+    # Outputs come from empty_like, which fills them in this mode; CPU kernels are deterministic anyway.
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -121,7 +121,7 @@ def test_inputs_are_only_read(device: str, dtype: torch.dtype, kind: str) -> Non
 def whole(x: Tensor) -> Tensor:
     """All bytes of the memory that x is a view of."""
     storage = x.detach().untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
 
 
 @targets

@@ -1,0 +1,154 @@
+"""Which variant runs: tuned tables (nearest entry, re-planned for the call), then the space's first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnforge
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime.tables import Tuned
+
+PROBLEM = Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.SPANS, 16)
+CPU = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 4)
+H200, OTHER = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+
+
+def entries(problem: Problem, count: int) -> list[Tuned]:
+    """Distinct variants of `problem`, tuned at 1024, 2048, ... rows."""
+    specs = list(candidates(problem))[-count:]
+    return [Tuned(spec, 7, 1024 << i, 1.0, 100.0, {"workload": "x"}) for i, spec in enumerate(specs)]
+
+
+def chosen(
+    problem: Problem, directory: Path, group: int = 7, size: int = 1024, name: str = H200
+) -> list[Spec]:
+    return [spec for spec, _ in tables.choose(problem, group, size, name, directory)]
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    assert tables.load(H200, tmp_path) == ()
+    written = entries(PROBLEM, 3)
+    path = tables.save(H200, written, tmp_path)
+    assert path == tmp_path / "nvidia-h200.json"
+    assert list(tables.load(H200, tmp_path)) == written
+    assert json.loads(path.read_text())[0]["class"]["head_dim"] == 128
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_later_winner_replaces_its_class_only(tmp_path: Path) -> None:
+    first, second, third = entries(PROBLEM, 3)
+    tables.save(H200, [first, second], tmp_path)
+    better = replace(first, spec=third.spec, size=first.size + 5)  # the same octave
+    tables.save(H200, [better], tmp_path)
+    assert {entry.spec for entry in tables.load(H200, tmp_path)} == {better.spec, second.spec}
+
+
+def test_nearest_length_first(tmp_path: Path) -> None:
+    a, b, c = entries(PROBLEM, 3)  # 1024, 2048, 4096 rows
+    tables.save(H200, [a, b, c], tmp_path)
+    assert chosen(PROBLEM, tmp_path, size=1500) == [a.spec, b.spec, c.spec]
+    assert chosen(PROBLEM, tmp_path, size=100_000) == [c.spec, b.spec, a.spec]
+
+
+def test_order_of_what_matters(tmp_path: Path) -> None:
+    """Device before mask before dtype before length before group."""
+    specs = [spec.tuning for spec in list(candidates(PROBLEM))[-5:]]
+    causal, half = replace(PROBLEM, mask=Mask.CAUSAL), replace(PROBLEM, dtype=DType.FLOAT16)
+    own = [
+        Tuned(Spec(PROBLEM, specs[0]), 7, 1024, 1.0, 1.0),
+        Tuned(Spec(PROBLEM, specs[1]), 1, 2048, 1.0, 1.0),
+        Tuned(Spec(half, specs[2]), 7, 1024, 1.0, 1.0),
+        Tuned(Spec(causal, specs[3]), 7, 1024, 1.0, 1.0),
+    ]
+    tables.save(H200, own, tmp_path)
+    tables.save(OTHER, [Tuned(Spec(PROBLEM, specs[4]), 7, 1024, 1.0, 1.0)], tmp_path)
+    assert [spec.tuning for spec in chosen(PROBLEM, tmp_path)] == specs
+    assert all(spec.problem == PROBLEM for spec in chosen(PROBLEM, tmp_path))
+
+
+def test_entries_of_other_kinds_do_not_count(tmp_path: Path) -> None:
+    tables.save(H200, entries(PROBLEM, 2), tmp_path)
+    for other in (
+        replace(PROBLEM, head_dim=64),
+        replace(PROBLEM, direction=Direction.BACKWARD),
+        replace(PROBLEM, arch=Arch.SM80),
+        CPU,
+    ):
+        assert chosen(other, tmp_path) == []
+
+
+def test_no_other_cpu(tmp_path: Path) -> None:
+    """Another instruction set's winner may not even compile."""
+    tables.save("cpu avx512", entries(CPU, 1), tmp_path)
+    assert chosen(CPU, tmp_path, name="cpu avx2") == []
+    assert len(chosen(CPU, tmp_path, name="cpu avx512")) == 1
+
+
+def test_alignment_is_the_calls_own(tmp_path: Path) -> None:
+    """Rows aligned to less than the tuned ones: the same tuning where that is feasible, else none."""
+    tables.save(H200, entries(PROBLEM, 1), tmp_path)
+    for align in (16, 8, 4, 2):
+        assert all(spec.problem.align == align for spec in chosen(replace(PROBLEM, align=align), tmp_path))
+
+
+def test_a_table_that_is_none(tmp_path: Path) -> None:
+    path = tables.table_path(H200, tmp_path)
+    for text in ("{", '{"a": 1}', '[{"spec": {}}]', '[{"spec": {"direction": "fwd"}}]'):
+        path.write_text(text)
+        tables._read.cache_clear()
+        with pytest.raises(ValueError, match=r"nvidia-h200.json is not a tuned table.*delete it"):
+            tables.load(H200, tmp_path)
+
+
+def test_the_space_serves_what_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
+    assert choice.spec == next(candidates(CPU))
+    assert "nothing tuned fits cpu" in choice.reason
+
+
+def test_tuned_first_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    (entry,) = entries(CPU, 1)
+    tables.save(tables.device_name(torch.device("cpu")), [entry], tmp_path)
+    assert dispatch.choose(CPU, 1, 100, torch.device("cpu")).spec == entry.spec
+    text = dispatch.explain(CPU, 1, 100, torch.device("cpu"))
+    assert text.startswith(f"{entry.spec.slug}: tuned as {entry.spec.slug} for 1024 rows, GQA ratio 7 (cpu-")
+
+
+def test_new_table_takes_effect_after_forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    asked: list[Spec] = []
+    load = kernels.load
+
+    def recording(spec: Spec, device: torch.device) -> int:
+        asked.append(spec)
+        return load(spec, device)
+
+    monkeypatch.setattr(kernels, "load", recording)
+    dispatch.forget()
+    x = torch.randn(1, 2, 40, 64)
+    for _ in range(3):
+        attnforge.attention(x, x, x)
+    assert len(asked) == 1
+    (entry,) = entries(CPU, 1)
+    tables.save(tables.device_name(torch.device("cpu")), [entry], tmp_path)
+    dispatch.forget()
+    attnforge.attention(x, x, x)
+    assert [spec.tuning for spec in asked[1:]] == [entry.spec.tuning]
+    dispatch.forget()
+
+
+def test_nothing_feasible() -> None:
+    with pytest.raises(Infeasible, match="q: no cpu fwd kernel for head_dim 60"):
+        dispatch.choose(replace(CPU, head_dim=60), 1, 100, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"torch.float16, accepted on the CPU are"):
+        dispatch.choose(replace(CPU, dtype=DType.FLOAT16), 1, 100, torch.device("cpu"))
