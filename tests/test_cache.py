@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fakes
@@ -97,9 +98,17 @@ def test_another_compiler_is_another_entry(
 def test_a_hit_is_fast(compiler: fakes.Compiler) -> None:
     source = fakes.source("x" * 2_000_000 + "\n")
     cache.obtain(source)
-    begin = time.perf_counter()
-    cache.obtain(source)
-    assert time.perf_counter() - begin < 0.05
+    assert quickest(lambda: cache.obtain(source)) < 0.05
+
+
+def quickest(call: Callable[[], object]) -> float:
+    """Seconds of the fastest of five calls: the machine may be busy with something else."""
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
 # ---- Refusals
@@ -288,9 +297,8 @@ def test_a_lock_that_is_held_only_delays(
 def test_a_cubin_is_cached(cache_dir: Path) -> None:
     source = fakes.source(fakes.CUDA, Arch.SM80)
     entry = cache.obtain(source)
-    begin = time.perf_counter()
     assert cache.obtain(source) == entry
-    assert time.perf_counter() - begin < 0.05
+    assert quickest(lambda: cache.obtain(source)) < 0.05
     assert entry.meta["resources"]["attnforge_plain"]["shared_bytes"] == 1024
     assert entry.path.name == "kernel.cubin"
 
