@@ -55,7 +55,7 @@ def make_plan(spec: Spec) -> Plan:
 def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[str, Any]:
     forward = isinstance(t, CpuForward)
     cols_dq, width_dq = (0, 0) if isinstance(t, CpuForward) else _dq_blocks(spec.problem.head_dim, t)
-    includes = {"cmath"} if forward else {"algorithm", "atomic", "thread"}
+    includes = {"cmath"} if forward else {"algorithm", "cmath", "thread"}
     if spec.problem.mask is Mask.SPANS:
         includes |= {"algorithm", "numeric"} if forward else {"numeric", "vector"}
     # vdpbf16ps exists for 8 and 16 lanes; other widths multiply the halves one by one.
@@ -126,7 +126,7 @@ def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
     d, width, pairs = spec.problem.head_dim, t.lanes * t.cols, int(t.pairs)
     words = _words(d, t)
     _, width_dq = _dq_blocks(d, t)
-    queries = t.tile_m * (2 * words + 2 * width + width_dq + 2) + pairs * t.tile_m * (d + width + width // 2)
+    queries = t.tile_m * (2 * words + 2 * width + width_dq + 3) + pairs * t.tile_m * (d + width + width // 2)
     panel = width * (2 * words + 2 * d + 2) + width * width_dq // (1 + pairs) + 2
     return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel)
 
