@@ -181,7 +181,7 @@ def test_handles() -> None:
     with pytest.raises(ValueError, match=r"variant: fwd_cpu_fp32_d64_full.* does not fit this call"):
         ops.forward(x, x, x, attnforge.Causal(), None, handle)
     gpu = Problem(Direction.FORWARD, Arch.SM80, DType.BFLOAT16, D, Mask.FULL, 16)
-    with pytest.raises(ValueError, match="is for sm80, but cpu is cpu"):
+    with pytest.raises(ValueError, match="is for sm80, but cpu runs cpu"):
         kernels.load(next(candidates(gpu)), torch.device("cpu"))
 
 
