@@ -44,8 +44,10 @@ def choose(
     """
     _check_dtype(problem)
     for spec, reason in _offers(problem, group, size, device):
-        if make_plan(spec).deterministic or not deterministic:
+        if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
+        if ordered := _ordered(spec):
+            return Choice(ordered, f"{reason}; with ordered sums")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {problem.head_dim} {_LIMITS}"
     if deterministic and next(_offers(problem, group, size, device), None):
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
@@ -68,6 +70,17 @@ def _offers(problem: Problem, group: int, size: int, device: torch.device) -> It
         yield from tables.choose(there, group, size, name)
         for spec in candidates(there):
             yield spec, f"first feasible of the search space, nothing tuned fits {name}"
+
+
+def _ordered(spec: Spec) -> Spec | None:
+    """`spec` with sums in a fixed order, if it can have that: a tuned variant's deterministic relative."""
+    if not hasattr(spec.tuning, "ordered"):
+        return None
+    ordered = dataclasses.replace(spec, tuning=dataclasses.replace(spec.tuning, ordered=True))
+    try:
+        return ordered if make_plan(ordered).deterministic else None
+    except Infeasible:
+        return None
 
 
 def _check_dtype(problem: Problem) -> None:

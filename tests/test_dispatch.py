@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attnforge
-from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import dispatch, kernels, tables
@@ -152,3 +152,16 @@ def test_nothing_feasible() -> None:
         dispatch.choose(replace(CPU, head_dim=60), 1, 100, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"torch.float16, accepted on the CPU are"):
         dispatch.choose(replace(CPU, dtype=DType.FLOAT16), 1, 100, torch.device("cpu"))
+
+
+def test_deterministic_takes_the_ordered_relative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tuned variant that adds in any order, the same one with ordered sums."""
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM80, head_dim=64)
+    loose = next(candidates(problem))
+    assert not make_plan(loose).deterministic
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    strict = dispatch.choose(problem, 7, 1024, torch.device("cuda"), deterministic=True)
+    assert make_plan(strict.spec).deterministic
+    assert strict.spec.tuning == replace(loose.tuning, ordered=True)  # type: ignore[call-arg]
+    assert strict.reason == "tuned; with ordered sums"
+    assert dispatch.choose(problem, 7, 1024, torch.device("cuda")).spec == loose

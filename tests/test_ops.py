@@ -347,6 +347,20 @@ def test_cuda_graph_follows_a_changed_mask() -> None:
 
 
 @pytest.mark.gpu
+def test_compile_with_cuda_graphs() -> None:
+    """torch's own graphs: inputs are copied into static memory, then everything is replayed."""
+    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):
+        x = draw(Shape(seq_q=300, seq_k=300, group=2), DTYPE, "cuda", seed=seed)
+        mask = spans(300, 300, "cuda", seed)
+        expected = module(x.q, x.k, x.v, mask)
+        got = compiled(x.q, x.k, x.v, mask)
+        torch.testing.assert_close(got, expected)
+        for ours, theirs in zip(x.grads(got), x.grads(expected), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
 def test_streams_have_schedules_of_their_own() -> None:
     x = draw(Shape(seq_q=300, seq_k=300), DTYPE, "cuda")
     mask = spans(300, 300, "cuda")
