@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ def run_search(
     case: Case, direction: Direction, target: tuple[Arch, str], options: Options, console: Console
 ) -> dict[str, Any]:
     """Search, show, keep the winner where dispatch finds it. Returns the results as a plain JSON value."""
-    finished = watch(search(case, direction, target, options.budget, options.log, options.workers), console)
+    events = search(case, direction, target, options.budget, options.log, options.workers)
+    with closing(events):
+        finished = watch(events, console)
     with console.status("timing torch's attentions on the same case"):
         rows = list(peers_of(case, direction)) if options.peers else []
     console.print(search_table(finished, rows))

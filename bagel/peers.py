@@ -35,7 +35,7 @@ class Unavailable(RuntimeError):
 
 def time_peer(name: str, case: Case, direction: Direction) -> Timing:
     """Time one peer (one of NAMES) on a case; backward is timed alone. Raises Unavailable."""
-    with _memory_freed(case.device), _as_unavailable(name):
+    with _memory_freed(case.device), _as_unavailable():
         call = _peer(name, case)
         sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), case.device)]
         how = effort(case.device)
@@ -66,7 +66,7 @@ def _memory_freed(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_unavailable(name: str) -> Iterator[None]:
+def _as_unavailable() -> Iterator[None]:
     """What torch raises when a backend cannot do something is a fact for the table, not the end of a run."""
     try:
         yield
@@ -74,7 +74,7 @@ def _as_unavailable(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        raise Unavailable(f"{name}: {type(error).__name__}: {lines[0][:120]}") from error
+        raise Unavailable(f"{type(error).__name__}: {lines[0][:120]}") from error
 
 
 def _peer(name: str, case: Case) -> Attention:

@@ -17,6 +17,7 @@ from attnforge.runtime.journal import Result
 from attnforge.runtime.search import Finished
 from attnforge.runtime.verify import Error
 
+RESOURCES = ("registers", "spilled", "shared")  # per thread, bytes per thread, bytes per block
 SHOWN = 12  # variants in the table at the end of a search
 
 
@@ -45,32 +46,32 @@ def search_table(finished: Finished, peers: Sequence[Row]) -> Table:
     best = best_peer(peers)
     table = Table(title=f"{finished.case.name}, {finished.direction.value}, {finished.case.dtype.value}")
     table.add_column("variant", overflow="fold")
-    for name in ("speed", "ms", "vs best peer", "registers", "spills B", "shared B", "rms error", "of limit"):
+    gpu = any(result.registers for result in finished.ranked)
+    resources = RESOURCES if gpu else ()
+    for name in ("speed", "ms", "vs best peer", "rms error", "of limit", *resources):
         table.add_column(name, justify="right")
     for number, result in enumerate(finished.ranked[:SHOWN]):
-        table.add_row(*_variant(result, best), style="bold green" if number == 0 else None)
+        table.add_row(*_variant(result, best, gpu), style="bold green" if number == 0 else None)
     if len(finished.ranked) > SHOWN:
         table.add_row(f"... {len(finished.ranked) - SHOWN} more")
     table.add_section()
     for row in peers:
         ratio = f"{best.ms / row.ms:.2f}x" if best and best.ms and row.ms else ""
-        cells = (speed(row.tflops), _ms(row.ms), ratio) if row.ms else (f"[dim]{row.note[:70]}[/dim]",)
-        table.add_row(row.name, *cells)
+        note = f" [dim]{escape(row.note[:60])}[/dim]" if row.note else ""
+        table.add_row(f"{row.name}{note}", speed(row.tflops), _ms(row.ms), ratio)
     return table
 
 
-def _variant(result: Result, best: Row | None) -> tuple[str, ...]:
+def _variant(result: Result, best: Row | None, gpu: bool) -> tuple[str, ...]:
     worst = max((rms for name, (rms, _) in result.errors.items() if name != "lse"), default=0.0)
     return (
         knobs(result.spec),
         speed(result.tflops),
         _ms(result.ms),
         f"{best.ms / result.ms:.2f}x" if best and best.ms else "",
-        str(result.registers or ""),
-        str(result.spill_bytes) if result.registers else "",
-        str(result.shared_bytes or ""),
         f"{worst:.1e}",
         f"{result.limit_used:.0%}",
+        *((str(result.registers), str(result.spill_bytes), str(result.shared_bytes)) if gpu else ()),
     )
 
 
@@ -93,9 +94,10 @@ def bench_table(rows: Sequence[Row], title: str) -> Table:
         ours = next(row for row in lines if row.name == OURS)
         for row in lines:
             ratio = f"{row.ms / ours.ms:.2f}x" if row.ms and ours.ms else ""
-            cells = (_ms(row.ms), speed(row.tflops), ratio) if row.ms else (f"[dim]{row.note[:60]}[/dim]",)
+            note = f" [dim]{escape(row.note[:60])}[/dim]" if row.note else ""
+            cells = (f"{row.name}{note}", _ms(row.ms), speed(row.tflops), ratio)
             style = "bold green" if row is ours else None
-            table.add_row(f"{row.case} {row.dtype}", row.direction, row.name, *cells, style=style)
+            table.add_row(f"{row.case} {row.dtype}", row.direction, *cells, style=style)
         table.add_section()
     return table
 
@@ -131,13 +133,13 @@ def verify_table(title: str, peer: dict[str, tuple[float, float]], errors: dict[
     """Errors against float64 beside SDPA's and the limits."""
     table = Table(title=title)
     table.add_column("tensor")
-    for name in ("rms", "SDPA's rms", "limit", "worst", "SDPA's worst", "limit", ""):
+    for name in ("rms", "SDPA's rms", "limit", "worst", "SDPA's worst", "limit"):
         table.add_column(name, justify="right")
     for name, error in errors.items():
         theirs = [f"{value:.2e}" for value in peer.get(name, ())] or ["-", "-"]
         mine = (f"{error.rms:.2e}", theirs[0], f"{error.rms_limit:.2e}")
         worst = (f"{error.worst:.2e}", theirs[1], f"{error.worst_limit:.2e}")
-        table.add_row(name, *mine, *worst, "[green]ok[/green]")
+        table.add_row(name, *mine, *worst)
     return table
 
 

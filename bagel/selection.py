@@ -36,7 +36,9 @@ class Selection:
         known = [arch for arch in kernels.targets(self.device) if (arch.family, direction) in TUNINGS]
         if self.arch is not None and self.arch not in known:
             names = ", ".join(arch.value for arch in known)
-            raise ValueError(f"--arch: {self.arch.value} has no {direction.value} kernel here; there are {names}")
+            raise ValueError(
+                f"--arch: {self.arch.value} has no {direction.value} kernel here; there are {names}"
+            )
         return self.arch or known[0], device_name(self.device)
 
 

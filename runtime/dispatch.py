@@ -42,7 +42,7 @@ def choose(
 
     Raises Infeasible with the reason if there is none, ValueError for a dtype without kernels on the device.
     """
-    _check_dtype(problem)
+    check_dtype(problem)
     for spec, reason in _offers(problem, group, size, device):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
@@ -83,7 +83,8 @@ def _ordered(spec: Spec) -> Spec | None:
         return None
 
 
-def _check_dtype(problem: Problem) -> None:
+def check_dtype(problem: Problem) -> None:
+    """Raises ValueError for a dtype without kernels on the problem's kind of device."""
     accepted = _ON_GPU if problem.arch.is_gpu else _ON_CPU
     if problem.dtype not in accepted:
         names = " and ".join(str(kernels.TORCH_DTYPES[dtype]) for dtype in accepted)

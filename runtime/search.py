@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
-from os import cpu_count
+from os import sched_getaffinity
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, Spec
 from attnforge.runtime.cache import Entry, obtain
 from attnforge.runtime.case import Case
+from attnforge.runtime.dispatch import check_dtype
 from attnforge.runtime.errors import CompileError
 from attnforge.runtime.journal import Journal, Result, environment, source_key
 from attnforge.runtime.timing import Timing
 from attnforge.runtime.worker import Worker
 
+MOST_WORKERS = 32  # compilers at a time: each takes some hundred MB
 LOST = 1.5  # a variant this many times slower than the best is timed once
 FINALISTS, FINAL_MARGIN = 4, 1.1  # how many, and how close to the best, are timed again in turns
 
@@ -76,13 +78,16 @@ def search(
     budget: Budget,
     log_path: Path | None = None,
     workers: int | None = None,
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Search the kernels of one case; `target` is (architecture, device name).
 
-    Failures of variants are results. Raises Infeasible if the problem has no candidate at all, and
-    NoCompilerError, CacheError, and RuntimeError if the measurement itself cannot be prepared.
+    Failures of variants are results. Raises ValueError for a dtype that the target has no kernels for,
+    Infeasible if the problem has no candidate at all, NoCompilerError, CacheError, and RuntimeError if the
+    measurement itself cannot be prepared.
     """
-    run = _Run(case, direction, target, budget, log_path, workers or cpu_count() or 1)
+    run = _Run(
+        case, direction, target, budget, log_path, workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
+    )
     yield Started(case, direction, run.space, run.planned)
     try:
         yield from run.measure()
@@ -105,12 +110,11 @@ class _Run:
     ) -> None:
         arch, device_name = target
         problem = case.problem(direction, arch)
+        check_dtype(problem)
         self.case, self.direction, self.budget = case, direction, budget
         self.pending = list(candidates(problem))
         if not self.pending:
-            raise Infeasible(
-                f"{case.name}: no kernel for head_dim {case.head_dim}: {why_infeasible(problem)}"
-            )
+            raise Infeasible(f"{case.name}: no kernel can do it: {why_infeasible(problem)}")
         self.space = len(self.pending)
         self.planned = min(self.space, budget.variants or self.space)
         self.journal = Journal(log_path, case.name, direction.value, environment(device_name, arch))

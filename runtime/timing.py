@@ -116,7 +116,7 @@ def _run_cuda(
     pairs = []
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
-        torch.cuda._sleep(2_000_000)  # about a millisecond
+        torch.cuda._sleep(10_000_000)  # about five milliseconds
         for call, args in zip(calls, arguments, strict=True):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)

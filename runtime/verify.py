@@ -22,7 +22,7 @@ from attnforge.runtime.reference import reference
 # Error allowed, as a multiple of SDPA's in the same dtype on the same sample. In half precision rounding of
 # weights and results decides, which kernels share; in fp32 the order of sums, which they do not.
 RMS_RATIO = {DType.BFLOAT16: 1.1, DType.FLOAT16: 1.1, DType.FLOAT32: 2.0}
-MAX_RATIO = 2.0
+MAX_RATIO = {DType.BFLOAT16: 2.0, DType.FLOAT16: 2.0, DType.FLOAT32: 4.0}
 LSE_LIMIT = {DType.BFLOAT16: 1e-3, DType.FLOAT16: 1e-3, DType.FLOAT32: 5e-5}  # SDPA does not return it
 LARGE_ROWS = 256
 
@@ -141,7 +141,7 @@ def _limits(check: Check, name: str) -> tuple[float, float]:
     rms, worst = check.peer[name]
     size = float(check.exact[name].square().mean().sqrt())
     slack = size * (1e-6 if dtype is DType.FLOAT32 else 1e-4)  # where SDPA happens to be exact
-    return RMS_RATIO[dtype] * rms + slack, MAX_RATIO * worst + slack
+    return RMS_RATIO[dtype] * rms + slack, MAX_RATIO[dtype] * worst + slack
 
 
 def _complaint(name: str, error: Error) -> str:
@@ -162,7 +162,7 @@ def _sample_rows(case: Case, seed: int) -> Tensor:
     part = case.seq_q / LARGE_ROWS
     rows = (torch.arange(LARGE_ROWS) + torch.rand(LARGE_ROWS, generator=generator)) * part
     ends = torch.tensor([0, case.seq_q - 1])
-    sample: Tensor = torch.cat((rows.long().clamp(max=case.seq_q - 1), ends)).unique()  # type: ignore[no-untyped-call]
+    sample: Tensor = torch.cat((rows.long().clamp(max=case.seq_q - 1), ends)).unique()
     return sample.to(case.device)
 
 

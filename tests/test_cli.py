@@ -1,0 +1,213 @@
+"""The command line: what it prints, what it writes, and one clear message with status 2 for user errors."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from attnforge.bagel.bench import OURS, Row, best_peer
+from attnforge.bagel.cases import SUITES, make_case
+from attnforge.bagel.packing import PackedMask
+from attnforge.bagel.peers import NAMES, Unavailable, _mask_mod, _peer
+from attnforge.bagel.report import bench_markdown
+from attnforge.cli import main
+from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime.case import Case
+from attnforge.runtime.reference import reference
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+TINY = ("--pack", "causal/96", "--model", "0.5B", "--dtype", "fp32", "--device", "cpu")
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_runs_from_the_root_without_importing_torch() -> None:
+    script = """
+import sys, runpy
+sys.argv = ["cli.py", "--help"]
+try:
+    runpy.run_path("cli.py", run_name="__main__")
+except SystemExit:
+    print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in ("bench", "cache", "doctor", "mask", "render", "search", "verify"):
+        assert f"\n  {name} " in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
+@pytest.mark.parametrize("arch", [Arch.CPU, Arch.SM80], ids=lambda a: a.value)
+def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path: Path) -> None:
+    problem = Problem(direction, arch, DType.BFLOAT16, 64, Mask.SPANS, 4 if arch is Arch.CPU else 16)
+    for spec in islice(candidates(problem), 3):
+        out = tmp_path / "kernel"
+        run("render", *shlex.split(spec.to_cli()), "--out", str(out))
+        assert out.read_text() == render(spec).text
+    assert run("render", *shlex.split(spec.to_cli())).stdout == render(spec).text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("mask pretrain/77", "pack: there is no 'pretrain/77'; packs are pretrain/0"),
+        ("mask t2i_lowres/0 --vit", "pack: t2i_lowres/0 has no image"),
+        ("verify --pack full/0 --device cpu", "pack: there is no 'full/0'"),
+        ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
+        ("search --device tpu", "--device: 'tpu' is no device"),
+        ("render --head-dim 300", "head_dim 300"),
+        ("render --set tile_m=big", "--set tile_m: expected NAME=VALUE"),
+        ("render --set tile_m=64", "missing"),
+        ("render --dtype fp64", "Invalid value for '--dtype'"),
+        ("bench --suite huge", "Invalid value for '--suite'"),
+        ("search --pack causal/64 --dtype fp16 --device cpu", "got dtype torch.float16"),
+    ],
+)
+def test_user_errors_are_one_message(arguments: str, message: str) -> None:
+    result = run(*arguments.split(), code=2)
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_said() -> None:
+    assert "sees no GPU" in run("verify", "--device", "cuda", code=2).stderr
+
+
+def test_mask_picture(tmp_path: Path) -> None:
+    out = tmp_path / "mask.png"
+    assert "23642390 visible pairs" in run("mask", "finetune/0", "--out", str(out)).stdout
+    colours = {colour for _, colour in Image.open(out).getcolors(1 << 24)}  # type: ignore[union-attr]
+    # Full tiles of text, image and noise, skipped and hidden: all are in the picture.
+    assert {(64, 110, 190), (42, 140, 106), (212, 122, 46), (244, 245, 247), (214, 217, 223)} <= colours
+
+
+def test_search_end_to_end(tmp_path: Path) -> None:
+    out, log, data = tmp_path / "generated", tmp_path / "log.jsonl", tmp_path / "search.json"
+    options = (
+        "--variants",
+        "1",
+        "--table-out",
+        str(out),
+        "--log",
+        str(log),
+        "--json",
+        str(data),
+        "--no-peers",
+    )
+    shown = run("search", *TINY, *options).stdout
+    assert "causal/96 0.5B, fwd, fp32" in shown
+    assert "causal/96 0.5B, bwd, fp32" in shown
+    assert "GFLOP/s" in shown
+    searches = json.loads(data.read_text())["searches"]
+    assert [one["direction"] for one in searches] == ["fwd", "bwd"]
+    assert all(one["ranked"][0]["status"] == "ok" for one in searches)
+    assert len(log.read_text().splitlines()) == 2
+    assert len(list(out.glob("*.cpp"))) == 2
+    (table,) = (out / "tuned").glob("*.json")
+    assert len(json.loads(table.read_text())) == 2
+    assert "(from the log)" in run("search", *TINY, *options).stdout
+
+
+def test_bench_and_its_files(tmp_path: Path) -> None:
+    data, text = tmp_path / "bench.json", tmp_path / "bench.md"
+    options = ("--peers", "sdpa-flash,sdpa-samples", "--json", str(data), "--markdown", str(text))
+    assert OURS in run("bench", *TINY, "--direction", "fwd", *options).stdout
+    ours, sdpa, samples = json.loads(data.read_text())["rows"]
+    assert (ours["name"], sdpa["name"], samples["name"]) == (OURS, "sdpa-flash", "sdpa-samples")
+    pairs = 96 * 97 // 2
+    assert ours["tflops"] == pytest.approx(4 * 14 * 64 * pairs / ours["ms"] / 1e9)
+    assert samples["ms"] is None
+    assert samples["note"] == "only for packs"
+    assert "| causal/96 0.5B fp32 | fwd |" in text.read_text()
+
+
+def test_verify_says_what_it_found() -> None:
+    shown = run("verify", *TINY).stdout
+    for tensor in ("out", "lse", "dq", "dk", "dv"):
+        assert f"│ {tensor} " in shown
+
+
+def test_cache_and_doctor(cache_dir: Path) -> None:
+    assert "0 compiled kernels" in run("cache", "ls").stdout
+    assert str(cache_dir) in run("cache", "ls").stdout
+    assert "0 entries removed" in run("cache", "clear").stdout
+    assert "torch" in run("doctor").stdout
+
+
+def test_generated_is_up_to_date() -> None:
+    run("render", "--check")
+
+
+# ---- The peers compute what we compute
+
+
+@pytest.fixture
+def pack() -> Case:
+    """Three documents, the last of them padding."""
+    splits = [40, 90, 30, 70, 120, 50]
+    modes = ["causal", "noise", "causal", "full", "causal", "causal"]
+    mask = PackedMask([160, 190, 50], splits, modes, CPU, used=350)
+    return Case("three documents", 1, 6, 2, 400, 400, 32, DType.FLOAT32, mask, mask.pairs, CPU)
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-samples"])
+def test_peers_agree_with_the_reference(name: str, pack: Case) -> None:
+    x = pack.inputs()
+    got = _peer(name, pack)(x.q, x.k, x.v)
+    exact = reference(x.q, x.k, x.v, pack.mask, pack.scale).out
+    torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=1e-5, rtol=1e-5)
+
+
+def test_flex_sees_the_same_mask(pack: Case) -> None:
+    mod = _mask_mod(pack)
+    assert mod is not None
+    assert pack.mask is not None
+    row, zero = torch.arange(400), torch.tensor(0)
+    dense = mod(zero, zero, row[:, None], row[None])
+    assert torch.equal(dense, pack.mask.visible(400, 400))
+
+
+def test_peers_say_what_they_cannot(pack: Case) -> None:
+    dense = make_case("full/64", "0.5B", DType.FLOAT32, CPU)
+    with pytest.raises(Unavailable, match="only for packs"):
+        _peer("sdpa-samples", dense)
+
+
+def test_suites_name_real_cases() -> None:
+    for (_, device), rows in SUITES.items():
+        assert device in NAMES
+        for name, model in rows:
+            case = make_case(name, model, DType.BFLOAT16, CPU)
+            assert case.pairs > 0
+            assert case.name == f"{name} {model}"
+
+
+def test_markdown_ratio_is_to_the_best_peer() -> None:
+    rows = [
+        Row("a", "fwd", "bf16", OURS, 2.0, 100.0),
+        Row("a", "fwd", "bf16", "slow", 8.0, 25.0),
+        Row("a", "fwd", "bf16", "fast", 3.0, 66.7),
+        Row("a", "fwd", "bf16", "none", note="takes no mask"),
+    ]
+    best = best_peer(rows)
+    assert best is not None
+    assert best.name == "fast"
+    assert "| a bf16 | fwd | 100 | 25 | 66.7 | - | 1.50 |" in bench_markdown(rows, {"device": "x"})
