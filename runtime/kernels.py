@@ -102,6 +102,8 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
         dq_accum=plan.dq_accum,
         dkv_accum=plan.dkv_accum,
         ordered=plan.ordered,
+        bounds=plan.bounds,
+        work_counter=plan.work_counter,
         deterministic=plan.deterministic,
         symbols=[launch.symbol for launch in launches],
         grids=["*".join(launch.grid) for launch in launches],

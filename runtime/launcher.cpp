@@ -67,7 +67,12 @@ void launch(const Call& c, const Variant& variant, Params& params) {
     if (!variant.device.is_cpu()) {
         ensure_context(variant.device);
     }
-    Tensor schedule;
+    Tensor schedule, work_counter;
+    if (variant.work_counter) {
+        work_counter = at::empty({1}, c.q.options().dtype(at::kInt));
+        params.work_counter = work_counter.mutable_data_ptr<int>();
+        driver().check(driver().memset32(params.work_counter, 0, 1, stream), "cuMemsetD32Async");
+    }
     if (!variant.schedule.empty()) {
         schedule = attach_schedule(variant, *c.starts, *c.ends, params, stream);
     }
@@ -224,13 +229,13 @@ ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v
 
 int64_t add_variant(const Tensor& binary, std::string path, std::string name, at::Device device, bool backward_pass,
                     at::ScalarType dtype, int64_t head_dim, int64_t mask, int64_t align, int64_t tile_m, int64_t tile_n,
-                    bool owner_n, bool dq_accum, bool dkv_accum, bool ordered, bool deterministic,
-                    std::vector<std::string> symbols,
+                    bool owner_n, bool dq_accum, bool dkv_accum, bool ordered, bool bounds, bool work_counter,
+                    bool deterministic, std::vector<std::string> symbols,
                     std::vector<std::string> grids, std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
                     std::vector<int64_t> persistent, int64_t launches, std::vector<std::string> mapped,
                     std::vector<int64_t> boxes) {
     Variant v{std::move(name), device,  backward_pass, dtype,    head_dim,     mask, align, tile_m,
-              tile_n,          owner_n, dq_accum,      dkv_accum, ordered, deterministic, {}, {}};
+              tile_n,          owner_n, dq_accum,      dkv_accum, ordered, bounds, work_counter, deterministic, {}, {}, {}, 0};
     for (size_t i = 0; i < symbols.size(); ++i) {
         auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
         list.push_back({symbols[i], nullptr, parse_grid(grids.at(i)), static_cast<unsigned>(threads.at(i)),
@@ -263,7 +268,7 @@ TORCH_LIBRARY(attnforge, m) {
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
           "int head_dim, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "
-          "bool dkv_accum, bool ordered, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, "
+          "bool dkv_accum, bool ordered, bool bounds, bool work_counter, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, "
           "int[] persistent, int launches, str[] mapped, int[] boxes) -> int");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count() -> int", [] { return schedules().size(); });

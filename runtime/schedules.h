@@ -22,13 +22,13 @@ struct ScheduleKey {
     void* stream;
     uint64_t capture;
     bool owner_n;
-    bool ordered;
+    bool ordered, bounds;
     int64_t tile_m, tile_n, seq_q, seq_k;
 
     bool operator==(const ScheduleKey& o) const {
         return starts == o.starts && ends == o.ends && starts_version == o.starts_version &&
                ends_version == o.ends_version && device == o.device && stream == o.stream && capture == o.capture &&
-               owner_n == o.owner_n && ordered == o.ordered && tile_m == o.tile_m && tile_n == o.tile_n && seq_q == o.seq_q &&
+               owner_n == o.owner_n && ordered == o.ordered && bounds == o.bounds && tile_m == o.tile_m && tile_n == o.tile_n && seq_q == o.seq_q &&
                seq_k == o.seq_k;
     }
 };
@@ -95,6 +95,7 @@ inline ScheduleCache& schedules() {
 inline at::Tensor attach_schedule(const Variant& variant, const at::Tensor& starts, const at::Tensor& ends,
                                   Params& params, void* stream) {
     const int64_t tiles = variant.owner_n ? params.tiles_n : params.tiles_m;
+    const int64_t bounds = variant.bounds ? int64_t{2} * params.padded_k : 0;
     params.list_stride = variant.owner_n ? params.tiles_m : params.tiles_n;
     // Inference tensors have no version counter: a change in place would go unseen, so they are not cached.
     const bool cacheable = !starts.is_inference() && !ends.is_inference();
@@ -103,14 +104,16 @@ inline at::Tensor attach_schedule(const Variant& variant, const at::Tensor& star
     if (cacheable) {
         key = ScheduleKey{starts.const_data_ptr(), ends.const_data_ptr(), static_cast<int64_t>(starts._version()),
                           static_cast<int64_t>(ends._version()), variant.device, stream, capture_id(stream),
-                          variant.owner_n, variant.ordered, variant.tile_m, variant.tile_n, params.seq_q, params.seq_k};
+                          variant.owner_n, variant.ordered, variant.bounds, variant.tile_m, variant.tile_n, params.seq_q, params.seq_k};
         schedule = schedules().find(*key);
     }
     const bool build = !schedule.defined();
     if (build) {
-        schedule = at::empty({tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1))}, starts.options());
+        const int64_t lists = tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1));
+        schedule = at::empty({bounds + lists}, starts.options());
     }
-    params.tile_count = schedule.mutable_data_ptr<int>();
+    params.bounds = schedule.mutable_data_ptr<int>();  // first, where the allocator aligns it for TMA
+    params.tile_count = params.bounds + bounds;
     params.tile_order = params.tile_count + tiles;
     params.tile_list = params.tile_order + tiles;
     params.turn = variant.ordered ? params.tile_list + tiles * params.list_stride : nullptr;

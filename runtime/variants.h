@@ -42,6 +42,8 @@ struct Variant {
     bool dq_accum = false;   // which workspaces the launches need
     bool dkv_accum = false;
     bool ordered = false;
+    bool bounds = false;        // in the schedule
+    bool work_counter = false;
     bool deterministic = false;
     std::vector<Launch> launches;
     std::vector<Launch> schedule;
