@@ -197,6 +197,8 @@ def bench(
     console.print(bench_table(rows, ", ".join(f"{key} {value}" for key, value in facts.items())))
     if markdown is not None:
         markdown.write_text(bench_markdown(rows, facts))
+    if problems := bench_module.failed(rows):
+        raise click.ClickException("\n".join(("ours failed:", *problems)))
 
 
 @main.command()

@@ -64,17 +64,30 @@ def peers_of(case: Case, direction: Direction, names: Iterable[str] | None = Non
 def bench(
     cases: Iterable[Case], directions: Iterable[Direction], names: Iterable[str] | None = None
 ) -> Iterator[Row]:
-    """Our row and the peers' rows, case by case. Errors of ours are raised."""
+    """Our row and the peers' rows, case by case. If ours fails, its row says why: a long run goes on."""
     directions, names = tuple(directions), None if names is None else tuple(names)
     for case in cases:
         for direction in directions:
-            yield _row(case, direction, OURS, time_ours(case, direction))
+            try:
+                yield _row(case, direction, OURS, time_ours(case, direction))
+            except Exception as error:  # reported by the caller, see `failed`
+                note = f"{type(error).__name__}: {error}"
+                yield Row(case.name, direction.value, case.dtype.value, OURS, note=note)
             yield from peers_of(case, direction, names)
 
 
 def _row(case: Case, direction: Direction, name: str, timing: Timing) -> Row:
     tflops = case.flops(direction) / timing.median / 1e9
     return Row(case.name, direction.value, case.dtype.value, name, timing.median, tflops, timing.repeats)
+
+
+def failed(rows: Iterable[Row]) -> list[str]:
+    """Our failures, one line each."""
+    return [
+        f"{row.case} {row.direction} {row.dtype}: {row.note}"
+        for row in rows
+        if row.name == OURS and not row.ms
+    ]
 
 
 def best_peer(rows: Iterable[Row]) -> Row | None:

@@ -111,7 +111,7 @@ def bench_markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
     for (case, direction, dtype), group in groupby(rows, key=_key):
         by_name = {row.name: row for row in group}
         best, ours = best_peer(by_name.values()), by_name[OURS]
-        cells = [f"{by_name[name].tflops:.3g}" if by_name[name].ms else "-" for name in names]
+        cells = [_tflops(by_name.get(name)) for name in names]
         ratio = f"{best.ms / ours.ms:.2f}" if best and best.ms and ours.ms else "-"
         text.append(_markdown([f"{case} {dtype}", direction, *cells, ratio]))
     return "\n".join(text) + "\n"
@@ -123,6 +123,10 @@ def _key(row: Row) -> tuple[str, str, str]:
 
 def _markdown(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _tflops(row: Row | None) -> str:
+    return "-" if row is None or row.tflops is None else f"{row.tflops:.3g}"
 
 
 def _ms(value: float | None) -> str:

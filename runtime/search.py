@@ -14,6 +14,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import RenderError, Source, render
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, Spec
+from attnforge.runtime import tables
 from attnforge.runtime.cache import Entry, obtain
 from attnforge.runtime.case import Case
 from attnforge.runtime.dispatch import check_dtype
@@ -112,7 +113,7 @@ class _Run:
         problem = case.problem(direction, arch)
         check_dtype(problem)
         self.case, self.direction, self.budget = case, direction, budget
-        self.pending = list(candidates(problem))
+        self.pending = _with_incumbent(list(candidates(problem)), case, device_name)
         if not self.pending:
             raise Infeasible(f"{case.name}: no kernel can do it: {why_infeasible(problem)}")
         self.space = len(self.pending)
@@ -230,6 +231,16 @@ class _Run:
         failed = tuple(r for r in self.results if r.status != "ok")
         seconds = time.monotonic() - self.started
         return Finished(self.case, self.direction, tuple(ranked), failed, seconds)
+
+
+def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spec]:
+    """What the tuned tables would run now goes first: then a short search never replaces it by less."""
+    if not specs:
+        return specs
+    group = case.heads_q // case.heads_kv
+    incumbent = next(tables.choose(specs[0].problem, group, case.seq_q, device_name), None)
+    first = [incumbent[0]] if incumbent else []
+    return first + [spec for spec in specs if spec not in first]
 
 
 def _distance(a: Spec, b: Spec) -> int:

@@ -200,6 +200,16 @@ def test_suites_name_real_cases() -> None:
             assert case.name == f"{name} {model}"
 
 
+def test_a_failure_of_ours_is_reported_after_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(case: Case, direction: Direction) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr("attnforge.bagel.bench.time_ours", boom)
+    result = run("bench", *TINY, "--direction", "fwd", "--peers", "sdpa-flash", code=1)
+    assert "sdpa-flash" in result.stdout
+    assert "ours failed:\ncausal/96 0.5B fwd fp32: RuntimeError: no kernel" in result.stderr
+
+
 def test_markdown_ratio_is_to_the_best_peer() -> None:
     rows = [
         Row("a", "fwd", "bf16", OURS, 2.0, 100.0),

@@ -141,6 +141,17 @@ def test_budget_of_variants() -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = list(candidates(small_case().problem(FORWARD, Arch.CPU)))[7]
+    monkeypatch.setattr(engine.tables, "choose", lambda *_: iter([(late, "tuned")]))
+    started, measured, _ = run(Budget(variants=3))
+    slugs = [event.result.spec.slug for event in measured]
+    assert slugs[0] == late.slug
+    assert len(set(slugs)) == 3
+    assert started.space == len(list(candidates(small_case().problem(FORWARD, Arch.CPU))))
+
+
+@pytest.mark.usefixtures("fakes")
 def test_budget_of_seconds_ends_after_one_that_works() -> None:
     FakeWorker.outcomes = {1: Outcome("wrong", "out: off"), 2: Outcome("launch", "boom")}
     _, measured, finished = run(Budget(seconds=0.0))
