@@ -121,7 +121,7 @@ def sdpa(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ...
 def flash(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ...]:
     """out, dq, dk, dv as every flash attention rounds them: float32 but for the operands of matrix products.
 
-    Unlike SDPA's math backend it takes the row sums of dout * out from the rounded out.
+    Unlike SDPA's math backend its backward starts from out and lse as forward stored them, rounded.
     """
     group, dtype = x.q.shape[1] // x.k.shape[1], x.q.dtype
     scale = x.q.shape[3] ** -0.5 if scale is None else scale
@@ -133,14 +133,14 @@ def flash(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ..
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     out = (weights.to(dtype).float() @ v / total.clamp_min(1e-30)).to(dtype)
-    weights = (scores - top - total.clamp_min(1e-30).log()).exp()
+    weights = (scores - (top + total.clamp_min(1e-30).log())).exp()
     ds = weights * (do @ v.mT - (do * out.float()).sum(-1, keepdim=True))
     ds, weights = ds.to(dtype).float(), weights.to(dtype).float()
     dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (ds.mT @ q * scale, weights.mT @ do))
     return tuple(t.to(dtype) for t in (out, ds @ k * scale, dk, dv))
 
 
-def check(x: Inputs, mask: Mask, scale: float | None = None) -> None:
+def check(x: Inputs, mask: Mask, scale: float | None = None, slack: float = 1.0) -> None:
     """Run attention forward and backward on x; AssertionError if anything is further off than it may be."""
     out, lse = attnforge.attention(x.q, x.k, x.v, mask, scale=scale, return_lse=True)
     ours = (out.detach(), *x.grads(out))
@@ -149,7 +149,7 @@ def check(x: Inputs, mask: Mask, scale: float | None = None) -> None:
     peers = zip(sdpa(x, mask, scale), flash(x, mask, scale), strict=True)
     for name, mine, pair, answer in zip(NAMES, ours, peers, answers, strict=True):
         assert answer is not None
-        compare(name, mine, pair, answer)
+        compare(name, mine, pair, answer, slack)
     blind = exact.lse == -torch.inf
     assert torch.equal(lse == -torch.inf, blind)
     if not blind.all():
@@ -159,18 +159,17 @@ def check(x: Inputs, mask: Mask, scale: float | None = None) -> None:
     assert not ours[1][blind].any(), "dq of a row without keys"
 
 
-def compare(name: str, mine: Tensor, peers: tuple[Tensor, ...], exact: Tensor) -> None:
-    """Limits of rms and largest error, from those of the worst peer."""
+def compare(name: str, mine: Tensor, peers: tuple[Tensor, ...], exact: Tensor, slack: float = 1.0) -> None:
+    """Limits of rms and largest error: those of the worst peer, times the ratios above, times `slack`."""
     assert torch.isfinite(mine).all(), f"{name} is not finite"
     atol = EPSILON[mine.dtype] * max(exact.abs().max().item(), 1.0)
     rms, worst = distance(mine, exact)
     rms_peer, worst_peer = (
         max(numbers) for numbers in zip(*(distance(p, exact) for p in peers), strict=True)
     )
-    assert rms <= RMS_RATIO[mine.dtype] * rms_peer + atol, (
-        f"{name}: rms error {rms:.3g}, peers' {rms_peer:.3g}"
-    )
-    limit = MAX_RATIO[mine.dtype] * worst_peer + 4 * atol
+    limit = slack * RMS_RATIO[mine.dtype] * rms_peer + atol
+    assert rms <= limit, f"{name}: rms error {rms:.3g}, peers' {rms_peer:.3g}"
+    limit = slack * MAX_RATIO[mine.dtype] * worst_peer + 4 * atol
     assert worst <= limit, f"{name}: error {worst:.3g}, peers' {worst_peer:.3g}"
 
 

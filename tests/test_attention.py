@@ -144,7 +144,8 @@ def test_large_logits(device: str, dtype: torch.dtype) -> None:
     """Scores of thousands: exp() of them overflows unless the maximum is taken off first."""
     x = draw(Shape(), dtype, device)
     q, k = ((t.detach() * 20).requires_grad_() for t in (x.q, x.k))
-    check(Inputs(q, k, x.v, x.dout), attnforge.Causal())
+    # Kernels work in base 2, where scores are larger, and so is what float32 rounds off them.
+    check(Inputs(q, k, x.v, x.dout), attnforge.Causal(), slack=2.0 if dtype is torch.float32 else 1.0)
 
 
 @targets
