@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import platform
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from cpu_kernel import TORCH_DTYPE, Inputs, Kernel
+from cpu_kernel import FLAGS, TORCH_DTYPE, Inputs, Kernel
 
+from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.space_cpu import host_lanes
 from attnforge.codegen.spec import Arch, CpuBackward, CpuForward, Direction, DType, Mask, Problem, Spec
 
 # Largest error of out against fp64, for unit-normal inputs: a few ulps of the dtype at 1.
@@ -153,3 +158,69 @@ def test_backward(mask: Mask, dtype: DType, head_dim: int, tmp_path: Path) -> No
     kernel = Kernel(Spec(problem(Direction.BACKWARD, dtype, head_dim, mask), BACKWARD[dtype]), tmp_path)
     for shape in SHAPES:
         check_backward(kernel, inputs(shape, head_dim, dtype, mask))
+
+
+def test_limits_of_head_dim(tmp_path: Path) -> None:
+    widest = problem(Direction.FORWARD, DType.FLOAT32, 256, Mask.FULL)
+    kernel = Kernel(Spec(widest, CpuForward(48, 64, 1, 16, 8, 3, False)), tmp_path)
+    check_forward(kernel, inputs(SHAPES[0], 256, DType.FLOAT32, Mask.FULL))
+    with pytest.raises(Infeasible, match="multiples of 8 up to 128"):
+        make_plan(Spec(replace(widest, direction=Direction.BACKWARD), BACKWARD[DType.FLOAT32]))
+    with pytest.raises(Infeasible, match="more than there are"):
+        make_plan(Spec(widest, CpuForward(64, 64, 1, 16, 8, 4, False)))
+    with pytest.raises(Infeasible, match="scratch: .* too many"):
+        make_plan(Spec(widest, CpuForward(192, 64, 8, 16, 8, 3, False)))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_sign_of_scale(scale: float, tmp_path: Path) -> None:
+    for direction, tunings in ((Direction.FORWARD, FORWARD), (Direction.BACKWARD, BACKWARD)):
+        spec = Spec(problem(direction, DType.FLOAT32, 16, Mask.CAUSAL), tunings[DType.FLOAT32])
+        x = replace(inputs(SHAPES[3], 16, DType.FLOAT32, Mask.CAUSAL), scale=scale)
+        (check_forward if direction is Direction.FORWARD else check_backward)(Kernel(spec, tmp_path), x)
+
+
+def test_nan_is_not_hidden(tmp_path: Path) -> None:
+    spec = Spec(problem(Direction.FORWARD, DType.FLOAT32, 16, Mask.CAUSAL), FORWARD[DType.FLOAT32])
+    x = inputs(Shape(1, 1, 1, 100, 100), 16, DType.FLOAT32, Mask.CAUSAL)
+    x.q[0, 0, 40] = math.nan
+    x.k[0, 0, 70] = math.nan
+    out, _ = Kernel(spec, tmp_path).forward(x)
+    wrong = out[0, 0].isnan().any(1)
+    assert wrong.nonzero().flatten().tolist() == [40, *range(70, 100)]
+
+
+def test_more_threads_than_cores_wait_their_turn(tmp_path: Path) -> None:
+    spec = Spec(problem(Direction.BACKWARD, DType.BFLOAT16, 64, Mask.SPANS), BACKWARD[DType.BFLOAT16])
+    kernel = Kernel(spec, tmp_path)
+    x = inputs(Shape(1, 3, 1, 900, 700), 64, DType.BFLOAT16, Mask.SPANS)
+    dout, out, lse = (
+        torch.randn(x.q.shape).bfloat16(),
+        torch.randn(x.q.shape).bfloat16(),
+        torch.rand(x.q.shape[:3]),
+    )
+    alone = kernel.backward(x, dout, out, lse, threads=1)
+    for threads in (2, 3, 13):
+        for grad, expected in zip(kernel.backward(x, dout, out, lse, threads), alone, strict=True):
+            assert torch.equal(grad, expected)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 instruction sets")
+@pytest.mark.parametrize("isa", ["x86-64", "x86-64-v3"])
+def test_sources_need_no_avx512(isa: str, tmp_path: Path) -> None:
+    flags = tuple(f"-march={isa}" if flag == "-march=native" else flag for flag in FLAGS)
+    x = inputs(SHAPES[3], 64, DType.BFLOAT16, Mask.SPANS)
+    for direction, tunings in ((Direction.FORWARD, FORWARD), (Direction.BACKWARD, BACKWARD)):
+        spec = Spec(problem(direction, DType.BFLOAT16, 64, Mask.SPANS), tunings[DType.BFLOAT16])
+        kernel = Kernel(spec, tmp_path, flags)
+        (check_forward if direction is Direction.FORWARD else check_backward)(kernel, x)
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("dtype", DType)
+def test_space(direction: Direction, dtype: DType) -> None:
+    for head_dim in (8, 64, 72, 128):
+        specs = list(candidates(problem(direction, dtype, head_dim, Mask.SPANS)))
+        assert 10 <= len(specs) <= 30
+        assert len({render(spec).text for spec in specs}) == len(specs)
+        assert specs[0].tuning.lanes == host_lanes()
