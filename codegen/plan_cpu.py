@@ -65,6 +65,7 @@ def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[st
         "dot": dot,
         "bits": t.lanes * 32,
         "exp2": EXP2_BF16 if t.pairs else EXP2_FP32,
+        "exp2_error": "3e-6" if t.pairs else "2e-7",
         "includes": sorted(includes),
         "scratch_bytes": scratch,
         "cols_dq": cols_dq,

@@ -168,7 +168,7 @@ def test_limits_of_head_dim(tmp_path: Path) -> None:
         make_plan(Spec(replace(widest, direction=Direction.BACKWARD), BACKWARD[DType.FLOAT32]))
     with pytest.raises(Infeasible, match="more than there are"):
         make_plan(Spec(widest, CpuForward(64, 64, 1, 16, 8, 4, False)))
-    with pytest.raises(Infeasible, match="scratch: .* too many"):
+    with pytest.raises(Infeasible, match="bytes of a thread"):
         make_plan(Spec(widest, CpuForward(192, 64, 8, 16, 8, 3, False)))
 
 
@@ -194,11 +194,8 @@ def test_more_threads_than_cores_wait_their_turn(tmp_path: Path) -> None:
     spec = Spec(problem(Direction.BACKWARD, DType.BFLOAT16, 64, Mask.SPANS), BACKWARD[DType.BFLOAT16])
     kernel = Kernel(spec, tmp_path)
     x = inputs(Shape(1, 3, 1, 900, 700), 64, DType.BFLOAT16, Mask.SPANS)
-    dout, out, lse = (
-        torch.randn(x.q.shape).bfloat16(),
-        torch.randn(x.q.shape).bfloat16(),
-        torch.rand(x.q.shape[:3]),
-    )
+    dout, out = torch.randn(2, *x.q.shape).bfloat16()
+    lse = torch.rand(x.q.shape[:3])
     alone = kernel.backward(x, dout, out, lse, threads=1)
     for threads in (2, 3, 13):
         for grad, expected in zip(kernel.backward(x, dout, out, lse, threads), alone, strict=True):
@@ -223,4 +220,4 @@ def test_space(direction: Direction, dtype: DType) -> None:
         specs = list(candidates(problem(direction, dtype, head_dim, Mask.SPANS)))
         assert 10 <= len(specs) <= 30
         assert len({render(spec).text for spec in specs}) == len(specs)
-        assert specs[0].tuning.lanes == host_lanes()
+        assert f"_l{host_lanes()}_" in specs[0].slug
