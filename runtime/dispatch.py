@@ -14,7 +14,7 @@ import torch
 
 from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import Direction, DType, Problem, Spec
+from attnforge.codegen.spec import Direction, DType, Problem, Spec, make_tuning
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.launcher import launcher
@@ -74,9 +74,10 @@ def _offers(problem: Problem, group: int, size: int, device: torch.device) -> It
 
 def _ordered(spec: Spec) -> Spec | None:
     """`spec` with sums in a fixed order, if it can have that: a tuned variant's deterministic relative."""
-    if not hasattr(spec.tuning, "ordered"):
+    knobs = spec.to_json()["tuning"]
+    if "ordered" not in knobs:
         return None
-    ordered = dataclasses.replace(spec, tuning=dataclasses.replace(spec.tuning, ordered=True))
+    ordered = Spec(spec.problem, make_tuning(spec.problem, knobs | {"ordered": 1}))
     try:
         return ordered if make_plan(ordered).deterministic else None
     except Infeasible:

@@ -20,7 +20,7 @@ TORCH_DTYPES = {
     DType.FLOAT16: torch.float16,
 }
 
-# Compute capability -> targets, the one to prefer first. A cubin runs on later minor versions of its major one.
+# Compute capability -> targets, the preferred one first. A cubin runs on later minor versions of its major.
 ARCHS = {
     (8, 0): (Arch.SM80,),
     (8, 6): (Arch.SM86,),
@@ -70,8 +70,8 @@ def load(spec: Spec, device: torch.device) -> int:
         return known
     arch = spec.problem.arch
     if arch not in targets(device):
-        known = " or ".join(item.value for item in targets(device))
-        raise ValueError(f"spec: {spec.slug} is for {arch.value}, but {device} runs {known}")
+        runs = " or ".join(item.value for item in targets(device))
+        raise ValueError(f"spec: {spec.slug} is for {arch.value}, but {device} runs {runs}")
     launcher()
     source = render(spec)
     entry = cache.obtain(source)

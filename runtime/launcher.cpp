@@ -225,33 +225,7 @@ ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v
     return forward_op().call(cast(q), cast(k), cast(v), starts, ends, mask, scale, deterministic, variant);
 }
 
-// ---- Registration of variants, from runtime/kernels.py --------------------------------------------------------------
-
-int64_t add_variant(const Tensor& binary, std::string path, std::string name, at::Device device, bool backward_pass,
-                    at::ScalarType dtype, int64_t head_dim, int64_t mask, int64_t align, int64_t tile_m, int64_t tile_n,
-                    bool owner_n, bool dq_accum, bool dkv_accum, bool ordered, bool bounds, bool work_counter,
-                    bool deterministic, std::vector<std::string> symbols,
-                    std::vector<std::string> grids, std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
-                    std::vector<int64_t> persistent, int64_t launches, std::vector<std::string> mapped,
-                    std::vector<int64_t> boxes) {
-    Variant v{std::move(name), device,  backward_pass, dtype,    head_dim,     mask, align, tile_m,
-              tile_n,          owner_n, dq_accum,      dkv_accum, ordered, bounds, work_counter, deterministic, {}, {}, {}, 0};
-    for (size_t i = 0; i < symbols.size(); ++i) {
-        auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
-        list.push_back({symbols[i], nullptr, parse_grid(grids.at(i)), static_cast<unsigned>(threads.at(i)),
-                        static_cast<unsigned>(shared_bytes.at(i)), persistent.at(i) != 0});
-    }
-    for (size_t i = 0; i < mapped.size(); ++i) {
-        const auto box = [&](size_t axis) { return static_cast<unsigned>(boxes.at(i * 3 + axis)); };
-        v.tensor_maps.push_back(parse_tensor_map(mapped[i], box(0), box(1), box(2)));
-    }
-    if (device.is_cpu()) {
-        load_cpu(v, path);
-    } else {
-        load_gpu(v, binary.const_data_ptr());
-    }
-    return variants().add(std::move(v));
-}
+// ---- Registration --------------------------------------------------------------------------------------------------
 
 TORCH_LIBRARY(attnforge, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};

@@ -158,4 +158,46 @@ inline VariantTable& variants() {
     return *table;
 }
 
+// Loads a variant and returns its handle; the arguments are those of runtime/kernels.py.
+inline int64_t add_variant(const at::Tensor& binary, std::string path, std::string name, at::Device device,
+                           bool backward, at::ScalarType dtype, int64_t head_dim, int64_t mask, int64_t align,
+                           int64_t tile_m, int64_t tile_n, bool owner_n, bool dq_accum, bool dkv_accum, bool ordered,
+                           bool bounds, bool work_counter, bool deterministic, std::vector<std::string> symbols,
+                           std::vector<std::string> grids, std::vector<int64_t> threads,
+                           std::vector<int64_t> shared_bytes, std::vector<int64_t> persistent, int64_t launches,
+                           std::vector<std::string> mapped, std::vector<int64_t> boxes) {
+    Variant v;
+    v.name = std::move(name);
+    v.device = device;
+    v.backward = backward;
+    v.dtype = dtype;
+    v.head_dim = head_dim;
+    v.mask = mask;
+    v.align = align;
+    v.tile_m = tile_m;
+    v.tile_n = tile_n;
+    v.owner_n = owner_n;
+    v.dq_accum = dq_accum;
+    v.dkv_accum = dkv_accum;
+    v.ordered = ordered;
+    v.bounds = bounds;
+    v.work_counter = work_counter;
+    v.deterministic = deterministic;
+    for (size_t i = 0; i < symbols.size(); ++i) {
+        auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
+        list.push_back({symbols[i], nullptr, parse_grid(grids.at(i)), static_cast<unsigned>(threads.at(i)),
+                        static_cast<unsigned>(shared_bytes.at(i)), persistent.at(i) != 0});
+    }
+    for (size_t i = 0; i < mapped.size(); ++i) {
+        const auto box = [&](size_t axis) { return static_cast<unsigned>(boxes.at(i * 3 + axis)); };
+        v.tensor_maps.push_back(parse_tensor_map(mapped[i], box(0), box(1), box(2)));
+    }
+    if (device.is_cpu()) {
+        load_cpu(v, path);
+    } else {
+        load_gpu(v, binary.const_data_ptr());
+    }
+    return variants().add(std::move(v));
+}
+
 }  // namespace attnforge

@@ -1,0 +1,107 @@
+"""attention under torch.compile: fullgraph, changing lengths, masks made inside the graph, CUDA graphs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from oracle import Shape, draw, make_mask, spans
+from torch import Tensor
+
+import attnforge
+from attnforge.runtime import ops
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DTYPE = torch.bfloat16
+KINDS = ("full", "causal", "spans")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def module(q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask) -> Tensor:
+    out = attnforge.attention(q * 2, k, v + 1, mask)
+    assert isinstance(out, Tensor)
+    return out * 3
+
+
+@devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_compile_with_changing_lengths(device: str, kind: str) -> None:
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (65, 130, 77):
+        x = draw(Shape(seq_q=length, seq_k=length, group=2), DTYPE, device)
+        mask = make_mask(kind, length, length, device)
+        expected, got = module(x.q, x.k, x.v, mask), compiled(x.q, x.k, x.v, mask)
+        assert torch.equal(got, expected)
+        assert got.stride() == expected.stride()
+        for ours, theirs in zip(x.grads(got), x.grads(expected), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@devices
+def test_compile_with_inductor(device: str) -> None:
+    compiled = torch.compile(module, fullgraph=True)
+    x = draw(Shape(group=2), DTYPE, device, "slice")
+    mask = spans(65, 65, device)
+    expected, got = module(x.q, x.k, x.v, mask), compiled(x.q, x.k, x.v, mask)
+    torch.testing.assert_close(got, expected)
+    for ours, theirs in zip(x.grads(got), x.grads(expected), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@devices
+def test_masks_computed_inside_a_compiled_graph(device: str) -> None:
+    """Inductor may put both masks into one buffer; the second must not meet the first one's schedule."""
+    x = draw(Shape(), DTYPE, device)
+    q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
+
+    def masks(base: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for shift in (1, 9, 30):
+            after = base + (q[0, 0, :, 0] > 100).int()  # cannot be computed before the attention that made q
+            mask = attnforge.Spans(after - shift, after + shift)
+            q = attnforge.attention(q, k, v, mask)
+        return q
+
+    base = torch.arange(65, dtype=torch.int32, device=device)
+    expected = masks(base, q, k, v)
+    torch.testing.assert_close(torch.compile(masks, fullgraph=True)(base, q, k, v), expected)
+
+
+def test_first_call_may_be_compiled() -> None:
+    """A fresh process whose first call ever is traced: the extension is loaded during the trace."""
+    code = (
+        "import torch, attnforge\n"
+        "q = torch.randn(1, 2, 8, 64)\n"
+        "f = torch.compile(lambda q: attnforge.attention(q, q, q), fullgraph=True, backend='aot_eager')\n"
+        "assert torch.equal(f(q), attnforge.attention(q, q, q))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_is_light() -> None:
+    code = "import sys, attnforge, attnforge.codegen.render; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+def test_compile_with_cuda_graphs() -> None:
+    """torch's own graphs: inputs are copied into static memory, then everything is replayed."""
+    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):
+        x = draw(Shape(seq_q=300, seq_k=300, group=2), DTYPE, "cuda", seed=seed)
+        mask = spans(300, 300, "cuda", seed)
+        expected = module(x.q, x.k, x.v, mask)
+        got = compiled(x.q, x.k, x.v, mask)
+        torch.testing.assert_close(got, expected)
+        for ours, theirs in zip(x.grads(got), x.grads(expected), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
