@@ -69,7 +69,7 @@ def main(traceback: bool) -> None:
 
 @main.command()
 @selecting
-@click.option("--seconds", type=float, help="Per pack and direction. [default: 40 on a CPU, 180 on a GPU]")
+@click.option("--seconds", type=float, help="Per pack and direction. [default: 50 on a CPU, 180 on a GPU]")
 @click.option("--variants", type=click.IntRange(1), help="Per pack and direction.")
 @file_option("--log", help="JSONL to append to, and to resume from.")
 @click.option("--table-out", type=click.Path(path_type=Path), help="Folder for winners, not generated/.")
@@ -93,7 +93,7 @@ def search(
     from attnforge.runtime.winners import GENERATED
 
     if seconds is None and variants is None:
-        seconds = 40.0 if selection.device.type == "cpu" else 180.0
+        seconds = 50.0 if selection.device.type == "cpu" else 180.0
     options = Options(Budget(seconds, variants), log, table_out or GENERATED, workers, not no_peers)
     facts = machine(selection.device)
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")

@@ -104,7 +104,8 @@ class PackedMask(Spans):
     `used` is BAGEL's `sequence_length`: the number of real tokens. What follows (flex training appends one
     padding sample to reach a fixed S) must be whole samples. With padding="skip" they neither see nor are
     seen: their rows of the output are zero, as in BAGEL, where padding attends to zeros, and cost nothing.
-    With padding="compute" they are ordinary samples. Without `used` no sample is known to be padding.
+    With padding="compute" they are ordinary samples. Without `used` no sample is known to be padding; BAGEL's
+    flex training always appends it, if only with length 0: there, used is sum(sample_lens[:-1]).
 
     Only a table of one line a split is copied to the device, asynchronously; rows are expanded there.
     Raises ValueError naming the argument (see `cut`).

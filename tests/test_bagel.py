@@ -121,6 +121,21 @@ def test_workload_counts(name: str) -> None:
     assert counted == pack.facts["blocks128"]
 
 
+@pytest.mark.gpu
+def test_no_host_sync_on_a_gpu() -> None:
+    """The table goes up asynchronously; the rows are expanded on the device and equal those made on the host."""
+    pack = workload("pretrain/1")
+    pack.mask("cuda")  # the first call may allocate
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mask = pack.mask("cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = pack.mask(CPU)
+    assert torch.equal(mask.starts.cpu(), expected.starts)
+    assert torch.equal(mask.ends.cpu(), expected.ends)
+
+
 def test_vit_images_see_themselves_only() -> None:
     pack = workload("pretrain/0")
     mask = pack.vit_mask(CPU)

@@ -159,13 +159,17 @@ def test_generated_is_up_to_date() -> None:
 # ---- The peers compute what we compute
 
 
-@pytest.fixture
-def pack() -> Case:
+def documents(device: torch.device, dtype: DType) -> Case:
     """Three documents, the last of them padding."""
     splits = [40, 90, 30, 70, 120, 50]
     modes = ["causal", "noise", "causal", "full", "causal", "causal"]
-    mask = PackedMask([160, 190, 50], splits, modes, CPU, used=350)
-    return Case("three documents", 1, 6, 2, 400, 400, 32, DType.FLOAT32, mask, mask.pairs, CPU)
+    mask = PackedMask([160, 190, 50], splits, modes, device, used=350)
+    return Case("three documents", 1, 6, 2, 400, 400, 64, dtype, mask, mask.pairs, device)
+
+
+@pytest.fixture
+def pack() -> Case:
+    return documents(CPU, DType.FLOAT32)
 
 
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-samples"])
@@ -174,6 +178,31 @@ def test_peers_agree_with_the_reference(name: str, pack: Case) -> None:
     got = _peer(name, pack)(x.q, x.k, x.v)
     exact = reference(x.q, x.k, x.v, pack.mask, pack.scale).out
     torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES["cuda"])
+def test_peers_agree_with_the_reference_on_a_gpu(name: str) -> None:
+    case = documents(torch.device("cuda"), DType.BFLOAT16)
+    x = case.inputs()
+    try:
+        got = _peer(name, case)(x.q, x.k, x.v)
+    except (Unavailable, RuntimeError) as reason:
+        pytest.skip(f"{name}: {reason}")
+    exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
+    torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
+def test_search_and_bench_on_a_gpu(tmp_path: Path) -> None:
+    pack = ("--pack", "finetune/0", "--model", "0.5B", "--device", "cuda")
+    data, rows = tmp_path / "search.json", tmp_path / "bench.json"
+    run("search", *pack, "--variants", "2", "--no-peers", "--table-out", str(tmp_path), "--json", str(data))
+    searches = json.loads(data.read_text())["searches"]
+    assert [one["direction"] for one in searches] == ["fwd", "bwd"]
+    assert all(one["ranked"][0]["registers"] > 0 and not one["failed"] for one in searches)
+    run("bench", *pack, "--peers", "flex", "--json", str(rows))
+    assert all(row["ms"] > 0 for row in json.loads(rows.read_text())["rows"])
 
 
 def test_flex_sees_the_same_mask(pack: Case) -> None:
