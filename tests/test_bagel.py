@@ -123,7 +123,7 @@ def test_workload_counts(name: str) -> None:
 
 @pytest.mark.gpu
 def test_no_host_sync_on_a_gpu() -> None:
-    """The table goes up asynchronously; the rows are expanded on the device and equal those made on the host."""
+    """The table goes up asynchronously; rows are expanded on the device, equal to those made on the host."""
     pack = workload("pretrain/1")
     pack.mask("cuda")  # the first call may allocate
     torch.cuda.set_sync_debug_mode("error")
