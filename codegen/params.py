@@ -28,7 +28,6 @@ def _fields() -> tuple[Field, ...]:
         Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
         Field("const int*", "ends", "(seq_k)"),
         Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
-        Field("int*", "work_counter", "dynamic scheduler: pieces of work taken so far, zero at launch"),
         Field("int*", "tile_count", "(tiles) visited tiles of each owned tile"),
         Field("int*", "tile_order", "(tiles) owned tiles, the one with most work first"),
         Field("int*", "tile_list", "(tiles, list_stride) visited tile * 2 + (1 if it needs the mask)"),

@@ -59,7 +59,6 @@ class Plan:
     dkv_accum: bool = False  # needs the fp32 dk and dv workspace
     ordered: bool = False  # needs turn and turns_taken
     bounds: bool = False  # its schedule has bounds
-    work_counter: bool = False  # needs work_counter
     deterministic: bool = False  # the same bits on every run
     tensor_maps: tuple[TensorMap, ...] = ()  # passed to the launches as their second argument, in this order
     constants: dict[str, Any] = field(default_factory=dict)

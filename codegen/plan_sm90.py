@@ -8,7 +8,7 @@ from attnforge.codegen.spec import Arch, DType, Mask, Sm90Forward, Spec
 
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
 # 65536 / threads (rounded down to 8) each; what the producer gives back, the consumers take.
-REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 # Addresses, loop counters, row statistics: what a consumer uses beyond S, P and O.
 REGISTERS_BESIDES = 28
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
@@ -52,12 +52,12 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     if q_bytes // consumers % ALIGNMENT or kv_bytes % ALIGNMENT:
         raise Infeasible(f"tiles of {q_bytes} and {kv_bytes} bytes: must be multiples of {ALIGNMENT} bytes")
-    if t.scheduler not in (0, 1, 2):
-        raise Infeasible(f"scheduler {t.scheduler}: must be 0, 1 or 2")
     spans = spec.problem.mask is Mask.SPANS
-    barriers = 8 * (8 + 4 * t.stages)
-    shared = 2 * q_bytes + 2 * t.stages * kv_bytes + (t.stages * t.tile_n * 8 if spans else 0) + 2 * 16 + barriers
+    bounds = t.stages * t.tile_n * 8 if spans else 0
+    shared = q_bytes + 2 * t.stages * kv_bytes + bounds + 8 * (2 + 4 * t.stages)
     limit = SHARED_LIMIT[Arch.SM90]
+    separate_out = shared + q_bytes <= limit
+    shared += q_bytes if separate_out else 0
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
     producer_registers, consumer_registers = REGISTERS[consumers]
@@ -72,7 +72,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         spec=spec,
         template="sm90a/forward.cu.jinja",
         suffix=".cu",
-        launches=(Launch(spec.symbol, grid, threads, shared, persistent=t.scheduler > 0),),
+        launches=(Launch(spec.symbol, grid, threads, shared, persistent=t.persistent),),
         schedule=tuple(
             Launch(f"{spec.symbol}_{part}", ("tiles_m",), SCHEDULE_THREADS)
             for part in (("schedule", "order") if spans else ())
@@ -81,12 +81,11 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=spans,
-        work_counter=t.scheduler == 2,
         tensor_maps=(
             TensorMap("q", columns, t.tile_m, whole),
             TensorMap("k", columns, t.tile_n, whole),
             TensorMap("v", columns, t.tile_n, whole),
-            TensorMap("out", columns, 64, 1),
+            TensorMap("out", columns, 64, whole),
         ),
         constants={
             "consumers": consumers,
@@ -97,6 +96,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "copies": panels // whole,
             "swizzle": SWIZZLE_CODE[columns * 2],
             "shared_bytes": shared,
+            "separate_out": separate_out,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },

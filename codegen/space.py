@@ -94,7 +94,7 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
 
 def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
     tiles = (192, 128, 64) if head_dim <= 96 else (128, 192, 64)
-    for tile_m, tile_n, stages, scheduler, ping_pong in product(
-        tiles, (128, 160, 144, 112, 96, 80, 64, 176, 192, 48), (2, 3, 1), (2, 1, 0), (False, True)
+    for tile_m, tile_n, stages, persistent, overlap, ping_pong in product(
+        tiles, (128, 160, 144, 112, 96, 80, 64, 176, 192, 48), (2, 3, 1), (True, False), (False, True), (False, True)
     ):
-        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, scheduler)
+        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, overlap, persistent)

@@ -128,7 +128,8 @@ class Sm90Forward:
     tile_n: int = knob("n", "keys per step of the main loop")
     stages: int = knob("s", "shared-memory buffers for K and for V")
     ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
-    scheduler: int = knob("r", "0: a block per tile; 1: persistent blocks, fixed turns; 2: they take the next tile")
+    overlap: bool = knob("o", "softmax runs while the product P V of the step before is still going on")
+    persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
 
 
 Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward | Sm90Forward

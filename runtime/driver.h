@@ -23,7 +23,6 @@ struct Driver {
     int (*function_attribute)(void*, int, int);
     int (*capture_info)(void*, int*, uint64_t*, void*, void*, void*);
     int (*device_attribute)(int*, int, int);
-    int (*memset32)(void*, unsigned, size_t, void*);
     int (*tensor_map_encode)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
                              const unsigned*, int, int, int, int);
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
@@ -62,7 +61,6 @@ inline const Driver& driver() {
         load("cuFuncSetAttribute", d.function_attribute);
         load("cuStreamGetCaptureInfo_v2", d.capture_info);
         load("cuDeviceGetAttribute", d.device_attribute);
-        load("cuMemsetD32Async", d.memset32);
         // Drivers before CUDA 12 lack it; the kernels that need it then fail to load, with this reason.
         d.tensor_map_encode = reinterpret_cast<decltype(d.tensor_map_encode)>(dlsym(library, "cuTensorMapEncodeTiled"));
         load("cuLaunchKernel", d.launch);

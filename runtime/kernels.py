@@ -103,7 +103,6 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
         dkv_accum=plan.dkv_accum,
         ordered=plan.ordered,
         bounds=plan.bounds,
-        work_counter=plan.work_counter,
         deterministic=plan.deterministic,
         symbols=[launch.symbol for launch in launches],
         grids=["*".join(launch.grid) for launch in launches],

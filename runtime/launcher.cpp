@@ -67,12 +67,7 @@ void launch(const Call& c, const Variant& variant, Params& params) {
     if (!variant.device.is_cpu()) {
         ensure_context(variant.device);
     }
-    Tensor schedule, work_counter;
-    if (variant.work_counter) {
-        work_counter = at::empty({1}, c.q.options().dtype(at::kInt));
-        params.work_counter = work_counter.mutable_data_ptr<int>();
-        driver().check(driver().memset32(params.work_counter, 0, 1, stream), "cuMemsetD32Async");
-    }
+    Tensor schedule;
     if (!variant.schedule.empty()) {
         schedule = attach_schedule(variant, *c.starts, *c.ends, params, stream);
     }
@@ -242,7 +237,7 @@ TORCH_LIBRARY(attnforge, m) {
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
           "int head_dim, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "
-          "bool dkv_accum, bool ordered, bool bounds, bool work_counter, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, "
+          "bool dkv_accum, bool ordered, bool bounds, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, "
           "int[] persistent, int launches, str[] mapped, int[] boxes) -> int");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count() -> int", [] { return schedules().size(); });

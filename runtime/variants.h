@@ -43,7 +43,6 @@ struct Variant {
     bool dkv_accum = false;
     bool ordered = false;
     bool bounds = false;        // in the schedule
-    bool work_counter = false;
     bool deterministic = false;
     std::vector<Launch> launches;
     std::vector<Launch> schedule;
@@ -162,7 +161,7 @@ inline VariantTable& variants() {
 inline int64_t add_variant(const at::Tensor& binary, std::string path, std::string name, at::Device device,
                            bool backward, at::ScalarType dtype, int64_t head_dim, int64_t mask, int64_t align,
                            int64_t tile_m, int64_t tile_n, bool owner_n, bool dq_accum, bool dkv_accum, bool ordered,
-                           bool bounds, bool work_counter, bool deterministic, std::vector<std::string> symbols,
+                           bool bounds, bool deterministic, std::vector<std::string> symbols,
                            std::vector<std::string> grids, std::vector<int64_t> threads,
                            std::vector<int64_t> shared_bytes, std::vector<int64_t> persistent, int64_t launches,
                            std::vector<std::string> mapped, std::vector<int64_t> boxes) {
@@ -181,7 +180,6 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
     v.dkv_accum = dkv_accum;
     v.ordered = ordered;
     v.bounds = bounds;
-    v.work_counter = work_counter;
     v.deterministic = deterministic;
     for (size_t i = 0; i < symbols.size(); ++i) {
         auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
