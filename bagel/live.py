@@ -18,6 +18,7 @@ from attnforge.codegen.spec import Arch, Direction
 from attnforge.runtime import dispatch, winners
 from attnforge.runtime.case import Case
 from attnforge.runtime.journal import environment
+from attnforge.runtime.launcher import launcher
 from attnforge.runtime.search import Budget, Event, Finished, Measured, Started, search
 
 
@@ -36,6 +37,8 @@ def run_search(
     case: Case, direction: Direction, target: tuple[Arch, str], options: Options, console: Console
 ) -> dict[str, Any]:
     """Search, show, keep the winner where dispatch finds it. Returns the results as a plain JSON value."""
+    with console.status("building the launcher: once for this machine, half a minute"):
+        launcher()
     events = search(case, direction, target, options.budget, options.log, options.workers)
     with closing(events):
         finished = watch(events, console)
@@ -45,7 +48,7 @@ def run_search(
     console.print(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
     arch, device_name = target
     written = winners.keep(finished, device_name, environment(device_name, arch), options.out)
-    console.print(f"kept in {' and '.join(str(path) for path in written)}", soft_wrap=True)
+    console.print(f"kept in {' and '.join(_short(path) for path in written)}", soft_wrap=True)
     dispatch.forget()
     return {
         "case": case.name,
@@ -55,6 +58,12 @@ def run_search(
         "failed": [result.to_json() for result in finished.failed],
         "peers": [vars(row) for row in rows],
     }
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory where it lies below it."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def watch(events: Iterable[Event], console: Console) -> Finished:

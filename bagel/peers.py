@@ -86,7 +86,7 @@ def _peer(name: str, case: Case) -> Attention:
 
 
 def _sdpa(name: str, case: Case) -> Attention:
-    """One call; a spans mask becomes a dense bool one."""
+    """One call; a spans mask becomes a dense additive one."""
     backend = BACKENDS[name]
     on_cpu = case.device.type == "cpu"
     if case.mask_kind is Mask.SPANS and name == "sdpa-flash" and not on_cpu:
@@ -95,7 +95,10 @@ def _sdpa(name: str, case: Case) -> Attention:
     room = _free_bytes(case.device)
     if need > room:
         raise Unavailable(f"needs {need / 2**30:.0f} GiB, {room / 2**30:.0f} are free")
-    mask = case.mask.visible(case.seq_q, case.seq_k, case.device) if isinstance(case.mask, Spans) else None
+    bias = None
+    if isinstance(case.mask, Spans):
+        seen = case.mask.visible(case.seq_q, case.seq_k, case.device)
+        bias = _bias(seen, case.torch_dtype)
     causal = case.mask_kind is Mask.CAUSAL
     repeat = name == "sdpa-efficient" or on_cpu  # the kernel has no grouped heads: BAGEL repeats k and v, too
 
@@ -104,10 +107,15 @@ def _sdpa(name: str, case: Case) -> Attention:
             k, v = _repeated(k, case), _repeated(v, case)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, scale=case.scale, enable_gqa=not repeat
+                q, k, v, attn_mask=bias, is_causal=causal, scale=case.scale, enable_gqa=not repeat
             )
 
     return call
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, else -inf: what SDPA makes of a bool mask at every call, made once."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def _repeated(x: Tensor, case: Case) -> Tensor:
@@ -142,8 +150,7 @@ def _samples(case: Case) -> Attention:
     for start, end in zip([0, *ends], ends, strict=False):
         row = torch.arange(start, end, device=case.device)[:, None]
         seen = (case.mask.starts[None, start:end] <= row) & (row < case.mask.ends[None, start:end])
-        bias = torch.zeros(seen.shape, dtype=case.torch_dtype, device=case.device)
-        pieces.append((start, end, bias.masked_fill_(~seen, -torch.inf)))
+        pieces.append((start, end, _bias(seen, case.torch_dtype)))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = _repeated(k, case), _repeated(v, case)
