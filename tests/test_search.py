@@ -18,7 +18,7 @@ from attnforge.codegen.render import Source
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Spec
 from attnforge.runtime import search as engine
-from attnforge.runtime import winners
+from attnforge.runtime import tables, winners
 from attnforge.runtime.case import Case, Inputs, causal_case
 from attnforge.runtime.errors import CompileError
 from attnforge.runtime.journal import Journal, Result
@@ -143,7 +143,7 @@ def test_budget_of_variants() -> None:
 @pytest.mark.usefixtures("fakes")
 def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     late = list(candidates(small_case().problem(FORWARD, Arch.CPU)))[7]
-    monkeypatch.setattr(engine.tables, "choose", lambda *_: iter([(late, "tuned")]))
+    monkeypatch.setattr(tables, "choose", lambda *_: iter([(late, "tuned")]))
     started, measured, _ = run(Budget(variants=3))
     slugs = [event.result.spec.slug for event in measured]
     assert slugs[0] == late.slug
