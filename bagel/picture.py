@@ -176,5 +176,5 @@ def _legend(draw: ImageDraw.ImageDraw, layout: Layout) -> None:
         draw.rectangle((x, y, x + 15, y + 15), colour, outline=GRID)
         draw.text((x + 22, y + 8), text, INK, _font(17), anchor="lm")
         x += 46 + int(draw.textlength(text, _font(17)))
-    note = "colour: mode of the key; dark: full tile, light: visible pairs of a partial one; bars likewise in grey"
+    note = "colour: mode of the key; dark: full tile, light: visible pairs of a partial one; bars likewise"
     draw.text((layout.left, y + 32), note, FAINT, _font(15), anchor="lm")
