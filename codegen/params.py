@@ -23,15 +23,25 @@ def _fields() -> tuple[Field, ...]:
     pointers = [Field("void*", name, "(batch, heads, seq, head_dim), strides below") for name in TENSORS]
     pointers += [
         Field("float*", "lse", "(batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row"),
-        Field("float*", "delta", "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out"),
-        Field("float*", "dq_accum", "(batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order"),
+        Field(
+            "float*",
+            "delta",
+            "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out",
+        ),
+        Field(
+            "float*", "dq_accum", "(batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order"
+        ),
         Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
         Field("const int*", "ends", "(seq_k)"),
         Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
         Field("int*", "tile_count", "(tiles) visited tiles of each owned tile"),
         Field("int*", "tile_order", "(tiles) owned tiles, the one with most work first"),
         Field("int*", "tile_list", "(tiles, list_stride) visited tile * 2 + (1 if it needs the mask)"),
-        Field("float*", "dkv_accum", "(2, batch, heads_kv, padded_k, head_dim) fp32 sums of dk and dv, kernel's order"),
+        Field(
+            "float*",
+            "dkv_accum",
+            "(2, batch, heads_kv, padded_k, head_dim) fp32 sums of dk and dv, kernel's order",
+        ),
         Field("int*", "turn", "(tiles, list_stride) ordered dq sums: the turn of each visit"),
         Field("int*", "turns_taken", "(batch, heads_q, tiles_m) ordered dq sums: how many visits have added"),
     ]
@@ -63,8 +73,5 @@ FIELDS = _fields()
 
 def struct() -> str:
     """C text of `struct Params`, identical in every kernel and in the launcher."""
-    rows = [
-        f"    {f.ctype} {f.name};" + (f"  // {f.text}" if f.text else "")
-        for f in FIELDS
-    ]
+    rows = [f"    {f.ctype} {f.name};" + (f"  // {f.text}" if f.text else "") for f in FIELDS]
     return "\n".join(("struct Params {", *rows, "};"))

@@ -74,7 +74,9 @@ def _forward(spec: Spec, t: Sm80Forward) -> Plan:
     row, _ = pitch(d)
     q_bytes, kv_bytes = t.tile_m * row, 2 * t.stages * t.tile_n * row
     if t.q_in_regs and q_bytes > kv_bytes:
-        raise Infeasible(f"q_in_regs: Q takes {q_bytes} bytes, {q_bytes - kv_bytes} more than the K and V it shares with")
+        raise Infeasible(
+            f"q_in_regs: Q takes {q_bytes} bytes, {q_bytes - kv_bytes} more than the K and V it shares with"
+        )
     shared = kv_bytes if t.q_in_regs else q_bytes + kv_bytes
     frags = t.tile_m // t.warps // 16
     registers = frags * (d // 8 * 4 + t.tile_n // 8 * 4 + (((d + 15) // 16) * 4 if t.q_in_regs else 4))
@@ -112,7 +114,13 @@ def _backward(spec: Spec, t: Sm80Backward) -> Plan:
     row, _ = pitch(d)
     score_row, score_swizzle = pitch(t.tile_n)
     spans = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
-    parts = (2 * t.tile_n * row, 2 * t.stages * t.tile_m * row, 2 * t.tile_m * score_row, t.stages * t.tile_m * 8, spans)
+    parts = (
+        2 * t.tile_n * row,
+        2 * t.stages * t.tile_m * row,
+        2 * t.tile_m * score_row,
+        t.stages * t.tile_m * 8,
+        spans,
+    )
     shared = sum(parts)
     threads = t.warps * 32
     sdp = 2 * (t.tile_m * t.tile_n // threads)
@@ -180,7 +188,11 @@ def _require_fit(spec: Spec, shared: int, registers: int, threads: int) -> None:
         raise Infeasible(f"{threads} threads: a block has at most 1024")
     if shared > SHARED_LIMIT[arch]:
         over = shared - SHARED_LIMIT[arch]
-        raise Infeasible(f"shared memory: {shared} bytes, {over} more than {arch.value} has ({SHARED_LIMIT[arch]})")
+        raise Infeasible(
+            f"shared memory: {shared} bytes, {over} more than {arch.value} has ({SHARED_LIMIT[arch]})"
+        )
     limit = min(REGISTER_LIMIT, REGISTER_FILE // threads) - REGISTERS_BESIDES
     if registers > limit:
-        raise Infeasible(f"registers: the tiles alone take {registers} of a thread, {registers - limit} more than fit")
+        raise Infeasible(
+            f"registers: the tiles alone take {registers} of a thread, {registers - limit} more than fit"
+        )

@@ -23,9 +23,13 @@ def make_plan(spec: Spec) -> Plan:
     if p.dtype is DType.FLOAT32:
         raise Infeasible("dtype fp32: the sm90a kernels take bf16 or fp16")
     if p.align != 16:
-        raise Infeasible(f"align {p.align}: TMA needs rows that start at multiples of 16 bytes; sm90 takes this call")
+        raise Infeasible(
+            f"align {p.align}: TMA needs rows that start at multiples of 16 bytes; sm90 takes this call"
+        )
     if p.head_dim % 8 or not 16 <= p.head_dim <= 256:
-        raise Infeasible(f"head_dim {p.head_dim}: the sm90a forward kernel takes multiples of 8 from 16 to 256")
+        raise Infeasible(
+            f"head_dim {p.head_dim}: the sm90a forward kernel takes multiples of 8 from 16 to 256"
+        )
     consumers = t.tile_m // 64
     if t.tile_m % 64 or consumers not in REGISTERS:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, 128 or 192")

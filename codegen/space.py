@@ -83,7 +83,9 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
             yield Sm80Forward(tile_m, tile_n, warps, stages, q_in_regs)
     else:
         yield from (tuning for limit, tuning in BACKWARD_GUESSES if problem.head_dim <= limit)
-        for tile_m, tile_n, warps, stages, split in product((64, 128, 32), (128, 64), (8, 4), (2, 1), (False, True)):
+        for tile_m, tile_n, warps, stages, split in product(
+            (64, 128, 32), (128, 64), (8, 4), (2, 1), (False, True)
+        ):
             for sdp, dkv, dq in product((2, 4, 1), (2, 4, 8), (2, 1, 4, 8)):
                 yield Sm80Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, split, False)
         # Ordered ones last: they are for deterministic=True, which takes the first deterministic candidate.
@@ -95,6 +97,11 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
 def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
     tiles = (192, 128, 64) if head_dim <= 96 else (128, 192, 64)
     for tile_m, tile_n, stages, persistent, overlap, ping_pong in product(
-        tiles, (128, 160, 144, 112, 96, 80, 64, 176, 192, 48), (2, 3, 1), (True, False), (False, True), (False, True)
+        tiles,
+        (128, 160, 144, 112, 96, 80, 64, 176, 192, 48),
+        (2, 3, 1),
+        (True, False),
+        (False, True),
+        (False, True),
     ):
         yield Sm90Forward(tile_m, tile_n, stages, ping_pong, overlap, persistent)

@@ -198,8 +198,7 @@ class Spec:
             f"--align {p.align}",
         ]
         words += [
-            f"--set {f.name}={int(getattr(self.tuning, f.name))}"
-            for f in dataclasses.fields(self.tuning)
+            f"--set {f.name}={int(getattr(self.tuning, f.name))}" for f in dataclasses.fields(self.tuning)
         ]
         return " ".join(words)
 
@@ -213,9 +212,7 @@ class Spec:
             "head_dim": p.head_dim,
             "mask": p.mask.value,
             "align": p.align,
-            "tuning": {
-                f.name: int(getattr(self.tuning, f.name)) for f in dataclasses.fields(self.tuning)
-            },
+            "tuning": {f.name: int(getattr(self.tuning, f.name)) for f in dataclasses.fields(self.tuning)},
         }
 
     @staticmethod
