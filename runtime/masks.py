@@ -33,7 +33,8 @@ class Spans:
 
     `starts`, `ends`: int32 (seq_k) on the device of q, the same for every batch entry and head. Tile
     schedules are cached per pair of tensors; an in-place change that bumps their version counter is noticed,
-    one that hides from it (through `.data`) is not.
+    one that hides from it (through `.data`, or by a CUDA graph that computes them and is replayed before a
+    call outside of it) is not. Inside a CUDA graph each call builds its schedule anew, at every replay.
     """
 
     kind: ClassVar[Mask] = Mask.SPANS

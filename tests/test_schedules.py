@@ -121,6 +121,7 @@ def test_cuda_graph_follows_a_changed_mask() -> None:
     with torch.cuda.graph(graph):
         out = attnforge.attention(q, k, v, mask)
         again = attnforge.attention(q, k, v, mask)
+    assert schedules() == 1, "one that belongs to the graph is in the cache"
     for seed in (1, 2):
         other = spans(300, 300, "cuda", seed)
         mask.starts.copy_(other.starts)
@@ -129,6 +130,23 @@ def test_cuda_graph_follows_a_changed_mask() -> None:
         exact = reference(q, k, v, other)
         assert (out - exact.out).abs().max().item() < 2e-2
         assert (again - exact.out).abs().max().item() < 2e-2
+
+
+@pytest.mark.gpu
+def test_cached_schedules_are_in_nobodys_pool() -> None:
+    """Warming up a CUDA graph, torch.compile redirects allocations and wants nothing left in that pool."""
+    x = draw(Shape(seq_q=300, seq_k=300), DTYPE, "cuda")
+    mask = spans(300, 300, "cuda")
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        out = attnforge.attention(x.q, x.k, x.v, mask)
+        x.grads(out)
+    assert schedules() == 2
+    del out
+    torch.cuda.synchronize()
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert blocks
+    assert not [block for block in blocks if block["state"] == "active_allocated"]
 
 
 @pytest.mark.gpu
