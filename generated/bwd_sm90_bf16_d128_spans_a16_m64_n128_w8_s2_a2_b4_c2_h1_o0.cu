@@ -1,0 +1,778 @@
+// attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0
+// Generated from templates/sm80/backward.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction bwd --arch sm90 --dtype bf16 --head-dim 128 --mask spans --align 16
+//     --set tile_m=64 --set tile_n=128 --set warps=8 --set stages=2 --set warps_sdp=2
+//     --set warps_dkv=4 --set warps_dq=2 --set split_heads=1 --set ordered=0
+//
+//   tile_m        64   query rows per step of the main loop
+//   tile_n       128   keys per block
+//   warps          8   warps per block
+//   stages         2   shared-memory buffers for Q and for dO
+//   warps_sdp      2   warps along the queries in S and dP; the rest split the keys
+//   warps_dkv      4   warps along the keys in dK and dV; the rest split head_dim
+//   warps_dq       2   warps along the queries in dQ; the rest split head_dim
+//   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
+
+typedef unsigned short element;  // bf16, only ever moved as bits
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* dq_accum;  // (batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    int* tile_count;  // (tiles) visited tiles of each owned tile
+    int* tile_order;  // (tiles) owned tiles, the one with most work first
+    int* tile_list;  // (tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
+    float* dkv_accum;  // (2, batch, heads_kv, padded_k, head_dim) fp32 sums of dk and dv, kernel's order
+    int* turn;  // (tiles, list_stride) ordered dq sums: the turn of each visit
+    int* turns_taken;  // (batch, heads_q, tiles_m) ordered dq sums: how many visits have added
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T
+    float scale_log2;  // scale * log2(e)
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 128;
+constexpr int kTileM = 64;  // query rows of a step
+constexpr int kTileN = 128;  // keys of a block
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+constexpr int kStages = 2;  // buffers of Q and of dO
+constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
+constexpr int kPitch = 256;  // bytes between rows of Q, dO, K and V in shared memory
+constexpr int kScorePitch = 256;  // bytes between rows of P and dS
+constexpr int kTileBytesM = kTileM * kPitch;
+constexpr int kTileBytesN = kTileN * kPitch;
+constexpr int kScoreBytes = kTileM * kScorePitch;
+constexpr int kStatBytes = kTileM * 8;
+// S and dP: warps are a kSdpM x kSdpN grid over (queries, keys).
+constexpr int kSdpM = 2;
+constexpr int kSdpN = kWarps / kSdpM;
+constexpr int kSdpFragsM = kTileM / kSdpM / 16;
+constexpr int kSdpFragsN = kTileN / kSdpN / 8;
+// dK and dV: warps are a kDkvN x kDkvD grid over (keys, head_dim).
+constexpr int kDkvN = 4;
+constexpr int kDkvD = kWarps / kDkvN;
+constexpr int kDkvFragsN = kTileN / kDkvN / 16;
+constexpr int kDkvFragsD = kHeadDim / kDkvD / 8;
+// dQ: warps are a kDqM x kDqD grid over (queries, head_dim).
+constexpr int kDqM = 2;
+constexpr int kDqD = kWarps / kDqM;
+constexpr int kDqFragsM = kTileM / kDqM / 16;
+constexpr int kDqFragsD = kHeadDim / kDqD / 8;
+// Shared memory.
+constexpr int kOffsetK = 0;
+constexpr int kOffsetV = kOffsetK + kTileBytesN;
+constexpr int kOffsetQ = kOffsetV + kTileBytesN;
+constexpr int kOffsetDo = kOffsetQ + kStages * kTileBytesM;
+constexpr int kOffsetP = kOffsetDo + kStages * kTileBytesM;
+constexpr int kOffsetDs = kOffsetP + kScoreBytes;
+constexpr int kOffsetStats = kOffsetDs + kScoreBytes;
+constexpr int kOffsetSpans = kOffsetStats + kStages * kStatBytes;
+constexpr int kSharedBytes = kOffsetSpans + kTileN * 8;
+static_assert(kSharedBytes == 165888, "codegen/plan_sm80.py disagrees");
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: copy 16 bytes to shared memory in the background; zeros if `valid` is false (then `src` is not read).
+__device__ __forceinline__ void cp_async(unsigned dst, const void* src, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// Thread: close the group of copies issued since the last commit.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Thread: wait until at most 0 of this thread's groups are in flight.
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Warp: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Warp: the same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_transposed(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Warp: d += a b for a 16x16, b 16x8; fragments as in the PTX manual.
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Thread: 2^x, about 2 ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Thread: the value of a stored bf16 element.
+__device__ __forceinline__ float to_float(element bits) {
+    return __uint_as_float(static_cast<unsigned>(bits) << 16);
+}
+
+// Thread: copy 8 bytes (lse and delta of one row) to shared memory in the background.
+__device__ __forceinline__ void cp_async_stat(unsigned dst, const void* src) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(dst), "l"(src) : "memory");
+}
+
+// Thread: add four consecutive floats to device memory.
+__device__ __forceinline__ void add_to(float* target, const float (&x)[4]) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+
+// ---- Shared-memory tiles -------------------------------------------------------------------------------------------
+
+// Byte offset of 16-byte chunk `chunk` of row `row`. The XOR spreads the 8 rows of a matrix over all banks.
+__device__ __forceinline__ constexpr unsigned tile_offset(int row, int chunk) {
+    return row * kPitch + ((chunk ^ (row & 7)) << 4);
+}
+
+// Address `chunk` chunks right of `base`, a value of tile_offset on a 1024-byte aligned tile with chunk 0 or 1.
+__device__ __forceinline__ unsigned tile_chunk(unsigned base, int chunk) {
+    return (base ^ ((chunk & 7) << 4)) + (chunk >> 3) * 128;
+}
+
+// Byte offset of 16-byte chunk `chunk` of row `row`. The XOR spreads the 8 rows of a matrix over all banks.
+__device__ __forceinline__ constexpr unsigned score_offset(int row, int chunk) {
+    return row * kScorePitch + ((chunk ^ (row & 7)) << 4);
+}
+
+// Address `chunk` chunks right of `base`, a value of score_offset on a 1024-byte aligned tile with chunk 0 or 1.
+__device__ __forceinline__ unsigned score_chunk(unsigned base, int chunk) {
+    return (base ^ ((chunk & 7) << 4)) + (chunk >> 3) * 128;
+}
+
+// Thread: copy one 16-byte chunk of a row.
+__device__ __forceinline__ void load_chunk(unsigned dst, const element* src, bool valid) {
+    cp_async(dst, src, valid);
+}
+
+// Block: copy kTileM rows of a (seq, head_dim) matrix; rows from `valid` on become zeros.
+__device__ __forceinline__ void load_q_tile(unsigned tile, const element* src, long long stride, int valid) {
+    constexpr int row_step = kThreads / kChunks;
+    const int first_row = threadIdx.x / kChunks;
+    const int chunk = threadIdx.x % kChunks;
+    src += first_row * stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < (kTileM + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+        if (kTileM % row_step == 0 || row < kTileM) {
+            load_chunk(tile + tile_offset(row, chunk), src, row < valid);
+        }
+        src += row_step * stride;
+    }
+}
+
+// Block: copy kTileN rows of a (seq, head_dim) matrix; rows from `valid` on become zeros.
+__device__ __forceinline__ void load_kv_tile(unsigned tile, const element* src, long long stride, int valid) {
+    constexpr int row_step = kThreads / kChunks;
+    const int first_row = threadIdx.x / kChunks;
+    const int chunk = threadIdx.x % kChunks;
+    src += first_row * stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < (kTileN + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+        if (kTileN % row_step == 0 || row < kTileN) {
+            load_chunk(tile + tile_offset(row, chunk), src, row < valid);
+        }
+        src += row_step * stride;
+    }
+}
+
+// A-operand lane address: row lane % 16, chunk lane / 16. Also serves transposed reads of a row-major B.
+__device__ __forceinline__ int row_of_a(int lane) { return lane & 15; }
+__device__ __forceinline__ int chunk_of_a(int lane) { return lane >> 4; }
+
+// B-operand lane address for two n8 tiles of a K-major matrix. Also serves transposed reads of A.
+__device__ __forceinline__ int row_of_b(int lane) { return (lane >> 4) * 8 + (lane & 7); }
+__device__ __forceinline__ int chunk_of_b(int lane) { return (lane >> 3) & 1; }
+
+// ---- Mask: spans ---------------------------------------------------------------------------
+
+// The queries that see key `key` are [x, y).
+__device__ __forceinline__ int2 span_of(const Params& p, int key) {
+    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+}
+
+// The key tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return __ldg(p.tile_order + rank);
+}
+
+// How many query tiles key tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return __ldg(p.tile_count + tile);
+}
+
+// Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+}
+
+// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
+
+constexpr int kScheduleThreads = 128;
+
+// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
+__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
+    const int first = query_tile * kTileM;
+    const int last = min(first + kTileM, p.seq_q);
+    bool some = false;
+    bool all = true;
+    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
+        const int2 span = span_of(p, key_tile * kTileN + i);
+        some |= max(span.x, first) < min(span.y, last);
+        all &= span.x <= first && span.y >= last;
+    }
+    if (!__any_sync(~0u, some)) {
+        return 0;
+    }
+    return __all_sync(~0u, all) ? 2 : 1;
+}
+
+// One block per owned tile: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned some[kScheduleThreads / 32];
+    const int tile = blockIdx.x;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        unsigned some_bits = 0;
+        unsigned partial_bits = 0;
+        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_m; ++i) {
+            const int visited = base + warp * 32 + i;
+            const int kind = classify(p, visited, tile);
+            some_bits |= (kind != 0) << i;
+            partial_bits |= (kind == 1) << i;
+        }
+        if (lane == 0) {
+            some[warp] = some_bits;
+        }
+        __syncthreads();
+        int before = total;
+        for (int w = 0; w < kScheduleThreads / 32; ++w) {
+            before += w < warp ? __popc(some[w]) : 0;
+            total += __popc(some[w]);
+        }
+        if (some_bits >> lane & 1) {
+            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
+            const int visited = base + warp * 32 + lane;
+            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+}
+
+// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x;
+    const int work = p.tile_count[tile];
+    int rank = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[rank] = tile;
+    }
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warp: acc = A B^T over head_dim, for S (Q, K) and dP (dO, V). `a` and `b` are the warp's operand addresses.
+__device__ __forceinline__ void multiply_sdp(float (&acc)[kSdpFragsM][kSdpFragsN][4], unsigned a, unsigned b) {
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+        unsigned fa[kSdpFragsM][4];
+#pragma unroll
+        for (int i = 0; i < kSdpFragsM; ++i) {
+            ldmatrix(fa[i], tile_chunk(a, step * 2) + i * 16 * kPitch);
+        }
+#pragma unroll
+        for (int j = 0; j < kSdpFragsN; j += 2) {
+            unsigned fb[4];
+            ldmatrix(fb, tile_chunk(b, step * 2) + j * 8 * kPitch);
+#pragma unroll
+            for (int i = 0; i < kSdpFragsM; ++i) {
+                mma(acc[i][j], fa[i], fb[0], fb[1]);
+                mma(acc[i][j + 1], fa[i], fb[2], fb[3]);
+            }
+        }
+    }
+}
+
+// Warp: acc += A^T B over the queries, for dV (P, dO) and dK (dS, Q).
+__device__ __forceinline__ void multiply_dkv(float (&acc)[kDkvFragsN][kDkvFragsD][4], unsigned a, unsigned b) {
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        unsigned fa[kDkvFragsN][4];
+#pragma unroll
+        for (int i = 0; i < kDkvFragsN; ++i) {
+            ldmatrix_transposed(fa[i], score_chunk(a, i * 2) + step * 16 * kScorePitch);
+        }
+#pragma unroll
+        for (int j = 0; j + 1 < kDkvFragsD; j += 2) {
+            unsigned fb[4];
+            ldmatrix_transposed(fb, tile_chunk(b, j) + step * 16 * kPitch);
+#pragma unroll
+            for (int i = 0; i < kDkvFragsN; ++i) {
+                mma(acc[i][j], fa[i], fb[0], fb[1]);
+                mma(acc[i][j + 1], fa[i], fb[2], fb[3]);
+            }
+        }
+    }
+}
+
+// Warp: acc = A B over the keys, for dQ (dS, K).
+__device__ __forceinline__ void multiply_dq(float (&acc)[kDqFragsM][kDqFragsD][4], unsigned a, unsigned b) {
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        unsigned fa[kDqFragsM][4];
+#pragma unroll
+        for (int i = 0; i < kDqFragsM; ++i) {
+            ldmatrix(fa[i], score_chunk(a, step * 2) + i * 16 * kScorePitch);
+        }
+#pragma unroll
+        for (int j = 0; j + 1 < kDqFragsD; j += 2) {
+            unsigned fb[4];
+            ldmatrix_transposed(fb, tile_chunk(b, j) + step * 16 * kPitch);
+#pragma unroll
+            for (int i = 0; i < kDqFragsM; ++i) {
+                mma(acc[i][j], fa[i], fb[0], fb[1]);
+                mma(acc[i][j + 1], fa[i], fb[2], fb[3]);
+            }
+        }
+    }
+}
+
+// ---- Steps of the main loop ----------------------------------------------------------------------------------------
+
+// Warp: P = 2^(S - lse), hidden pairs 0. `stats` holds (lse * log2 e, delta) of the tile's rows.
+__device__ __forceinline__ void probabilities(const Params& p, float (&s)[kSdpFragsM][kSdpFragsN][4],
+                                              const float2* stats, const int2* spans, int query0, int key0,
+                                              bool masked) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int row0 = warp % kSdpM * kSdpFragsM * 16 + lane / 4;
+    const int col0 = warp / kSdpM * kSdpFragsN * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kSdpFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float lse = stats[row0 + i * 16 + half * 8].x;
+#pragma unroll
+            for (int j = 0; j < kSdpFragsN; ++j) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& value = s[i][j][half * 2 + c];
+                    value = exp2_approx(value * p.scale_log2 - lse);
+                }
+            }
+        }
+    }
+    if (!masked) {
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < kSdpFragsN; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int col = col0 + j * 8 + c;
+            const int2 span = spans[col];
+#pragma unroll
+            for (int i = 0; i < kSdpFragsM; ++i) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int query = query0 + row0 + i * 16 + half * 8;
+                    const bool seen = query >= span.x && query < span.y;
+                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : 0.0f;
+                }
+            }
+        }
+    }
+}
+
+// Warp: round a (queries x keys) fragment grid to bf16 and put it into shared memory at `tile`.
+__device__ __forceinline__ void store_scores(unsigned char* tile, const float (&s)[kSdpFragsM][kSdpFragsN][4]) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int row0 = warp % kSdpM * kSdpFragsM * 16 + lane / 4;
+    const int chunk0 = warp / kSdpM * kSdpFragsN;
+#pragma unroll
+    for (int i = 0; i < kSdpFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int j = 0; j < kSdpFragsN; ++j) {
+                unsigned char* target = tile + score_offset(row0 + i * 16 + half * 8, chunk0 + j) + lane % 4 * 4;
+                *reinterpret_cast<unsigned*>(target) = pack(s[i][j][half * 2], s[i][j][half * 2 + 1]);
+            }
+        }
+    }
+}
+
+// Warp: add the dQ fragments to the fp32 sums of one tile, in fragment order so that a warp's writes are consecutive.
+__device__ __forceinline__ void add_dq(float* tile, const float (&dq)[kDqFragsM][kDqFragsD][4]) {
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    float* target = tile + warp * (kDqFragsM * kDqFragsD * 128) + lane * 4;
+#pragma unroll
+    for (int i = 0; i < kDqFragsM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kDqFragsD; ++j) {
+            add_to(target + (i * kDqFragsD + j) * 128, dq[i][j]);
+        }
+    }
+}
+
+// Warp: add dK or dV fragments to the fp32 sums of one key tile, in fragment order.
+__device__ __forceinline__ void add_dkv(float* tile, const float (&acc)[kDkvFragsN][kDkvFragsD][4]) {
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    float* target = tile + warp * (kDkvFragsN * kDkvFragsD * 128) + lane * 4;
+#pragma unroll
+    for (int i = 0; i < kDkvFragsN; ++i) {
+#pragma unroll
+        for (int j = 0; j < kDkvFragsD; ++j) {
+            add_to(target + (i * kDkvFragsD + j) * 128, acc[i][j]);
+        }
+    }
+}
+
+// Warp: the inverse of add_dkv.
+__device__ __forceinline__ void read_dkv(const float* tile, float (&acc)[kDkvFragsN][kDkvFragsD][4]) {
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const float* source = tile + warp * (kDkvFragsN * kDkvFragsD * 128) + lane * 4;
+#pragma unroll
+    for (int i = 0; i < kDkvFragsN; ++i) {
+#pragma unroll
+        for (int j = 0; j < kDkvFragsD; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                acc[i][j][e] = source[(i * kDkvFragsD + j) * 128 + e];
+            }
+        }
+    }
+}
+
+// Warp: write dK or dV of the key tile, times `factor`.
+__device__ __forceinline__ void store_dkv(element* out, long long stride, const float (&acc)[kDkvFragsN][kDkvFragsD][4],
+                                          float factor, int keys) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int row0 = warp % kDkvN * kDkvFragsN * 16 + lane / 4;
+    const int col0 = warp / kDkvN * kDkvFragsD * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kDkvFragsN; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = row0 + i * 16 + half * 8;
+            if (row >= keys) {
+                continue;
+            }
+#pragma unroll
+            for (int j = 0; j < kDkvFragsD; ++j) {
+                *reinterpret_cast<unsigned*>(out + row * stride + col0 + j * 8) =
+                    pack(acc[i][j][half * 2] * factor, acc[i][j][half * 2 + 1] * factor);
+            }
+        }
+    }
+}
+
+// ---- Kernels -------------------------------------------------------------------------------------------------------
+
+// Thread: dot product of 8 elements.
+__device__ __forceinline__ float dot(const element* a, const element* b) {
+    float sum = 0.0f;
+    const uint4 wide_a = *reinterpret_cast<const uint4*>(a);
+    const uint4 wide_b = *reinterpret_cast<const uint4*>(b);
+    a = reinterpret_cast<const element*>(&wide_a);
+    b = reinterpret_cast<const element*>(&wide_b);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+        sum += to_float(a[e]) * to_float(b[e]);
+    }
+    return sum;
+}
+
+// Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e, delta), and zeros for the dQ sums.
+extern "C" __global__ void __launch_bounds__(kThreads)
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_prepare(const __grid_constant__ Params p) {
+    constexpr int lanes = 16;  // threads that share a row
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int tile = blockIdx.x / (p.heads_q * p.batch);
+    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+    const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
+    const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
+    float2* stats = reinterpret_cast<float2*>(p.delta) + plane * p.padded_q;
+    for (int i = threadIdx.x / lanes; i < kTileM; i += kThreads / lanes) {
+        const int row = tile * kTileM + i;
+        const int chunk = threadIdx.x % lanes;
+        float sum = 0.0f;
+        if (row < p.seq_q && chunk < kChunks) {
+            sum = dot(out + row * p.out_row + chunk * 8, dout + row * p.dout_row + chunk * 8);
+        }
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, step);
+        }
+        if (chunk == 0) {
+            // 2^(x - inf) = 0: rows that see nothing, and rows past the end, get P = 0.
+            const float log2e = 1.4426950408889634f;
+            const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
+            const bool empty = lse == __int_as_float(0xff800000);
+            stats[row] = make_float2(empty ? __int_as_float(0x7f800000) : lse * log2e, sum);
+        }
+    }
+    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
+    for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kThreads) {
+        dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
+    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
+    const long long step = static_cast<long long>(gridDim.x) * kThreads;
+    for (long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x; i < quads; i += step) {
+        dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+// Grid: tiles_n x batch x heads_q blocks, the q heads fastest.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int tile = owned_tile(p, blockIdx.x / (p.heads_q * p.batch));
+    const int head_kv = head / (p.heads_q / p.heads_kv);
+    const int key0 = tile * kTileN;
+    const int steps = visits(p, tile);
+
+    // Start copying Q, dO and their row statistics for step `step` into buffer `stage`.
+    const auto load_step = [&](int step, int stage) {
+        const int query0 = (visit(p, tile, step) >> 1) * kTileM;
+        const element* q = static_cast<const element*>(p.q) + batch * p.q_batch + head * p.q_head;
+        const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
+        load_q_tile(base + kOffsetQ + stage * kTileBytesM, q + query0 * p.q_row, p.q_row, p.seq_q - query0);
+        load_q_tile(base + kOffsetDo + stage * kTileBytesM, dout + query0 * p.dout_row, p.dout_row, p.seq_q - query0);
+        const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+        const float* stats = p.delta + (plane * p.padded_q + query0) * 2;
+        for (int row = threadIdx.x; row < kTileM; row += kThreads) {
+            cp_async_stat(base + kOffsetStats + stage * kStatBytes + row * 8, stats + row * 2);
+        }
+    };
+
+    float dk[kDkvFragsN][kDkvFragsD][4] = {};
+    float dv[kDkvFragsN][kDkvFragsD][4] = {};
+    if (steps > 0) {
+        const element* k = static_cast<const element*>(p.k) + batch * p.k_batch + head_kv * p.k_head;
+        const element* v = static_cast<const element*>(p.v) + batch * p.v_batch + head_kv * p.v_head;
+        load_kv_tile(base + kOffsetK, k + key0 * p.k_row, p.k_row, p.seq_k - key0);
+        load_kv_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+        load_step(0, 0);
+    }
+    cp_async_commit();
+    int2* spans = reinterpret_cast<int2*>(shared + kOffsetSpans);
+    for (int i = threadIdx.x; i < kTileN; i += kThreads) {
+        spans[i] = span_of(p, key0 + i);
+    }
+
+    // Operand addresses of this warp in the three products.
+    const int sdp_row = warp % kSdpM * kSdpFragsM * 16;
+    const int sdp_col = warp / kSdpM * kSdpFragsN * 8;
+    const unsigned sdp_a = tile_offset(sdp_row + row_of_a(lane), chunk_of_a(lane));
+    const unsigned sdp_b = tile_offset(sdp_col + row_of_b(lane), chunk_of_b(lane));
+    const int dkv_row = warp % kDkvN * kDkvFragsN * 16;
+    const int dkv_col = warp / kDkvN * kDkvFragsD * 8;
+    const unsigned dkv_a = score_offset(row_of_b(lane), dkv_row / 8 + chunk_of_b(lane));
+    const unsigned dkv_b = tile_offset(row_of_a(lane), dkv_col / 8 + chunk_of_a(lane));
+    const int dq_row = warp % kDqM * kDqFragsM * 16;
+    const int dq_col = warp / kDqM * kDqFragsD * 8;
+    const unsigned dq_a = score_offset(dq_row + row_of_a(lane), chunk_of_a(lane));
+    const unsigned dq_b = tile_offset(row_of_a(lane), dq_col / 8 + chunk_of_a(lane));
+
+    for (int step = 0; step < steps; ++step) {
+        const int stage = step & 1;
+        const int entry = visit(p, tile, step);
+        const int query0 = (entry >> 1) * kTileM;
+        const unsigned q_tile = base + kOffsetQ + stage * kTileBytesM;
+        const unsigned do_tile = base + kOffsetDo + stage * kTileBytesM;
+        const float2* stats = reinterpret_cast<const float2*>(shared + kOffsetStats + stage * kStatBytes);
+        cp_async_wait();
+        __syncthreads();  // Q and dO have arrived; nobody reads P, dS or the other stage any more
+        if (step + 1 < steps) {
+            load_step(step + 1, stage ^ 1);
+        }
+        cp_async_commit();
+
+        float s[kSdpFragsM][kSdpFragsN][4] = {};
+        multiply_sdp(s, q_tile + sdp_a, base + kOffsetK + sdp_b);
+        probabilities(p, s, stats, spans, query0, key0, entry & 1);
+        store_scores(shared + kOffsetP, s);
+
+        float dp[kSdpFragsM][kSdpFragsN][4] = {};
+        multiply_sdp(dp, do_tile + sdp_a, base + kOffsetV + sdp_b);
+#pragma unroll
+        for (int i = 0; i < kSdpFragsM; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float delta = stats[sdp_row + lane / 4 + i * 16 + half * 8].y;
+#pragma unroll
+                for (int j = 0; j < kSdpFragsN; ++j) {
+#pragma unroll
+                    for (int e = half * 2; e < half * 2 + 2; ++e) {
+                        dp[i][j][e] = s[i][j][e] * (dp[i][j][e] - delta);
+                    }
+                }
+            }
+        }
+        store_scores(shared + kOffsetDs, dp);
+        __syncthreads();  // P and dS are complete
+
+        {
+            float dq[kDqFragsM][kDqFragsD][4] = {};
+            multiply_dq(dq, base + kOffsetDs + dq_a, base + kOffsetK + dq_b);
+            const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+            add_dq(p.dq_accum + (plane * p.padded_q + query0) * kHeadDim, dq);
+        }
+        multiply_dkv(dv, base + kOffsetP + dkv_a, do_tile + dkv_b);
+        multiply_dkv(dk, base + kOffsetDs + dkv_a, q_tile + dkv_b);
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+
+    if (steps > 0) {
+        const long long plane = static_cast<long long>(batch) * p.heads_kv + head_kv;
+        const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+        add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
+        add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+    }
+}
+
+// Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, back from fragment order to rows.
+extern "C" __global__ void __launch_bounds__(kThreads)
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_finish_dkv(const __grid_constant__ Params p) {
+    const int head_kv = blockIdx.x % p.heads_kv;
+    const int batch = blockIdx.x / p.heads_kv % p.batch;
+    const int key0 = blockIdx.x / (p.heads_kv * p.batch) * kTileN;
+    const long long plane = static_cast<long long>(batch) * p.heads_kv + head_kv;
+    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+    float dk[kDkvFragsN][kDkvFragsD][4];
+    float dv[kDkvFragsN][kDkvFragsD][4];
+    read_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
+    read_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+    element* dk_out = static_cast<element*>(p.dk) + batch * p.dk_batch + head_kv * p.dk_head + key0 * p.dk_row;
+    element* dv_out = static_cast<element*>(p.dv) + batch * p.dv_batch + head_kv * p.dv_head + key0 * p.dv_row;
+    store_dkv(dk_out, p.dk_row, dk, p.scale, p.seq_k - key0);
+    store_dkv(dv_out, p.dv_row, dv, 1.0f, p.seq_k - key0);
+}
+
+// Grid: tiles_m x batch x heads_q. dQ = scale * sums, back from fragment order to rows.
+extern "C" __global__ void __launch_bounds__(kThreads)
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_finish(const __grid_constant__ Params p) {
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int query0 = blockIdx.x / (p.heads_q * p.batch) * kTileM;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+    const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim + warp * (kDqFragsM * kDqFragsD * 128);
+    element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head;
+    const int row0 = query0 + warp % kDqM * kDqFragsM * 16 + lane / 4;
+    const int col0 = warp / kDqM * kDqFragsD * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kDqFragsM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kDqFragsD; ++j) {
+            const float* x = sums + (i * kDqFragsD + j) * 128 + lane * 4;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = row0 + i * 16 + half * 8;
+                if (row < p.seq_q) {
+                    *reinterpret_cast<unsigned*>(dq + row * p.dq_row + col0 + j * 8) =
+                        pack(x[half * 2 * 1] * p.scale, x[(half * 2 + 1) * 1] * p.scale);
+                }
+            }
+        }
+    }
+}

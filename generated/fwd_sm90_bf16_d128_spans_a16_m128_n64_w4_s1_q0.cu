@@ -1,0 +1,552 @@
+// attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0
+// Generated from templates/sm80/forward.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction fwd --arch sm90 --dtype bf16 --head-dim 128 --mask spans --align 16
+//     --set tile_m=128 --set tile_n=64 --set warps=4 --set stages=1 --set q_in_regs=0
+//
+//   tile_m       128   query rows per block
+//   tile_n        64   keys per step of the main loop
+//   warps          4   warps per block; each owns tile_m / warps query rows
+//   stages         1   shared-memory buffers for K and for V
+//   q_in_regs      0   keep the Q fragments in registers instead of shared memory
+
+typedef unsigned short element;  // bf16, only ever moved as bits
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* dq_accum;  // (batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    int* tile_count;  // (tiles) visited tiles of each owned tile
+    int* tile_order;  // (tiles) owned tiles, the one with most work first
+    int* tile_list;  // (tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
+    float* dkv_accum;  // (2, batch, heads_kv, padded_k, head_dim) fp32 sums of dk and dv, kernel's order
+    int* turn;  // (tiles, list_stride) ordered dq sums: the turn of each visit
+    int* turns_taken;  // (batch, heads_q, tiles_m) ordered dq sums: how many visits have added
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T
+    float scale_log2;  // scale * log2(e)
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 128;
+constexpr int kTileM = 128;  // query rows of a block
+constexpr int kTileN = 64;  // keys of a step
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kStages = 1;  // buffers of K and of V
+constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
+constexpr int kPitch = 256;  // bytes between rows in shared memory
+constexpr int kTileBytesM = kTileM * kPitch;
+constexpr int kTileBytesN = kTileN * kPitch;
+constexpr int kFragsM = kTileM / kWarps / 16;  // m16 fragments of a warp
+constexpr int kFragsN = kTileN / 8;            // n8 fragments of S
+constexpr int kFragsD = kHeadDim / 8;          // n8 fragments of O
+constexpr int kStepsD = kHeadDim / 16;         // k16 steps of Q K^T
+constexpr int kSharedBytes = kTileBytesM + 2 * kStages * kTileBytesN;
+constexpr int kOffsetQ = 0;
+constexpr int kOffsetK = kTileBytesM;
+constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
+static_assert(kSharedBytes == 65536, "codegen/plan_sm80.py disagrees");
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: copy 16 bytes to shared memory in the background; zeros if `valid` is false (then `src` is not read).
+__device__ __forceinline__ void cp_async(unsigned dst, const void* src, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// Thread: close the group of copies issued since the last commit.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Thread: wait until at most 0 of this thread's groups are in flight.
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Warp: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Warp: the same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_transposed(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Warp: d += a b for a 16x16, b 16x8; fragments as in the PTX manual.
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Thread: 2^x, about 2 ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: log2(x).
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// ---- Shared-memory tiles -------------------------------------------------------------------------------------------
+
+// Byte offset of 16-byte chunk `chunk` of row `row`. The XOR spreads the 8 rows of a matrix over all banks.
+__device__ __forceinline__ constexpr unsigned tile_offset(int row, int chunk) {
+    return row * kPitch + ((chunk ^ (row & 7)) << 4);
+}
+
+// Address `chunk` chunks right of `base`, a value of tile_offset on a 1024-byte aligned tile with chunk 0 or 1.
+__device__ __forceinline__ unsigned tile_chunk(unsigned base, int chunk) {
+    return (base ^ ((chunk & 7) << 4)) + (chunk >> 3) * 128;
+}
+
+// Thread: copy one 16-byte chunk of a row.
+__device__ __forceinline__ void load_chunk(unsigned dst, const element* src, bool valid) {
+    cp_async(dst, src, valid);
+}
+
+// Block: copy kTileM rows of a (seq, head_dim) matrix; rows from `valid` on become zeros.
+__device__ __forceinline__ void load_q_tile(unsigned tile, const element* src, long long stride, int valid) {
+    constexpr int row_step = kThreads / kChunks;
+    const int first_row = threadIdx.x / kChunks;
+    const int chunk = threadIdx.x % kChunks;
+    src += first_row * stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < (kTileM + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+        if (kTileM % row_step == 0 || row < kTileM) {
+            load_chunk(tile + tile_offset(row, chunk), src, row < valid);
+        }
+        src += row_step * stride;
+    }
+}
+
+// Block: copy kTileN rows of a (seq, head_dim) matrix; rows from `valid` on become zeros.
+__device__ __forceinline__ void load_kv_tile(unsigned tile, const element* src, long long stride, int valid) {
+    constexpr int row_step = kThreads / kChunks;
+    const int first_row = threadIdx.x / kChunks;
+    const int chunk = threadIdx.x % kChunks;
+    src += first_row * stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < (kTileN + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+        if (kTileN % row_step == 0 || row < kTileN) {
+            load_chunk(tile + tile_offset(row, chunk), src, row < valid);
+        }
+        src += row_step * stride;
+    }
+}
+
+// A-operand lane address: row lane % 16, chunk lane / 16. Also serves transposed reads of a row-major B.
+__device__ __forceinline__ int row_of_a(int lane) { return lane & 15; }
+__device__ __forceinline__ int chunk_of_a(int lane) { return lane >> 4; }
+
+// B-operand lane address for two n8 tiles of a K-major matrix. Also serves transposed reads of A.
+__device__ __forceinline__ int row_of_b(int lane) { return (lane >> 4) * 8 + (lane & 7); }
+__device__ __forceinline__ int chunk_of_b(int lane) { return (lane >> 3) & 1; }
+
+// ---- Mask: spans ---------------------------------------------------------------------------
+
+// The queries that see key `key` are [x, y).
+__device__ __forceinline__ int2 span_of(const Params& p, int key) {
+    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+}
+
+// The query tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return __ldg(p.tile_order + rank);
+}
+
+// How many key tiles query tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return __ldg(p.tile_count + tile);
+}
+
+// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+}
+
+// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
+
+constexpr int kScheduleThreads = 128;
+
+// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
+__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
+    const int first = query_tile * kTileM;
+    const int last = min(first + kTileM, p.seq_q);
+    bool some = false;
+    bool all = true;
+    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
+        const int2 span = span_of(p, key_tile * kTileN + i);
+        some |= max(span.x, first) < min(span.y, last);
+        all &= span.x <= first && span.y >= last;
+    }
+    if (!__any_sync(~0u, some)) {
+        return 0;
+    }
+    return __all_sync(~0u, all) ? 2 : 1;
+}
+
+// One block per owned tile: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned some[kScheduleThreads / 32];
+    const int tile = blockIdx.x;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        unsigned some_bits = 0;
+        unsigned partial_bits = 0;
+        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_n; ++i) {
+            const int visited = base + warp * 32 + i;
+            const int kind = classify(p, tile, visited);
+            some_bits |= (kind != 0) << i;
+            partial_bits |= (kind == 1) << i;
+        }
+        if (lane == 0) {
+            some[warp] = some_bits;
+        }
+        __syncthreads();
+        int before = total;
+        for (int w = 0; w < kScheduleThreads / 32; ++w) {
+            before += w < warp ? __popc(some[w]) : 0;
+            total += __popc(some[w]);
+        }
+        if (some_bits >> lane & 1) {
+            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
+            const int visited = base + warp * 32 + lane;
+            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+}
+
+// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x;
+    const int work = p.tile_count[tile];
+    int rank = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_m ? p.tile_count[other] : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[rank] = tile;
+    }
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------------------
+
+// Warp: fragments of Q for k16 step `k`.
+__device__ __forceinline__ void load_q(unsigned (&a)[kFragsM][4], unsigned q, int k) {
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+        ldmatrix(a[i], tile_chunk(q, k * 2) + i * 16 * kPitch);
+    }
+}
+
+// Warp: S = Q K^T. `q` and `k` are the warp's A and B addresses in the two tiles.
+__device__ __forceinline__ void scores(float (&s)[kFragsM][kFragsN][4], unsigned q, unsigned k) {
+    unsigned a[2][kFragsM][4];
+    unsigned b[2][4];
+    load_q(a[0], q, 0);
+    ldmatrix(b[0], k);
+#pragma unroll
+    for (int step = 0; step < kStepsD; ++step) {
+#pragma unroll
+        for (int j = 0; j < kFragsN; j += 2) {
+            // Fetch the next operands before using these, so that the tensor cores need not wait for shared memory.
+            const int now = (step * kFragsN + j) / 2 & 1;
+            if (j + 2 < kFragsN) {
+                ldmatrix(b[now ^ 1], tile_chunk(k, step * 2) + (j + 2) * 8 * kPitch);
+            } else if (step + 1 < kStepsD) {
+                load_q(a[(step + 1) & 1], q, step + 1);
+                ldmatrix(b[now ^ 1], tile_chunk(k, step * 2 + 2));
+            }
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+                mma(s[i][j], a[step & 1][i], b[now][0], b[now][1]);
+                mma(s[i][j + 1], a[step & 1][i], b[now][2], b[now][3]);
+            }
+        }
+    }
+}
+
+// Warp: hide what the mask hides in the key tile that starts at `key0`; `row0` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kFragsM][kFragsN][4], int row0, int key0) {
+    const float hidden = __int_as_float(0xff800000);
+#pragma unroll
+    for (int j = 0; j < kFragsN; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int key = key0 + j * 8 + threadIdx.x % 4 * 2 + c;
+            const int2 span = span_of(p, key);
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = row0 + i * 16 + half * 8;
+                    const bool seen = row >= span.x && row < span.y;
+                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : hidden;
+                }
+            }
+        }
+    }
+}
+
+// Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima.
+__device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (&o)[kFragsM][kFragsD][4],
+                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2], float scale_log2) {
+    const float empty = __int_as_float(0xff800000);
+    float rescale[kFragsM][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = row_max[i][half];
+#pragma unroll
+            for (int j = 0; j < kFragsN; ++j) {
+                top = fmaxf(top, fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float base = top == empty ? 0.0f : top * scale_log2;
+            rescale[i][half] = exp2_approx(row_max[i][half] * scale_log2 - base);
+            moved |= top != row_max[i][half];
+            row_max[i][half] = top;
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kFragsN; ++j) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& value = s[i][j][half * 2 + c];
+                    value = exp2_approx(value * scale_log2 - base);
+                    sum += value;
+                }
+            }
+            row_sum[i][half] = row_sum[i][half] * rescale[i][half] + sum;
+        }
+    }
+    if (!__any_sync(~0u, moved)) {
+        return;  // the usual case after the first few tiles: every factor is 1
+    }
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kFragsD; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                o[i][j][e] *= rescale[i][e / 2];
+            }
+        }
+    }
+}
+
+// Warp: O += P V. `v` is the warp's address in the V tile for transposed reads.
+__device__ __forceinline__ void accumulate(float (&o)[kFragsM][kFragsD][4], const float (&s)[kFragsM][kFragsN][4],
+                                           unsigned v) {
+    unsigned b[2][4];
+    ldmatrix_transposed(b[0], v);
+#pragma unroll
+    for (int step = 0; step < kFragsN / 2; ++step) {
+        unsigned a[kFragsM][4];
+#pragma unroll
+        for (int i = 0; i < kFragsM; ++i) {
+            a[i][0] = pack(s[i][step * 2][0], s[i][step * 2][1]);
+            a[i][1] = pack(s[i][step * 2][2], s[i][step * 2][3]);
+            a[i][2] = pack(s[i][step * 2 + 1][0], s[i][step * 2 + 1][1]);
+            a[i][3] = pack(s[i][step * 2 + 1][2], s[i][step * 2 + 1][3]);
+        }
+#pragma unroll
+        for (int j = 0; j + 1 < kFragsD; j += 2) {
+            const int now = (step * (kFragsD / 2) + j / 2) & 1;
+            if (j + 3 < kFragsD) {
+                ldmatrix_transposed(b[now ^ 1], tile_chunk(v, j + 2) + step * 16 * kPitch);
+            } else if (step + 1 < kFragsN / 2) {
+                ldmatrix_transposed(b[now ^ 1], v + (step + 1) * 16 * kPitch);
+            }
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+                mma(o[i][j], a[i], b[now][0], b[now][1]);
+                mma(o[i][j + 1], a[i], b[now][2], b[now][3]);
+            }
+        }
+    }
+}
+
+// Warp: divide O by the row sums, write it and the log-sum-exp. `row0` is the thread's first query.
+__device__ __forceinline__ void store(const Params& p, const float (&o)[kFragsM][kFragsD][4],
+                                      const float (&row_max)[kFragsM][2], const float (&row_sum)[kFragsM][2],
+                                      element* out, float* lse, int row0) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = row_sum[i][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const int row = row0 + i * 16 + half * 8;
+            if (row >= p.seq_q) {
+                continue;
+            }
+            if (lane % 4 == 0) {
+                const float ln2 = 0.6931471805599453f;
+                const float empty = __int_as_float(0xff800000);
+                lse[row] = sum == 0.0f ? empty : row_max[i][half] * p.scale + log2_approx(sum) * ln2;
+            }
+            element* target = out + row * p.out_row + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < kFragsD; ++j) {
+                *reinterpret_cast<unsigned*>(target + j * 8) =
+                    pack(o[i][j][half * 2] * inverse, o[i][j][half * 2 + 1] * inverse);
+            }
+        }
+    }
+}
+
+// Grid: tiles_m x batch x heads_q blocks, the heads fastest so that a group shares its K and V through the L2 cache.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int tile = owned_tile(p, blockIdx.x / (p.heads_q * p.batch));
+    const int head_kv = head / (p.heads_q / p.heads_kv);
+    const int query0 = tile * kTileM;
+    const element* q = static_cast<const element*>(p.q) + batch * p.q_batch + head * p.q_head + query0 * p.q_row;
+    const element* k = static_cast<const element*>(p.k) + batch * p.k_batch + head_kv * p.k_head;
+    const element* v = static_cast<const element*>(p.v) + batch * p.v_batch + head_kv * p.v_head;
+
+    const unsigned q_warp = base + kOffsetQ + tile_offset(warp * kFragsM * 16 + row_of_a(lane), chunk_of_a(lane));
+    const unsigned k_warp = base + kOffsetK + tile_offset(row_of_b(lane), chunk_of_b(lane));
+    const unsigned v_warp = base + kOffsetV + tile_offset(row_of_a(lane), chunk_of_a(lane));
+    const int row0 = query0 + warp * kFragsM * 16 + lane / 4;
+    const int count = visits(p, tile);
+
+    float o[kFragsM][kFragsD][4] = {};
+    float row_sum[kFragsM][2] = {};
+    float row_max[kFragsM][2];
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+        row_max[i][0] = row_max[i][1] = __int_as_float(0xff800000);
+    }
+
+    load_q_tile(base + kOffsetQ, q, p.q_row, p.seq_q - query0);
+    int entry = count > 0 ? visit(p, tile, 0) : 0;
+    if (count > 0) {
+        const int first0 = (entry >> 1) * kTileN;
+        load_kv_tile(base + kOffsetK, k + first0 * p.k_row, p.k_row, p.seq_k - first0);
+    }
+    cp_async_commit();
+    for (int index = 0; index < count; ++index) {
+        const int key0 = (entry >> 1) * kTileN;
+        cp_async_wait();
+        __syncthreads();  // K has arrived; nobody reads V any more
+        load_kv_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+        cp_async_commit();
+
+        float s[kFragsM][kFragsN][4] = {};
+        scores(s, q_warp, k_warp);
+        if (entry & 1) {
+            apply_mask(p, s, row0, key0);
+        }
+
+        cp_async_wait();
+        __syncthreads();  // V has arrived; nobody reads K any more
+        if (index + 1 < count) {
+            entry = visit(p, tile, index + 1);
+            const int next0 = (entry >> 1) * kTileN;
+            load_kv_tile(base + kOffsetK, k + next0 * p.k_row, p.k_row, p.seq_k - next0);
+        }
+        cp_async_commit();
+
+        softmax(s, o, row_max, row_sum, p.scale_log2);
+        accumulate(o, s, v_warp);
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+
+    element* out = static_cast<element*>(p.out) + batch * p.out_batch + head * p.out_head;
+    store(p, o, row_max, row_sum, out, p.lse + (static_cast<long long>(batch) * p.heads_q + head) * p.seq_q, row0);
+}
