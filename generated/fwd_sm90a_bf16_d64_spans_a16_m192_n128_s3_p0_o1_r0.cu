@@ -642,8 +642,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         // Apply the mask where there is any, and hand the buffer of K back.
         if (entry & 1) {
             apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
+            __syncwarp();
         }
-        if (leader) {
+        if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
             barrier_arrive(base + kEmptyK + stage * 8);
         }
 
@@ -670,8 +671,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             // Apply the mask where there is any, and hand the buffer of K back.
             if (entry & 1) {
                 apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
+                __syncwarp();
             }
-            if (leader) {
+            if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
                 barrier_arrive(base + kEmptyK + stage * 8);
             }
 
@@ -725,7 +727,7 @@ attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n128_s3_p0_o1_r0(
         barrier_init(base + kEmptyQ, kConsumers);
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
-            barrier_init(base + kEmptyK + i * 8, kConsumers);
+            barrier_init(base + kEmptyK + i * 8, kConsumers * 4);
             barrier_init(base + kFullV + i * 8, 1);
             barrier_init(base + kEmptyV + i * 8, kConsumers);
         }
