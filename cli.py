@@ -193,9 +193,8 @@ def bench(
             for row in bench_module.bench([case], selection.directions, chosen):
                 rows.append(row)
                 if not console.is_terminal:  # a log shows how far it is
-                    console.print(
-                        f"{row.case} {row.direction} {row.name}: {row.ms} ms {row.note}", highlight=False
-                    )
+                    line = f"{row.case} {row.direction} {row.name}: {row.note or f'{row.ms:.3g} ms'}"
+                    console.print(line, highlight=False, markup=False)
                 status.update(f"timed {row.case} {row.direction} {row.name}")
                 write_json(json_out, bench_module.to_json(rows, selection.device))  # a run may be cut off
     console.print(bench_table(rows, ", ".join(f"{key} {value}" for key, value in facts.items())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -17,6 +18,8 @@ from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.case import Case, Inputs
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.timing import Effort, Timing, effort, measure, rotate
+
+log = logging.getLogger("attnforge")
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -73,8 +76,9 @@ def _as_unavailable() -> Iterator[None]:
     except Unavailable:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise Unavailable(f"{type(error).__name__}: {lines[0][:120]}") from error
+        log.debug("a peer failed", exc_info=True)
+        words = " ".join(str(error).split())  # of several lines, the first may say nothing
+        raise Unavailable(f"{type(error).__name__}: {words[:200]}") from error
 
 
 def _peer(name: str, case: Case) -> Attention:
@@ -189,6 +193,9 @@ def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.config.cache_size_limit = 512  # as BAGEL does: one compilation per case, never eager
+    # Backward is timed alone, many times on one graph. Torch refuses that where it has compiled backward for one
+    # use, so that it may write over what forward saved.
+    torch._functorch.config.donated_buffer = False
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -57,8 +57,7 @@ def search_table(finished: Finished, peers: Sequence[Row]) -> Table:
     table.add_section()
     for row in peers:
         ratio = f"{best.ms / row.ms:.2f}x" if best and best.ms and row.ms else ""
-        note = f" [dim]{escape(row.note[:60])}[/dim]" if row.note else ""
-        table.add_row(f"{row.name}{note}", speed(row.tflops), _ms(row.ms), ratio)
+        table.add_row(_name(row), speed(row.tflops), _ms(row.ms), ratio)
     return table
 
 
@@ -86,7 +85,7 @@ def bench_table(rows: Sequence[Row], title: str) -> Table:
     table = Table(title=title)
     table.add_column("case")
     table.add_column("pass")
-    table.add_column("attention")
+    table.add_column("attention", overflow="fold")
     for name in ("ms", "speed", "ours is"):
         table.add_column(name, justify="right")
     for _, group in groupby(rows, key=_key):
@@ -94,8 +93,7 @@ def bench_table(rows: Sequence[Row], title: str) -> Table:
         ours = next(row for row in lines if row.name == OURS)
         for row in lines:
             ratio = f"{row.ms / ours.ms:.2f}x" if row.ms and ours.ms else ""
-            note = f" [dim]{escape(row.note[:60])}[/dim]" if row.note else ""
-            cells = (f"{row.name}{note}", _ms(row.ms), speed(row.tflops), ratio)
+            cells = (_name(row), _ms(row.ms), speed(row.tflops), ratio)
             style = "bold green" if row is ours else None
             table.add_row(f"{row.case} {row.dtype}", row.direction, *cells, style=style)
         table.add_section()
@@ -103,7 +101,7 @@ def bench_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def bench_markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
-    """The same as a Markdown table, one line a case; TFLOP/s of visible pairs, `-` where a peer cannot."""
+    """The same as a Markdown table, one line a case; TFLOP/s of visible pairs, `-` where the notes below say why."""
     names = list(dict.fromkeys(row.name for row in rows))
     head = ["case", "pass", *names, "ours / best peer"]
     text = [", ".join(f"{key} {value}" for key, value in facts.items()), ""]
@@ -114,7 +112,17 @@ def bench_markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
         cells = [_tflops(by_name.get(name)) for name in names]
         ratio = f"{best.ms / ours.ms:.2f}" if best and best.ms and ours.ms else "-"
         text.append(_markdown([f"{case} {dtype}", direction, *cells, ratio]))
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note:
+            notes.setdefault(f"{row.name}: {row.note}", []).append(f"{row.case} {row.direction}")
+    text += ["", *(f"- {note} ({', '.join(where)})" for note, where in notes.items())] if notes else []
     return "\n".join(text) + "\n"
+
+
+def _name(row: Row) -> str:
+    """With the reason where there is no time."""
+    return f"{row.name} [dim]{escape(row.note)}[/dim]" if row.note else row.name
 
 
 def _key(row: Row) -> tuple[str, str, str]:
