@@ -39,7 +39,15 @@ BACKWARD_GUESSES = (
 # Of the mma.sync backward: (tile_m, tile_n), and (warps, warps_sdp, warps_dkv, warps_dq). Other grids of the same
 # tile differ by a few percent at most (docs/performance.md).
 BACKWARD_TILES = ((64, 128), (64, 64), (128, 128), (128, 64), (32, 128), (32, 64))
-BACKWARD_GRIDS = ((8, 2, 2, 2), (8, 2, 4, 2), (8, 2, 4, 4), (8, 4, 8, 4), (4, 2, 2, 2), (4, 2, 4, 4), (4, 4, 4, 4))
+BACKWARD_GRIDS = (
+    (8, 2, 2, 2),
+    (8, 2, 4, 2),
+    (8, 2, 4, 4),
+    (8, 4, 8, 4),
+    (4, 2, 2, 2),
+    (4, 2, 4, 4),
+    (4, 4, 4, 4),
+)
 
 
 def candidates(problem: Problem) -> Iterator[Spec]:
