@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,9 @@ from attnforge.runtime.ops import Mask
 from attnforge.runtime.reference import reference
 
 NAMES = ("out", "dq", "dk", "dv")
-# Error allowed as a multiple of the peers' (`sdpa`, `flash`), the worse of which counts: they round at
-# different places, and either may be exact by luck (one key: weights of 1). In fp32 the order counts.
+# Error allowed as a multiple of the peers' (SDPA's math backend and a flash attention, see `peers`), the worse of
+# which counts: they round at different places, and either may be exact by luck (one key: weights of 1). In fp32
+# the order counts.
 RMS_RATIO = {torch.float32: 2.0, torch.bfloat16: 1.1, torch.float16: 1.1}
 MAX_RATIO = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2.0}
 EPSILON = {torch.float32: 1e-7, torch.bfloat16: 2e-4, torch.float16: 3e-5}
@@ -109,12 +111,27 @@ def visible(mask: Mask, seq_q: int, seq_k: int, device: str) -> Tensor:
     return mask.visible(seq_q, seq_k, device)
 
 
-def sdpa(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of SDPA's math backend in the dtype of x."""
+def peers(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[tuple[Tensor, ...], ...]:
+    """out, dq, dk, dv of SDPA's math backend, and of its flash backend where that can do the case.
+
+    It can on a GPU in half precision, without a mask or with a causal one on a square; elsewhere `flash` rounds as
+    it would.
+    """
+    square = x.q.shape[2] == x.k.shape[2]
+    causal = isinstance(mask, attnforge.Causal)
+    real = x.q.is_cuda and x.q.dtype != torch.float32 and (mask is None or (causal and square))
+    seen = visible(mask, x.q.shape[2], x.k.shape[2], str(x.q.device))
+    return (
+        sdpa(x, SDPBackend.MATH, scale, attn_mask=seen),
+        sdpa(x, SDPBackend.FLASH_ATTENTION, scale, is_causal=causal) if real else flash(x, mask, scale),
+    )
+
+
+def sdpa(x: Inputs, backend: SDPBackend, scale: float | None, **masking: Any) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv of one backend of SDPA in the dtype of x; it raises what the backend cannot do."""
     q, k, v = (t.detach().contiguous().requires_grad_() for t in (x.q, x.k, x.v))
-    seen = visible(mask, q.shape[2], k.shape[2], str(q.device))
-    with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+    with sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(q, k, v, **masking, scale=scale, enable_gqa=True)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
 
 
@@ -146,8 +163,8 @@ def check(x: Inputs, mask: Mask, scale: float | None = None, slack: float = 1.0)
     ours = (out.detach(), *x.grads(out))
     exact = reference(x.q.detach(), x.k.detach(), x.v.detach(), mask, scale, x.dout)
     answers = (exact.out, exact.dq, exact.dk, exact.dv)
-    peers = zip(sdpa(x, mask, scale), flash(x, mask, scale), strict=True)
-    for name, mine, pair, answer in zip(NAMES, ours, peers, answers, strict=True):
+    theirs = zip(*peers(x, mask, scale), strict=True)
+    for name, mine, pair, answer in zip(NAMES, ours, theirs, answers, strict=True):
         assert answer is not None
         compare(name, mine, pair, answer, slack)
     blind = exact.lse == -torch.inf
@@ -159,13 +176,13 @@ def check(x: Inputs, mask: Mask, scale: float | None = None, slack: float = 1.0)
     assert not ours[1][blind].any(), "dq of a row without keys"
 
 
-def compare(name: str, mine: Tensor, peers: tuple[Tensor, ...], exact: Tensor, slack: float = 1.0) -> None:
+def compare(name: str, mine: Tensor, theirs: tuple[Tensor, ...], exact: Tensor, slack: float = 1.0) -> None:
     """Limits of rms and largest error: those of the worst peer, times the ratios above, times `slack`."""
     assert torch.isfinite(mine).all(), f"{name} is not finite"
     atol = EPSILON[mine.dtype] * max(exact.abs().max().item(), 1.0)
     rms, worst = distance(mine, exact)
     rms_peer, worst_peer = (
-        max(numbers) for numbers in zip(*(distance(p, exact) for p in peers), strict=True)
+        max(numbers) for numbers in zip(*(distance(p, exact) for p in theirs), strict=True)
     )
     limit = slack * RMS_RATIO[mine.dtype] * rms_peer + atol
     assert rms <= limit, f"{name}: rms error {rms:.3g}, peers' {rms_peer:.3g}"

@@ -141,8 +141,12 @@ def test_scale(device: str, dtype: torch.dtype) -> None:
 
 @targets
 def test_large_logits(device: str, dtype: torch.dtype) -> None:
-    """Scores of thousands: exp() of them overflows unless the maximum is taken off first."""
-    x = draw(Shape(), dtype, device)
+    """Scores of thousands: exp() of them overflows unless the maximum is taken off first.
+
+    Nearly every row then looks at one key, and dq errs in the few that hesitate between two: it takes thousands of
+    rows to have a hundred of those, and with them an error that does not depend on who was lucky.
+    """
+    x = draw(Shape(batch=8, heads_kv=16), dtype, device)
     q, k = ((t.detach() * 20).requires_grad_() for t in (x.q, x.k))
     # Kernels work in base 2, where scores are larger, and so is what float32 rounds off them.
     check(Inputs(q, k, x.v, x.dout), attnforge.Causal(), slack=2.0 if dtype is torch.float32 else 1.0)
