@@ -64,11 +64,13 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     shared += q_bytes if separate_out else 0
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
+    if t.q_in_regs and not separate_out:
+        raise Infeasible(f"q_in_regs: {shared + q_bytes - limit} bytes are missing for a buffer of O beside that of Q")
     producer_registers, consumer_registers = REGISTERS[consumers]
-    live = t.tile_n // 2 + t.tile_n // 4 + d // 2
+    live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (padded // 4 if t.q_in_regs else 0)
     if live > consumer_registers - REGISTERS_BESIDES:
         over = live - consumer_registers + REGISTERS_BESIDES
-        raise Infeasible(f"registers: S, P and O take {live} of a consumer thread, {over} more than fit")
+        raise Infeasible(f"registers: S, P, O and Q take {live} of a consumer thread, {over} more than fit")
     whole = 1 if d % 16 else panels  # a row that is padded must be copied panel by panel
     threads = 128 * (consumers + 1)
     grid = ("tiles_m", "batch", "heads_q")

@@ -109,4 +109,5 @@ def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
     for tile_m, tile_n, stages, persistent, overlap, ping_pong in product(
         tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), (True, False), (False, True), (False, True)
     ):
-        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, overlap, persistent)
+        for q_in_regs in (False, True):
+            yield Sm90Forward(tile_m, tile_n, stages, ping_pong, overlap, persistent, q_in_regs)

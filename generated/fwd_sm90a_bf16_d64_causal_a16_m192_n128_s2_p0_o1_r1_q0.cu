@@ -1,15 +1,16 @@
-// attnforge_fwd_sm90a_bf16_d64_full_a16_m192_n128_s2_p1_o1_r1
+// attnforge_fwd_sm90a_bf16_d64_causal_a16_m192_n128_s2_p0_o1_r1_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask full --align 16
-//     --set tile_m=192 --set tile_n=128 --set stages=2 --set ping_pong=1 --set
-//     overlap=1 --set persistent=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask causal --align 16
+//     --set tile_m=192 --set tile_n=128 --set stages=2 --set ping_pong=0 --set
+//     overlap=1 --set persistent=1 --set q_in_regs=0
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       128   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
-//   ping_pong      1   consumer warpgroups take turns with the tensor cores
+//   ping_pong      0   consumer warpgroups take turns with the tensor cores
 //   overlap        1   softmax runs while the product P V of the step before is still going on
 //   persistent     1   one block per multiprocessor walks many tiles
+//   q_in_regs      0   keep the fragments of Q in registers; its buffer is free for the next tile at once
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -219,9 +220,6 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -272,24 +270,28 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// ---- Mask: full ---------------------------------------------------------------------------
+// ---- Mask: causal ---------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`?
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+}
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return rank;
+    return p.tiles_m - 1 - rank;
 }
 
 // How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_n;
+    const int keys = (tile + 1) * kTileM + p.seq_k - p.seq_q;
+    return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
 }
 
 // Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return index * 2 + ((index + 1) * kTileN > p.seq_k);
+    const int keys = min(p.seq_k, tile * kTileM + 1 + p.seq_k - p.seq_q);
+    return index * 2 + ((index + 1) * kTileN > keys);
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -516,15 +518,13 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
 // Warpgroup: work through the tiles of this block.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, int group) {
     const bool leader = threadIdx.x % 128 == 0;
-    const unsigned q = base + kOffsetQ + group * 64 * kSpan;  // its rows of every panel
+    const unsigned q_rows = base + kOffsetQ + group * 64 * kSpan;  // its rows of every panel
+    const unsigned q = q_rows;
     const unsigned out = base + kOffsetOut + group * 64 * kPadded * 2;
     const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     unsigned stage = 0;  // of K; V follows one step behind
     unsigned phase = 0;
     unsigned q_phase = 0;
-    if (group == kConsumers - 1) {
-        named_arrive(kTurnOfFirst, 256);
-    }
     for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
         const Work work = work_at(p, index);
         const int count = visits(p, work.tile);
@@ -567,14 +567,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 phase ^= 1;
             }
             barrier_wait(base + kFullK + stage * 8, phase);
-            named_sync(kTurnOfFirst + group, 256);
             wgmma_fence();
             start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
             wgmma_commit();
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
@@ -587,7 +585,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
             const float2 factor = softmax(s, rows, p.scale_log2);
             // Has long passed. Without a branch here ptxas moves the next wait up, before the softmax.
-            barrier_wait(base + kFullQ, q_phase ^ 1);
+            barrier_wait(base + kFullV + v_stage * 8, v_phase);
             wgmma_wait_all();
             accumulator_fence(o);
             if (leader) {
@@ -625,7 +623,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d64_full_a16_m192_n128_s2_p1_o1_r1(
+attnforge_fwd_sm90a_bf16_d64_causal_a16_m192_n128_s2_p0_o1_r1_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
