@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnforge import bagel as bagel
+    from attnforge.runtime.dropins import flash_attn_func as flash_attn_func
+    from attnforge.runtime.dropins import flash_attn_varlen_func as flash_attn_varlen_func
     from attnforge.runtime.masks import Causal as Causal
     from attnforge.runtime.masks import Spans as Spans
     from attnforge.runtime.ops import attention as attention
 
-__all__ = ["Causal", "Spans", "attention", "bagel"]
+__all__ = ["Causal", "Spans", "attention", "bagel", "flash_attn_func", "flash_attn_varlen_func"]
 
 _HOME = {
     "attention": "attnforge.runtime.ops",
     "Causal": "attnforge.runtime.masks",
     "Spans": "attnforge.runtime.masks",
+    "flash_attn_func": "attnforge.runtime.dropins",
+    "flash_attn_varlen_func": "attnforge.runtime.dropins",
 }
 
 

@@ -1,0 +1,198 @@
+"""`flash_attn_func` and `flash_attn_varlen_func`: the signatures and semantics of flash-attn 2, on our kernels.
+
+What we do not have (dropout, windows, softcap, ALiBi, paged keys, returned probabilities) raises a ValueError
+that names the argument; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnforge.runtime.masks import Causal, Spans
+from attnforge.runtime.ops import attention
+
+_KEPT = 32  # document masks; a training step has one or two
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Attention of q (B, Sq, Hq, D) on k, v (B, Sk, Hkv, D) -> (B, Sq, Hq, D), differentiable, uncopied.
+
+    causal: bottom-right aligned, key j is visible to query i when j <= i + Sk - Sq; a row that sees no key
+    gives zeros. Dtypes, head dims and GQA as in `attnforge.attention`, which raises for what it cannot take.
+    Raises ValueError naming an argument with a value that is not supported.
+    """
+    _refuse(dropout_p, window_size, softcap, alibi_slopes, return_attn_probs)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, seq, heads, head_dim)")
+    out = attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        Causal() if causal else None,
+        scale=softmax_scale,
+        deterministic=deterministic,
+    )
+    return out.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Attention inside documents that are packed end to end: q (Tq, Hq, D), k, v (Tk, Hkv, D) -> (Tq, Hq, D).
+
+    cu_seqlens_q, cu_seqlens_k: int32 (documents + 1) on the device of q; document d has the queries
+        cu_seqlens_q[d] to cu_seqlens_q[d + 1] and the keys likewise. They are never read on the host; the mask
+        made of them is kept while the same two tensors come in unchanged (all layers of a step).
+    causal: bottom-right aligned in each document. Rows that see no key, also those behind the last document,
+        give zeros.
+    max_seqlen_q, max_seqlen_k: not needed here, and not looked at.
+
+    Raises ValueError naming an argument with a value that is not supported.
+    """
+    _refuse(dropout_p, window_size, softcap, alibi_slopes, return_attn_probs)
+    if block_table is not None:
+        raise ValueError("block_table: paged keys are not supported; pass None")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (tokens, heads, head_dim)")
+    mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal)
+    out = attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        mask,
+        scale=softmax_scale,
+        deterministic=deterministic,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _refuse(
+    dropout_p: float,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+) -> None:
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p: got {dropout_p}, only 0.0 is supported")
+    if tuple(window_size) != (-1, -1):
+        raise ValueError(f"window_size: got {tuple(window_size)}, only (-1, -1), no window, is supported")
+    if softcap != 0.0:
+        raise ValueError(f"softcap: got {softcap}, only 0.0, no cap, is supported")
+    if alibi_slopes is not None:
+        raise ValueError("alibi_slopes: ALiBi is not supported; pass None")
+    if return_attn_probs:
+        raise ValueError(
+            "return_attn_probs: not supported; attnforge.attention(..., return_lse=True) returns the lse"
+        )
+
+
+class _Key(NamedTuple):
+    cu_q: int  # id; the value's weak references tell whether it is still that tensor
+    cu_k: int
+    versions: tuple[int, int]
+    total_q: int
+    total_k: int
+    causal: bool
+    stream: int  # work queued on one stream is not ordered before readers on another
+
+
+_Value = tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]", Spans]
+_masks: OrderedDict[_Key, _Value] = OrderedDict()
+_lock = threading.Lock()
+
+
+def documents(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bool) -> Spans:
+    """The mask of packed documents, built on the device of cu_q, cu_k int32 (documents + 1) without a sync.
+
+    total_q, total_k: rows of q and of k; what lies behind the last document sees and is seen by nothing.
+    Raises ValueError naming cu_seqlens_q or cu_seqlens_k.
+    """
+    _check(cu_q, cu_k)
+    if not _cacheable(cu_q, cu_k):
+        return _build(cu_q, cu_k, total_q, total_k, causal)
+    stream = torch.cuda.current_stream(cu_q.device).cuda_stream if cu_q.is_cuda else 0
+    key = _Key(id(cu_q), id(cu_k), (cu_q._version, cu_k._version), total_q, total_k, causal, stream)
+    with _lock:
+        found = _masks.get(key)
+        if found is not None and found[0]() is cu_q and found[1]() is cu_k:
+            _masks.move_to_end(key)
+            return found[2]
+    # Never as inference tensors: a later step that is recorded for backward may find them here.
+    with torch.inference_mode(False), torch.no_grad():
+        mask = _build(cu_q, cu_k, total_q, total_k, causal)
+    with _lock:
+        _masks[key] = (weakref.ref(cu_q), weakref.ref(cu_k), mask)
+        while len(_masks) > _KEPT:
+            _masks.popitem(last=False)
+    return mask
+
+
+def _cacheable(*tensors: Tensor) -> bool:
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+        return False  # a trace has no tensors; inference tensors have no version counter
+    if any(type(x) is not Tensor for x in tensors):
+        return False  # fake and other wrapped tensors
+    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _check(cu_q: Tensor, cu_k: Tensor) -> None:
+    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] < 2:
+            raise ValueError(
+                f"{name}: got {x.dtype} of shape {tuple(x.shape)}, expected torch.int32 (documents + 1)"
+            )
+    if cu_q.shape != cu_k.shape or cu_q.device != cu_k.device:
+        raise ValueError(
+            f"cu_seqlens_k: got {cu_k.shape[0]} entries on {cu_k.device}, expected as cu_seqlens_q: "
+            f"{cu_q.shape[0]} on {cu_q.device}"
+        )
+
+
+def _build(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bool) -> Spans:
+    options: Any = {"dtype": torch.int32, "device": cu_q.device}
+    key = torch.arange(total_k, **options)
+    # right: steps over documents without keys. Keys behind the last document are taken out below.
+    document = torch.searchsorted(cu_k[1:].contiguous(), key, right=True).clamp(max=cu_k.shape[0] - 2)
+    first, last = cu_q[document], cu_q[document + 1].clamp(max=total_q)
+    starts = first
+    if causal:
+        # The last key of a document is visible to its last query alone, the one before it to two, ...
+        starts = first + (key - cu_k[document + 1] + (last - first)).clamp(min=0)
+    real = key < cu_k[-1]
+    return Spans(torch.where(real, starts, 0), torch.where(real, last, 0))

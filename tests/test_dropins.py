@@ -1,0 +1,159 @@
+"""flash-attn 2's functions on our kernels, against dense masks written out document by document."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import attnforge
+from attnforge.runtime import dropins
+from attnforge.runtime.reference import reference
+
+HEADS, GROUP, DIM = 4, 2, 16
+TARGETS = [
+    pytest.param("cpu", torch.float32, 2e-6, id="cpu-fp32"),
+    pytest.param("cuda", torch.bfloat16, 2e-2, id="gpu-bf16", marks=pytest.mark.gpu),
+]
+targets = pytest.mark.parametrize(("device", "dtype", "tolerance"), TARGETS)
+lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5).filter(
+    lambda pairs: all(sum(side) for side in zip(*pairs, strict=True))
+)
+
+
+def bounds(lens: list[int], device: str = "cpu") -> Tensor:
+    cumulated = torch.tensor([0, *lens]).cumsum(0)
+    return cumulated.to(device, torch.int32)
+
+
+def dense(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bool) -> Tensor:
+    """What flash-attn's documentation says, bool (total_q, total_k)."""
+    seen = torch.zeros(total_q, total_k, dtype=torch.bool)
+    documents = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
+    for (q0, q1), (k0, k1) in documents:
+        block = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+        seen[q0:q1, k0:k1] = block.tril((k1 - k0) - (q1 - q0)) if causal else block
+    return seen
+
+
+def draw(*shape: int, device: str, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+
+@settings(max_examples=150)
+@given(lengths, st.booleans(), st.integers(0, 3), st.integers(0, 3))
+def test_documents_are_spans(pairs: list[tuple[int, int]], causal: bool, rest_q: int, rest_k: int) -> None:
+    lens_q, lens_k = (list(side) for side in zip(*pairs, strict=True))
+    cu_q, cu_k = bounds(lens_q), bounds(lens_k)
+    total_q, total_k = sum(lens_q) + rest_q, sum(lens_k) + rest_k
+    mask = dropins.documents(cu_q, cu_k, total_q, total_k, causal)
+    assert mask.starts.dtype == mask.ends.dtype == torch.int32
+    assert torch.equal(mask.visible(total_q, total_k), dense(cu_q, cu_k, total_q, total_k, causal))
+
+
+@targets
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen(device: str, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    cu_q, cu_k = bounds([40, 0, 70, 9], device), bounds([60, 5, 33, 9], device)
+    kinds: Any = {"device": device, "dtype": dtype}
+    # Views of fused projections, as a trainer has them.
+    q = draw(119, HEADS, DIM, seed=1, **kinds)
+    kv = draw(107, 2, HEADS // GROUP, DIM, seed=2, **kinds)
+    k, v = kv.unbind(1)
+    out = attnforge.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 70, 60, causal=causal, softmax_scale=0.3)
+    assert out.shape == q.shape
+    assert out.is_contiguous()
+    dout = draw(119, HEADS, DIM, seed=3, **kinds).detach()
+    out.backward(dout)
+    a, b, c, d = (x.detach().transpose(0, 1)[None] for x in (q, k, v, dout))
+    mask = dropins.documents(cu_q, cu_k, 119, 107, causal)
+    exact = reference(a, b, c, mask, 0.3, dout=d)
+    assert q.grad is not None
+    assert kv.grad is not None
+    for ours, theirs in (
+        (out, exact.out),
+        (q.grad, exact.dq),
+        (kv.grad[:, 0], exact.dk),
+        (kv.grad[:, 1], exact.dv),
+    ):
+        assert theirs is not None
+        assert (ours.detach() - theirs[0].transpose(0, 1)).abs().max().item() < tolerance * 5
+
+
+@targets
+@pytest.mark.parametrize(("causal", "seq_q"), [(False, 50), (True, 50), (True, 20), (True, 70)])
+def test_dense(device: str, dtype: torch.dtype, tolerance: float, causal: bool, seq_q: int) -> None:
+    kinds: Any = {"device": device, "dtype": dtype}
+    q = draw(2, seq_q, HEADS, DIM, seed=1, **kinds)
+    k, v = (draw(2, 50, HEADS // GROUP, DIM, seed=seed, **kinds) for seed in (2, 3))
+    out = attnforge.flash_attn_func(q, k, v, causal=causal)
+    a, b, c = (x.detach().transpose(1, 2) for x in (q, k, v))
+    exact = reference(a, b, c, attnforge.Causal() if causal else None).out.transpose(1, 2)
+    assert out.shape == q.shape
+    assert (out - exact).abs().max().item() < tolerance
+    out.sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+
+
+def test_mask_is_kept_for_the_same_tensors_only() -> None:
+    cu, other = bounds([3, 4]), bounds([3, 4])
+    first = dropins.documents(cu, cu, 7, 7, False)
+    assert dropins.documents(cu, cu, 7, 7, False) is first
+    assert dropins.documents(other, other, 7, 7, False) is not first
+    assert dropins.documents(cu, cu, 7, 7, True) is not first
+    cu[1] = 5  # in place: noticed
+    changed = dropins.documents(cu, cu, 7, 7, False)
+    assert changed.ends.tolist() == [5] * 5 + [7] * 2
+    del cu
+    again = bounds([1, 6])  # perhaps at the same address
+    assert dropins.documents(again, again, 7, 7, False).ends.tolist() == [1] + [7] * 6
+
+
+def test_a_mask_made_in_inference_serves_training() -> None:
+    cu = bounds([3, 4])
+    with torch.inference_mode():
+        dropins.documents(cu, cu, 7, 7, False)
+    q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4).sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dropout_p", 0.1),
+        ("window_size", (128, 0)),
+        ("softcap", 30.0),
+        ("alibi_slopes", torch.ones(1)),
+        ("return_attn_probs", True),
+        ("block_table", torch.zeros(1, 1, dtype=torch.int32)),
+    ],
+)
+def test_what_is_not_supported_is_named(name: str, value: object) -> None:
+    x = torch.randn(7, 1, 8)
+    cu = bounds([3, 4])
+    arguments: Any = {name: value}
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        attnforge.flash_attn_varlen_func(x, x, x, cu, cu, 4, 4, **arguments)
+    if name != "block_table":
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            attnforge.flash_attn_func(x[None], x[None], x[None], **arguments)
+
+
+def test_wrong_shapes_are_named() -> None:
+    x, cu = torch.randn(7, 1, 8), bounds([3, 4])
+    with pytest.raises(ValueError, match=r"^q: got shape"):
+        attnforge.flash_attn_func(x, x, x)
+    with pytest.raises(ValueError, match=r"^q: got shape"):
+        attnforge.flash_attn_varlen_func(x[None], x, x, cu, cu, 4, 4)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: got torch.int64"):
+        attnforge.flash_attn_varlen_func(x, x, x, cu.long(), cu, 4, 4)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: got 2 entries"):
+        attnforge.flash_attn_varlen_func(x, x, x, cu, bounds([7]), 7, 7)
