@@ -68,8 +68,12 @@ def _offers(problem: Problem, group: int, size: int, device: torch.device) -> It
     for arch in kernels.targets(device):
         there = dataclasses.replace(problem, arch=arch)
         yield from tables.choose(there, group, size, name)
+        count = 0
         for spec in candidates(there):
+            count += 1
             yield spec, f"first feasible of the search space, nothing tuned fits {name}"
+        if not count:
+            log.debug("no %s kernel for %s: %s", arch.value, there, why_infeasible(there))
 
 
 def _ordered(spec: Spec) -> Spec | None:

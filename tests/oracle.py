@@ -81,6 +81,11 @@ def place(x: Tensor, layout: str) -> Tensor:
         whole = x.new_full((batch, heads, length + 2, dim + 3), torch.nan)
         whole[:, :, 1:-1, 1:-2] = x
         return whole[:, :, 1:-1, 1:-2]
+    if layout == "loose":  # an axis of size 1 has any stride: nothing is ever multiplied by it
+        x = x.contiguous()
+        return x.as_strided(
+            x.shape, [3 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)]
+        )
     if layout == "expanded":  # every head reads the first one
         return x[:, :1].contiguous().expand(x.shape)
     raise ValueError(layout)

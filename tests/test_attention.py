@@ -90,6 +90,19 @@ def test_layouts(device: str, dtype: torch.dtype, layout: str) -> None:
 
 
 @targets
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "seq"), [(1, 1, 65), (1, 2, 65), (3, 1, 65), (2, 2, 1), (1, 1, 1)]
+)
+def test_axes_of_one_have_any_stride(
+    device: str, dtype: torch.dtype, batch: int, heads_kv: int, seq: int
+) -> None:
+    """Strides that alignment and TMA would refuse, if they were ever used."""
+    x = draw(Shape(batch=batch, heads_kv=heads_kv, seq_q=seq, seq_k=seq), dtype, device, "loose")
+    assert 3 in x.q.stride()
+    check(x, attnforge.Causal())
+
+
+@targets
 def test_layout_of_results(device: str, dtype: torch.dtype) -> None:
     x = draw(Shape(group=2), dtype, device, "packed")
     out = attnforge.attention(x.q, x.k, x.v)

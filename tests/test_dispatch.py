@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +147,38 @@ def test_new_table_takes_effect_after_forget(tmp_path: Path, monkeypatch: pytest
     attnforge.attention(x, x, x)
     assert [spec.tuning for spec in asked[1:]] == [entry.spec.tuning]
     dispatch.forget()
+
+
+@pytest.mark.parametrize(
+    ("change", "arch", "said"),
+    [
+        ({}, Arch.SM90A, ""),
+        ({"align": 8}, Arch.SM90, "align 8: TMA needs rows that start at multiples of 16 bytes"),
+        ({"align": 2}, Arch.SM90, "align 2: TMA needs"),
+        ({"head_dim": 8}, Arch.SM90, "head_dim 8: the sm90a forward kernel takes multiples of 8 from 16"),
+    ],
+)
+def test_hopper_passes_on_what_it_cannot(
+    change: dict[str, Any],
+    arch: Arch,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """To the mma.sync family, with the reason in the debug log; also if it is Hopper's own kernel that is tuned."""
+    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(tables, "device_name", lambda device: H200)
+    monkeypatch.setattr(kernels, "targets", lambda device: (Arch.SM90A, Arch.SM90))
+    hopper = replace(PROBLEM, arch=Arch.SM90A)
+    for saved in ([], entries(hopper, 1)):
+        tables.save(H200, saved, tmp_path)
+        with caplog.at_level(logging.DEBUG, logger="attnforge"):
+            spec = dispatch.choose(replace(hopper, **change), 7, 1024, torch.device("cuda")).spec
+        assert spec.problem == replace(hopper, arch=arch, **change)
+        assert said in caplog.text
+        if not change:
+            assert not saved or spec == saved[0].spec
 
 
 def test_nothing_feasible() -> None:
