@@ -17,13 +17,29 @@ if TYPE_CHECKING:
     from attnforge.runtime.masks import Causal as Causal
     from attnforge.runtime.masks import Spans as Spans
     from attnforge.runtime.ops import attention as attention
+    from attnforge.runtime.sdpa import disable as disable
+    from attnforge.runtime.sdpa import enable as enable
+    from attnforge.runtime.sdpa import sdpa as sdpa
 
-__all__ = ["Causal", "Spans", "attention", "bagel", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = [
+    "Causal",
+    "Spans",
+    "attention",
+    "bagel",
+    "disable",
+    "enable",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "sdpa",
+]
 
 _HOME = {
     "attention": "attnforge.runtime.ops",
     "Causal": "attnforge.runtime.masks",
     "Spans": "attnforge.runtime.masks",
+    "disable": "attnforge.runtime.sdpa",
+    "enable": "attnforge.runtime.sdpa",
+    "sdpa": "attnforge.runtime.sdpa",
     "flash_attn_func": "attnforge.runtime.dropins",
     "flash_attn_varlen_func": "attnforge.runtime.dropins",
 }
