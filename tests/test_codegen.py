@@ -1,0 +1,255 @@
+"""Specs, plans and the search space: values that derive from each other, counted by hand where they are numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+
+from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.spec import (
+    TUNINGS,
+    Arch,
+    CpuForward,
+    Direction,
+    DType,
+    Mask,
+    Problem,
+    Sm80Backward,
+    Sm80Forward,
+    Sm90Forward,
+    Spec,
+    Tuning,
+)
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+PROBLEMS = [
+    Problem(FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.SPANS, 4),
+    Problem(FORWARD, Arch.CPU, DType.BFLOAT16, 72, Mask.CAUSAL, 2),
+    Problem(BACKWARD, Arch.CPU, DType.BFLOAT16, 128, Mask.SPANS, 4),
+    Problem(FORWARD, Arch.SM80, DType.BFLOAT16, 64, Mask.FULL),
+    Problem(FORWARD, Arch.SM89, DType.FLOAT16, 256, Mask.SPANS),
+    Problem(FORWARD, Arch.SM90, DType.BFLOAT16, 8, Mask.CAUSAL, 2),
+    Problem(BACKWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.SPANS),
+    Problem(BACKWARD, Arch.SM120, DType.FLOAT16, 72, Mask.CAUSAL, 8),
+    Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS),
+    Problem(FORWARD, Arch.SM90A, DType.FLOAT16, 72, Mask.FULL),
+    Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.SPANS),
+]
+RENDERED = 40  # of a problem's candidates, evenly spread
+
+
+def name(problem: Problem) -> str:
+    return f"{problem.direction.value}-{problem.arch.value}-{problem.head_dim}-{problem.mask.value}"
+
+
+problems = pytest.mark.parametrize("problem", PROBLEMS, ids=name)
+
+
+def specs(problem: Problem) -> list[Spec]:
+    if (problem.arch.family, problem.direction) not in TUNINGS:
+        pytest.skip(f"{problem.arch.value} has no {problem.direction.value} kernel")
+    return list(candidates(problem))
+
+
+@problems
+def test_every_candidate_renders_under_a_name_of_its_own(problem: Problem) -> None:
+    space = specs(problem)
+    assert len({spec.slug for spec in space}) == len(set(space)) == len(space) > 0
+    for spec in space[:: -(-len(space) // RENDERED)]:
+        source = render(spec)
+        assert source.text == render(spec).text
+        assert source.text.count(f"{spec.symbol}(") == 1
+        assert all(f"{launch.symbol}(" in source.text for launch in source.plan.schedule)
+        assert "#include <torch" not in source.text
+        assert not (problem.arch.is_gpu and "#include" in source.text), "NVRTC has no include path"
+
+
+@problems
+def test_specs_survive_json_and_the_command_line(problem: Problem) -> None:
+    for spec in specs(problem):
+        assert Spec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+        assert spec.to_cli().count("--set ") == len(fields(spec.tuning))
+
+
+@pytest.mark.parametrize(("family", "direction"), TUNINGS, ids=lambda part: getattr(part, "value", part))
+def test_every_knob_changes_name_and_kernel(family: str, direction: Direction) -> None:
+    """For each problem with a choice; and each knob is a choice for some problem."""
+    mine = [p for p in PROBLEMS if (p.arch.family, p.direction) == (family, direction)]
+    for knob in fields(TUNINGS[family, direction]):
+        pairs = [pair for pair in (changed(problem, knob.name) for problem in mine) if pair]
+        assert pairs, f"no two feasible variants differ in {knob.name} alone"
+        for one, two in pairs:
+            assert one.slug != two.slug
+            assert kernel(one) != kernel(two), f"{knob.name} changes only comments"
+
+
+def changed(problem: Problem, knob: str) -> tuple[Spec, Spec] | None:
+    """Two feasible specs that differ in one knob only, both candidates or one step away from one."""
+    for spec in specs(problem):
+        value = int(getattr(spec.tuning, knob))
+        # Booleans turn; numbers go by what lanes, tiles and stages are made of.
+        for step in (1 - value,) if value < 2 else (value * 2, value // 2, value + 1, value - 1, value + 48):
+            other = retuned(spec, knob, step)
+            if other is not None and other != spec:
+                return spec, other
+    return None
+
+
+def retuned(spec: Spec, knob: str, value: int) -> Spec | None:
+    typed = bool(value) if isinstance(getattr(spec.tuning, knob), bool) else value
+    other = Spec(spec.problem, replace(spec.tuning, **{knob: typed}))
+    try:
+        make_plan(other)
+    except Infeasible:
+        return None
+    return other
+
+
+def kernel(spec: Spec) -> tuple[str, list[tuple[object, ...]]]:
+    """What the compiler sees and how it is launched, names apart."""
+    source = render(spec)
+    lines = (line.partition("//")[0].rstrip() for line in source.text.splitlines())
+    launches = [(one.grid, one.threads, one.shared_bytes, one.persistent) for one in source.plan.launches]
+    return "\n".join(lines).replace(spec.slug, ""), launches
+
+
+def test_fields_of_the_problem_change_the_name() -> None:
+    problem = PROBLEMS[3]
+    tuning = next(candidates(problem)).tuning
+    others = [
+        replace(problem, **change)  # type: ignore[arg-type]
+        for change in (
+            {"arch": Arch.SM90},
+            {"dtype": DType.FLOAT16},
+            {"head_dim": 72},
+            {"mask": Mask.CAUSAL},
+            {"align": 8},
+        )
+    ]
+    assert len({Spec(p, tuning).slug for p in (problem, *others)}) == 6
+
+
+def test_json_that_is_no_spec() -> None:
+    data = next(candidates(PROBLEMS[3])).to_json()
+    for field in ("direction", "arch", "dtype", "head_dim", "mask", "align"):
+        with pytest.raises(ValueError, match=f"field '{field}' is missing"):
+            Spec.from_json({key: value for key, value in data.items() if key != field})
+    tuning = {("wraps" if key == "warps" else key): value for key, value in data["tuning"].items()}
+    with pytest.raises(ValueError, match=r"unknown \['wraps'\], missing \['warps'\]; fields are"):
+        Spec.from_json(data | {"tuning": tuning})
+    with pytest.raises(TypeError, match="sm90a fwd takes Sm90Forward"):
+        Spec(replace(PROBLEMS[3], arch=Arch.SM90A), Sm80Forward(128, 64, 4, 1, False))
+
+
+# ---- Plans
+
+
+def plan_of(direction: Direction, arch: Arch, head_dim: int, mask: Mask, tuning: Tuning) -> tuple[int, ...]:
+    """(threads, dynamic shared bytes, registers) of the main launch."""
+    dtype = DType.FLOAT32 if arch is Arch.CPU else DType.BFLOAT16
+    plan = make_plan(Spec(Problem(direction, arch, dtype, head_dim, mask), tuning))
+    (main,) = (launch for launch in plan.launches if launch.symbol == plan.spec.symbol)
+    return main.threads, main.shared_bytes, plan.registers
+
+
+def test_mma_forward_by_hand() -> None:
+    tuning = Sm80Forward(tile_m=128, tile_n=64, warps=4, stages=2, q_in_regs=False)
+    # Rows of 128 columns are 256 bytes: Q 128 of them, K and V 64 each, twice.
+    shared = 128 * 256 + 2 * 2 * 64 * 256
+    # Two 16-row fragments a warp: O 128/8*4, S 64/8*4, and one of Q in flight; 40 beside them.
+    registers = 2 * (64 + 32 + 4) + 40
+    assert plan_of(FORWARD, Arch.SM80, 128, Mask.FULL, tuning) == (128, shared, registers)
+    # 72 columns are 9 chunks of 16 bytes, odd already: no swizzle, no padding.
+    shared = (128 + 2 * 2 * 64) * 144
+    assert plan_of(FORWARD, Arch.SM86, 72, Mask.SPANS, tuning)[1] == shared
+    # In registers, Q passes through the buffers of K and V.
+    assert plan_of(FORWARD, Arch.SM80, 64, Mask.FULL, replace(tuning, q_in_regs=True))[1] == 2 * 2 * 64 * 128
+
+
+def test_mma_backward_by_hand() -> None:
+    tuning = Sm80Backward(64, 128, 8, 2, 4, 8, 4, False, False)
+    # K, V; Q, dO twice; P, dS with rows of 128 keys; (lse, delta) of 64 rows twice; spans of 128 keys.
+    shared = 2 * 128 * 128 + 2 * 2 * 64 * 128 + 2 * 64 * 256 + 2 * 64 * 8 + 128 * 8
+    # dK and dV, 128 x 64 each over 256 threads; S and dP, 64 x 128 each, outweigh dQ; 40 beside them.
+    registers = 2 * 32 + 2 * 32 + 40
+    assert plan_of(BACKWARD, Arch.SM80, 64, Mask.SPANS, tuning) == (256, shared, registers)
+    assert plan_of(BACKWARD, Arch.SM80, 64, Mask.CAUSAL, tuning)[1] == shared - 128 * 8
+    split = make_plan(
+        Spec(Problem(BACKWARD, Arch.SM80, DType.BFLOAT16, 64, Mask.SPANS), replace(tuning, split_heads=True))
+    )
+    assert [launch.symbol.removeprefix(split.spec.symbol) for launch in split.launches] == [
+        "_prepare",
+        "",
+        "_finish",
+        "_finish_dkv",
+    ]
+    assert split.launches[1].grid == ("tiles_n", "batch", "heads_q")
+    assert split.dkv_accum
+    assert not split.deterministic
+
+
+def test_hopper_forward_by_hand() -> None:
+    tuning = Sm90Forward(
+        **{f.name: 0 for f in fields(Sm90Forward)} | {"tile_m": 128, "tile_n": 128, "stages": 2}  # type: ignore[arg-type]
+    )
+    # Q and the staging of O, K and V twice, 32 KiB each; barriers: two of Q, two of each buffer.
+    shared = 6 * 32768 + 8 * (2 + 2 * 4)
+    # S 128/2, P 128/4, O 128/2 and 28 beside them; a producer and two consumer warpgroups.
+    assert plan_of(FORWARD, Arch.SM90A, 128, Mask.FULL, tuning) == (384, shared, 64 + 32 + 64 + 28)
+    assert plan_of(FORWARD, Arch.SM90A, 128, Mask.SPANS, tuning)[1] == shared + 2 * 128 * 8
+    # 72 columns are stored as 80, in panels of 16 that are copied one by one: the row is no multiple of them.
+    plan = make_plan(Spec(Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 72, Mask.FULL), tuning))
+    assert [(m.tensor, m.columns, m.rows, m.panels) for m in plan.tensor_maps] == [
+        ("q", 16, 128, 1),
+        ("k", 16, 128, 1),
+        ("v", 16, 128, 1),
+        ("out", 16, 64, 1),
+    ]
+    plan = make_plan(Spec(Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 96, Mask.FULL), tuning))
+    assert {(m.columns, m.panels) for m in plan.tensor_maps} == {(32, 3)}
+
+
+def test_cpu_forward_by_hand() -> None:
+    tuning = CpuForward(tile_m=48, tile_n=64, heads=2, lanes=16, rows=8, cols=3, pairs=False)
+    plan = make_plan(Spec(Problem(FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.SPANS, 4), tuning))
+    # A panel of 48 queries: Q and O columns, maximum and sum, three numbers; then K, V and S of 64 keys.
+    panel = 48 * (64 + 64 + 2) * 4 + 12
+    assert plan.constants["scratch_bytes"] == 2 * -(-panel // 64) * 64 + 64 * (48 + 2 * 64) * 4
+    assert [launch.symbol for launch in plan.schedule] == [f"{plan.spec.symbol}_schedule"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "tuning", "message"),
+    [
+        # (128 + 2 * 3 * 128) rows of 256 bytes; the limit is 99 KiB.
+        (Arch.SM86, 128, Sm80Forward(128, 128, 8, 3, False), "229376 bytes, 128000 more than sm86 has"),
+        # Two fragments of O 256/8*4, S 128/8*4 and Q 4; the limit is 255 - 40.
+        (Arch.SM80, 256, Sm80Forward(128, 32, 4, 1, False), "take 296 of a thread, 81 more than fit"),
+        (Arch.SM80, 64, Sm80Forward(128, 24, 4, 1, False), "tile_n 24 is not a multiple of k16 steps 1 x 16"),
+        (Arch.SM80, 264, Sm80Forward(128, 64, 4, 1, False), "head_dim 264: .* multiples of 8 up to 256"),
+        (Arch.SM80, 60, Sm80Forward(128, 64, 4, 1, False), "head_dim 60: .* multiples of 8 up to 256"),
+        (Arch.CPU, 64, CpuForward(48, 64, 1, 16, 8, 4, False), "rows x cols needs 37, 5 more than there are"),
+        (Arch.CPU, 64, CpuForward(40, 64, 1, 16, 8, 2, False), "tile_m 40 is not a multiple of lanes"),
+    ],
+)
+def test_what_does_not_fit_says_by_how_much(arch: Arch, head_dim: int, tuning: Tuning, message: str) -> None:
+    with pytest.raises(Infeasible, match=message):
+        plan_of(FORWARD, arch, head_dim, Mask.FULL, tuning)
+
+
+@pytest.mark.parametrize("arch", list(Arch), ids=lambda arch: arch.value)
+def test_every_promised_head_dim_has_a_kernel(arch: Arch) -> None:
+    """Multiples of 8: up to 256 forward and 128 backward, with any mask, dtype and alignment of the target."""
+    dtypes = (DType.BFLOAT16, DType.FLOAT16) if arch.is_gpu else (DType.FLOAT32, DType.BFLOAT16)
+    least, aligns = (16, (16,)) if arch is Arch.SM90A else (8, (16, 2) if arch.is_gpu else (4,))
+    for direction, limit in ((FORWARD, 256), (BACKWARD, 128)):
+        if (arch.family, direction) not in TUNINGS or (arch is Arch.SM90A and direction is BACKWARD):
+            continue  # what Hopper's own backward cannot, sm90 can
+        for head_dim, dtype, mask, align in product(range(least, limit + 1, 8), dtypes, Mask, aligns):
+            problem = Problem(direction, arch, dtype, head_dim, mask, align)
+            assert next(candidates(problem), None), f"{problem}: {why_infeasible(problem)}"

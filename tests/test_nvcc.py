@@ -1,0 +1,88 @@
+"""nvcc on what a search tries first: no warning, no spill, nothing that serialises wgmma. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from attnforge.codegen.render import Source, render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem
+from attnforge.runtime import toolchain
+from attnforge.runtime.settings import COMPILER
+
+pytestmark = pytest.mark.nvcc
+
+CASES = [
+    pytest.param(arch, direction, head_dim, id=f"{direction.value}-{arch.value}-{head_dim}")
+    for direction, arch, head_dim in product(Direction, Arch, (64, 72, 128))
+    if arch.is_gpu and (arch.family, direction) in TUNINGS
+]
+# Bytes of stores and loads that ptxas of this release spills in the main kernel; nothing anywhere else.
+RELEASE = "release 13.0"
+SPILLS = {
+    (Arch.SM86, Direction.FORWARD, 128): 8,
+    (Arch.SM89, Direction.FORWARD, 128): 8,
+    (Arch.SM90, Direction.FORWARD, 128): 56,
+    (Arch.SM120, Direction.FORWARD, 64): 28,
+}
+# ptxas says these of wgmma it had to serialise. C7519 only adds an instruction to wait for registers.
+SERIALISED = re.compile(r"C75(?!19)\d\d")
+
+
+def first(arch: Arch, direction: Direction, head_dim: int, mask: Mask = Mask.SPANS) -> Source:
+    return render(next(candidates(Problem(direction, arch, DType.BFLOAT16, head_dim, mask))))
+
+
+def compile_strictly(source: Source, directory: Path) -> tuple[str, dict[str, dict[str, int]]]:
+    """Log and resources by kernel; any warning fails."""
+    tool = toolchain.toolchain(source.spec.problem.arch)
+    assert isinstance(tool, toolchain.Command)
+    path = toolchain.write_source(source, directory)
+    strict = ("-Werror", "all-warnings")
+    code, log = toolchain.run(
+        (str(tool.program), *tool.flags, *strict, "-o", tool.binary_name, path.name), directory
+    )
+    assert code == 0, f"{source.spec.to_cli()}\n{log}"
+    return log, toolchain.parse_ptxas(log)
+
+
+@pytest.fixture(autouse=True)
+def nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
+        pytest.skip(toolchain.NVCC_PLACES)
+    monkeypatch.setenv(COMPILER, "nvcc")
+
+
+@pytest.mark.parametrize(("arch", "direction", "head_dim"), CASES)
+def test_defaults_compile_cleanly(arch: Arch, direction: Direction, head_dim: int, tmp_path: Path) -> None:
+    source = first(arch, direction, head_dim)
+    log, resources = compile_strictly(source, tmp_path)
+    launches = (*source.plan.launches, *source.plan.schedule)
+    assert resources.keys() == {launch.symbol for launch in launches}
+    known = RELEASE in toolchain.toolchain(arch).identity
+    for launch in launches:
+        used = resources[launch.symbol]
+        assert used["registers"] * launch.threads <= 65536, launch.symbol
+        allowed = SPILLS.get((arch, direction, head_dim), 0) if launch.symbol == source.spec.symbol else 0
+        assert used["spill_bytes"] <= allowed or not known, launch.symbol
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL], ids=lambda mask: mask.value)
+@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A], ids=lambda arch: arch.value)
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+def test_other_masks_compile_cleanly(direction: Direction, arch: Arch, mask: Mask, tmp_path: Path) -> None:
+    if (arch.family, direction) not in TUNINGS:
+        pytest.skip(f"{arch.value} has no {direction.value} kernel")
+    log, _ = compile_strictly(first(arch, direction, 128, mask), tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.parametrize("align", [8, 4, 2])
+def test_rows_aligned_to_less_compile_cleanly(align: int, tmp_path: Path) -> None:
+    problem = Problem(Direction.FORWARD, Arch.SM90, DType.FLOAT16, 72, Mask.CAUSAL, align)
+    compile_strictly(render(next(candidates(problem))), tmp_path)
