@@ -65,7 +65,9 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
     if t.q_in_regs and not separate_out:
-        raise Infeasible(f"q_in_regs: {shared + q_bytes - limit} bytes are missing for a buffer of O beside that of Q")
+        raise Infeasible(
+            f"q_in_regs: {shared + q_bytes - limit} bytes are missing for a buffer of O beside that of Q"
+        )
     producer_registers, consumer_registers = REGISTERS[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (padded // 4 if t.q_in_regs else 0)
     if live > consumer_registers - REGISTERS_BESIDES:
