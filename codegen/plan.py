@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnforge.codegen.spec import Spec
+from attnforge.codegen.spec import Direction, Spec
 
 
 class Infeasible(ValueError):
@@ -68,8 +68,10 @@ def make_plan(spec: Spec) -> Plan:
     """Plan of `spec`, or `Infeasible` with the reason."""
     if spec.problem.arch.family == "cpu":
         from attnforge.codegen.plan_cpu import make_plan as make
-    elif spec.problem.arch.family == "sm90a":
+    elif spec.problem.arch.family == "sm90a" and spec.problem.direction is Direction.FORWARD:
         from attnforge.codegen.plan_sm90 import make_plan as make
+    elif spec.problem.arch.family == "sm90a":
+        from attnforge.codegen.plan_sm90_backward import make_plan as make
     else:
         from attnforge.codegen.plan_sm80 import make_plan as make
     return make(spec)

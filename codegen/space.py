@@ -13,6 +13,7 @@ from attnforge.codegen.spec import (
     Problem,
     Sm80Backward,
     Sm80Forward,
+    Sm90Backward,
     Sm90Forward,
     Spec,
     Tuning,
@@ -86,7 +87,8 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
         forward = problem.direction is Direction.FORWARD
         yield from (space_cpu.forward if forward else space_cpu.backward)(problem)
     elif problem.arch.family == "sm90a":
-        yield from _hopper_forward(problem.head_dim)
+        forward = problem.direction is Direction.FORWARD
+        yield from (_hopper_forward if forward else _hopper_backward)(problem.head_dim)
     elif problem.direction is Direction.FORWARD:
         yield from (tuning for limit, tuning in FORWARD_GUESSES if problem.head_dim <= limit)
         for tile_m, tile_n, warps, stages, q_in_regs in product(
@@ -111,3 +113,12 @@ def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
     ):
         for q_in_regs in (False, True):
             yield Sm90Forward(tile_m, tile_n, stages, ping_pong, overlap, persistent, q_in_regs)
+
+
+def _hopper_backward(head_dim: int) -> Iterator[Tuning]:
+    tiles = (128, 64) if head_dim <= 80 else (64, 128)
+    # Ordered ones last: they are for deterministic=True, which takes the first deterministic candidate.
+    for ordered, tile_m, stages, stages_dout, overlap, split in product(
+        (False, True), tiles, (3, 2), (2, 1), (True, False), (False, True)
+    ):
+        yield Sm90Backward(tile_m, 128, stages, stages_dout, overlap, split, ordered)

@@ -133,7 +133,20 @@ class Sm90Forward:
     q_in_regs: bool = knob("q", "keep the fragments of Q in registers; its buffer is free for the next tile at once")
 
 
-Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward | Sm90Forward
+@dataclass(frozen=True)
+class Sm90Backward:
+    """Tuning of the Hopper backward kernel (one block owns a key tile and walks the query tiles)."""
+
+    tile_m: int = knob("m", "query rows per step of the main loop, 64 or 128")
+    tile_n: int = knob("n", "keys per block, 64 for each of two consumer warpgroups")
+    stages: int = knob("s", "shared-memory buffers for Q")
+    stages_dout: int = knob("t", "shared-memory buffers for dO")
+    overlap: bool = knob("v", "dS is computed while the product dV is still going on")
+    split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
+    ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
+
+
+Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward | Sm90Forward | Sm90Backward
 
 TUNINGS: dict[tuple[str, Direction], type[Tuning]] = {
     ("cpu", Direction.FORWARD): CpuForward,
@@ -141,6 +154,7 @@ TUNINGS: dict[tuple[str, Direction], type[Tuning]] = {
     ("sm80", Direction.FORWARD): Sm80Forward,
     ("sm80", Direction.BACKWARD): Sm80Backward,
     ("sm90a", Direction.FORWARD): Sm90Forward,
+    ("sm90a", Direction.BACKWARD): Sm90Backward,
 }
 
 

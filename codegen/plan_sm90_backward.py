@@ -1,0 +1,157 @@
+"""Plans of the Hopper backward: who computes what of dQ, shared memory, registers, and why a spec does not fit."""
+
+from __future__ import annotations
+
+from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
+from attnforge.codegen.plan_sm80 import SCHEDULE_THREADS, SHARED_LIMIT
+from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, panel_columns
+from attnforge.codegen.spec import Arch, DType, Mask, Sm90Backward, Spec
+
+CONSUMERS = 2  # warpgroups, 64 keys each
+# Addresses, loop counters, operands in flight: what a consumer uses beyond its tiles.
+REGISTERS_BESIDES = 24
+HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
+
+
+def make_plan(spec: Spec) -> Plan:
+    """Plan of a Hopper backward spec, or `Infeasible`."""
+    p, t = spec.problem, spec.tuning
+    assert isinstance(t, Sm90Backward)
+    if p.dtype is DType.FLOAT32:
+        raise Infeasible("dtype fp32: the sm90a kernels take bf16 or fp16")
+    if p.align != 16:
+        raise Infeasible(
+            f"align {p.align}: TMA needs rows that start at multiples of 16 bytes; sm90 takes this call"
+        )
+    if p.head_dim % 8 or not 16 <= p.head_dim <= 128:
+        raise Infeasible(
+            f"head_dim {p.head_dim}: the sm90a backward kernel takes multiples of 8 from 16 to 128"
+        )
+    if t.tile_m not in (64, 128):
+        raise Infeasible(f"tile_m {t.tile_m}: must be 64 or 128")
+    if t.tile_n != 64 * CONSUMERS:
+        raise Infeasible(f"tile_n {t.tile_n}: must be {64 * CONSUMERS}, 64 keys for each consumer warpgroup")
+    for name in ("stages", "stages_dout"):
+        if not 1 <= getattr(t, name) <= 4:
+            raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
+    if t.stages < 2:
+        raise Infeasible("stages 1: the next tile of Q arrives while this one is in use, which takes 2")
+    if t.split_heads and t.ordered:
+        raise Infeasible("ordered: with split_heads the sums of dK and dV have no fixed order")
+    return _plan(spec, t)
+
+
+def dq_widths(head_dim: int, tile_m: int) -> tuple[int, int]:
+    """Columns of dQ that the first and the second consumer compute, or `Infeasible`.
+
+    128 queries: each takes 64 rows and all columns. 64 queries: they share the columns, split where a panel starts
+    (an operand must not run across panels from within one); a panel of 64 can be cut in half.
+    """
+    if tile_m == 128:
+        return head_dim, head_dim
+    columns = panel_columns(head_dim)
+    panels = -(-head_dim // 16) * 16 // columns
+    if panels > 1:
+        first = -(-panels // 2) * columns
+    elif head_dim == 64:
+        first = 32
+    else:
+        raise Infeasible(
+            f"tile_m 64: the {head_dim} columns of dQ are one panel that two consumers cannot share"
+        )
+    return first, head_dim - first
+
+
+def live_registers(t: Sm90Backward, head_dim: int, dq_columns: int) -> int:
+    """Registers of a consumer thread that tiles take where most are live."""
+    scores, packed, sums, dq = t.tile_m // 2, t.tile_m // 4, head_dim, dq_columns // 2
+    gradient = sums + 2 * scores + (packed if t.overlap else 0)  # P, dP; P packed if dV is running
+    issue = sums + scores + 2 * packed  # the next S; P and dS packed
+    return max(gradient, issue, sums + scores + dq)
+
+
+def _plan(spec: Spec, t: Sm90Backward) -> Plan:
+    d = spec.problem.head_dim
+    padded = -(-d // 16) * 16
+    columns = panel_columns(d)
+    panels = padded // columns
+    widths = dq_widths(d, t.tile_m)
+    q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
+    if q_bytes % ALIGNMENT or kv_bytes % ALIGNMENT:
+        raise Infeasible(f"tiles of {q_bytes} and {kv_bytes} bytes: must be multiples of {ALIGNMENT} bytes")
+    ds_bytes, dq_bytes = t.tile_m * t.tile_n * 2, t.tile_m * d * 4
+    stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
+    barriers = 8 * (3 + 2 * (t.stages + t.stages_dout + CONSUMERS))
+    shared = 2 * kv_bytes + t.stages * (q_bytes + stat_bytes) + t.stages_dout * q_bytes
+    shared += 2 * ds_bytes + dq_bytes + barriers
+    limit = SHARED_LIMIT[Arch.SM90]
+    if shared > limit:
+        raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
+    producer_registers, consumer_registers = REGISTERS[CONSUMERS]
+    live = live_registers(t, d, widths[0])
+    if live > consumer_registers - REGISTERS_BESIDES:
+        over = live - consumer_registers + REGISTERS_BESIDES
+        raise Infeasible(f"registers: the tiles take {live} of a consumer thread, {over} more than fit")
+    whole = 1 if d % 16 else panels  # a row that is padded must be copied panel by panel
+    return Plan(
+        spec=spec,
+        template="sm90a/backward.cu.jinja",
+        suffix=".cu",
+        launches=_launches(spec, t, shared),
+        schedule=_schedule(spec, t),
+        owner="n",
+        registers=live + REGISTERS_BESIDES,
+        dq_accum=True,
+        dkv_accum=t.split_heads,
+        ordered=t.ordered,
+        deterministic=t.ordered,
+        tensor_maps=tuple(
+            TensorMap(name, columns, rows, whole)
+            for name, rows in (
+                ("q", t.tile_m),
+                ("dout", t.tile_m),
+                ("k", t.tile_n),
+                ("v", t.tile_n),
+                *(() if t.split_heads else (("dk", 64), ("dv", 64))),
+            )
+        ),
+        constants={
+            "type": "bf16" if spec.problem.dtype is DType.BFLOAT16 else "f16",
+            "padded": padded,
+            "columns": columns,
+            "panels": panels,
+            "copies": panels // whole,
+            "swizzle": SWIZZLE_CODE[columns * 2],
+            "dq_widths": widths,
+            "split_rows": t.tile_m == 128,
+            "uneven": widths[0] != widths[1],
+            "row_lanes": 1 << (d // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
+            "helper_threads": HELPER_THREADS,
+            "shared_bytes": shared,
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+        },
+    )
+
+
+def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
+    queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
+    launches = [
+        Launch(f"{spec.symbol}_prepare", queries, HELPER_THREADS),
+        Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared),
+        Launch(f"{spec.symbol}_finish", queries, HELPER_THREADS),
+    ]
+    if t.split_heads:
+        launches.append(Launch(f"{spec.symbol}_finish_dkv", ("tiles_n", "batch", "heads_kv"), HELPER_THREADS))
+    return tuple(launches)
+
+
+def _schedule(spec: Spec, t: Sm90Backward) -> tuple[Launch, ...]:
+    if spec.problem.mask is not Mask.SPANS:
+        return ()
+    launches = [
+        Launch(f"{spec.symbol}_{part}", ("tiles_n",), SCHEDULE_THREADS) for part in ("schedule", "order")
+    ]
+    if t.ordered:
+        launches.append(Launch(f"{spec.symbol}_turns", ("tiles_m",), SCHEDULE_THREADS))
+    return tuple(launches)
