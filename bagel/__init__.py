@@ -1,4 +1,4 @@
-"""BAGEL: its packed mask, its training packs and its models' attention heads."""
+"""BAGEL: its packed mask, its training packs, its models' attention heads, and the patch of its trainer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnforge.bagel.official import patch as patch
+    from attnforge.bagel.official import unpatch as unpatch
     from attnforge.bagel.packing import PackedMask as PackedMask
 
-__all__ = ["PackedMask"]
+__all__ = ["PackedMask", "patch", "unpatch"]
+
+_HOME = {
+    "PackedMask": "attnforge.bagel.packing",
+    "patch": "attnforge.bagel.official",
+    "unpatch": "attnforge.bagel.official",
+}
 
 
 def __getattr__(name: str) -> Any:
     # torch is imported at the first use of a name, not by `attnforge --help`.
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module 'attnforge.bagel' has no attribute {name!r}")
-    return getattr(importlib.import_module("attnforge.bagel.packing"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,303 @@
+"""attnforge.bagel.patch() on a stand-in with the official trainer's symbols and call patterns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import attnforge
+from attnforge.bagel import substitutes
+from attnforge.bagel.official import BAGEL, FLASH, QWEN, SIGLIP
+from attnforge.bagel.packing import visible_from_definition
+
+STANDIN = Path(__file__).parent / "bagel_standin"
+# Text, a ViT image (full), a clean image, text, a noise image; text and a noise image; padding.
+SAMPLES = [40, 21]
+SPLITS, MODES = [6, 9, 8, 5, 12, 9, 12], ["causal", "full", "full", "causal", "noise", "causal", "noise"]
+VIT, NOISE = list(range(6, 15)), [*range(28, 40), *range(49, 61)]
+PAD = 11
+TOKENS = sum(SAMPLES)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in on sys.path, not imported yet; afterwards everything is as before."""
+    monkeypatch.syspath_prepend(str(STANDIN))
+    before = set(sys.modules)
+    yield
+    attnforge.bagel.unpatch()
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("modeling", FLASH):
+            del sys.modules[name]
+
+
+def stock_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """flash-attn's function from torch's, a document at a time; equal lengths."""
+    outs = []
+    for start, end in pairwise(cu_seqlens_q.tolist()):
+        a, b, c = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """flash-attn as if it were installed."""
+    module = types.ModuleType(FLASH)
+    module.__spec__ = importlib.util.spec_from_loader(FLASH, None)
+    vars(module)["flash_attn_varlen_func"] = stock_varlen
+    monkeypatch.setitem(sys.modules, FLASH, module)
+    return module
+
+
+def batch(use_flex: bool, pad: int, with_vit: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    und = [i for i in range(TOKENS) if i not in NOISE and not (with_vit and i in VIT)]
+    data: dict[str, Any] = {
+        "sequence_length": TOKENS,
+        "packed_sequence": torch.randn(TOKENS, 64, generator=generator),
+        "sample_lens": list(SAMPLES),
+        "packed_position_ids": torch.arange(TOKENS),
+        "packed_text_indexes": torch.tensor(und),
+        "packed_vae_token_indexes": torch.tensor(NOISE),
+    }
+    if with_vit:
+        data["packed_vit_tokens"] = torch.randn(len(VIT), 64, generator=generator)
+        data["packed_vit_token_indexes"] = torch.tensor(VIT)
+        data["vit_token_seqlens"] = torch.tensor([4, 5])
+    if use_flex:
+        padding = [pad] if pad >= 0 else []
+        data["sample_lens"] = [*SAMPLES, *padding]
+        data["split_lens"], data["attn_modes"] = [*SPLITS, *padding], [*MODES, *["causal"] * len(padding)]
+    else:
+        data["nested_attention_masks"] = nested()
+    return data
+
+
+def nested() -> list[Tensor]:
+    visible = visible_from_definition(SAMPLES, SPLITS, MODES)
+    dense = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    first, second = SAMPLES
+    return [dense[:first, :first].clone(), dense[first:, first:].clone().reshape(second, second)]
+
+
+def train(model: Any, data: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        out = model(**data)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        loss = (out.float() * weights).square().mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    return importlib.import_module(BAGEL).Bagel().train()
+
+
+@pytest.mark.parametrize(
+    ("use_flex", "pad", "with_vit", "dtype", "tolerance"),
+    [
+        pytest.param(True, PAD, False, torch.float32, 1e-5, id="flex-fp32"),
+        pytest.param(True, 0, False, torch.float32, 1e-5, id="flex-fp32-empty-padding"),
+        pytest.param(True, -1, False, torch.float32, 1e-5, id="flex-fp32-no-padding"),
+        pytest.param(True, PAD, True, torch.bfloat16, 2e-2, id="flex-bf16"),
+        pytest.param(False, 0, True, torch.bfloat16, 2e-2, id="nested-bf16"),
+    ],
+)
+def test_training_is_the_same(
+    use_flex: bool, pad: int, with_vit: bool, dtype: torch.dtype, tolerance: float, flash_attn: object
+) -> None:
+    model = make_model()
+    data = batch(use_flex, pad, with_vit)
+    loss, gradients = train(model, data, dtype)
+    with attnforge.bagel.patch():
+        our_loss, ours = train(model, data, dtype)
+    again, _ = train(model, data, dtype)
+    assert again == loss
+    assert our_loss == pytest.approx(loss, rel=tolerance)
+    assert set(ours) == set(gradients)
+    assert any("vit_model" in name for name in ours) == with_vit
+    for name, gradient in gradients.items():
+        scale = max(gradient.abs().max().item(), 1e-3)
+        assert (ours[name] - gradient).abs().max().item() < tolerance * scale, name
+
+
+def test_ours_is_called_once_a_layer_without_padding_or_repeats(
+    flash_attn: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[Any, ...]] = []
+    built: list[int] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Any, **rest: Any) -> Any:
+        shapes.append((tuple(q.shape), tuple(k.shape), id(mask)))
+        return attnforge.attention(q, k, v, mask, **rest)
+
+    def packed(*args: Any, **rest: Any) -> attnforge.bagel.PackedMask:
+        built.append(1)
+        return attnforge.bagel.PackedMask(*args, **rest)
+
+    monkeypatch.setattr(substitutes, "attention", spy)
+    monkeypatch.setattr(substitutes, "PackedMask", packed)
+    model = make_model()
+    for use_flex in (True, False):
+        shapes.clear()
+        with attnforge.bagel.patch():
+            train(model, batch(use_flex, PAD, False), torch.bfloat16)
+        # Two layers, each computed again for its gradients, all with one mask.
+        assert len(shapes) == 4
+        assert len(set(shapes)) == 1
+        assert shapes[0][:2] == ((1, 4, TOKENS, 16), (1, 2, TOKENS, 16))
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_inference(causal: bool, flash_attn: object) -> None:
+    model = make_model().eval().language_model
+    x, lens = torch.randn(30, 64), torch.tensor([12, 18])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x, lens, causal)
+        with attnforge.bagel.patch():
+            ours = model(x, lens, causal)
+    assert not torch.equal(ours, x)
+    assert (ours - expected).abs().max() < 2e-2
+
+
+def snapshot() -> dict[tuple[str, str], Any]:
+    modules = [sys.modules[name] for name in (BAGEL, QWEN, SIGLIP)]
+    values = {(m.__name__, name): value for m in modules for name, value in vars(m).items()}
+    return values | {("Qwen2Model", k): v for k, v in vars(sys.modules[QWEN].Qwen2Model).items()}
+
+
+def changed(before: dict[tuple[str, str], Any]) -> set[str]:
+    return {name for (owner, name), value in snapshot().items() if before.get((owner, name)) is not value}
+
+
+def test_patching_twice_and_unpatching_twice_change_nothing(flash_attn: types.ModuleType) -> None:
+    make_model()
+    before = snapshot()
+    attnforge.bagel.unpatch()
+    outer = attnforge.bagel.patch()
+    patched = snapshot()
+    assert changed(before) == {
+        "create_sparse_mask",
+        "create_block_mask",
+        "pad_sequence",
+        "flex_attention",
+        "flash_attn_varlen_func",
+        "forward_train",
+    }
+    with attnforge.bagel.patch():
+        assert not changed(patched)
+    assert not changed(patched)  # the inner block did not patch, so it does not unpatch
+    assert sys.modules[FLASH] is flash_attn
+    assert flash_attn.flash_attn_varlen_func is stock_varlen
+    with outer:
+        pass
+    assert not changed(before)
+    attnforge.bagel.unpatch()
+    assert not changed(before)
+
+
+@pytest.mark.skipif(importlib.util.find_spec(FLASH) is not None, reason="flash-attn is installed")
+def test_flash_attn_is_satisfied_where_it_is_absent() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(QWEN)
+    with attnforge.bagel.patch():
+        assert importlib.util.find_spec(FLASH) is not None  # transformers asks
+        module: Any = importlib.import_module(FLASH)
+        assert module.flash_attn_varlen_func is attnforge.flash_attn_varlen_func
+        loss, _ = train(make_model(), batch(True, PAD, True), torch.bfloat16)
+        assert loss > 0
+    assert FLASH not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "message"),
+    [
+        (QWEN, "pad_sequence", None, "qwen2_navit.pad_sequence is missing"),
+        (QWEN, "pad_sequence", lambda tensor, size, side: tensor, "pad_sequence takes (tensor, size, side)"),
+        (BAGEL, "create_sparse_mask", lambda lens: lens, "create_sparse_mask takes (lens)"),
+        (
+            SIGLIP,
+            "SiglipFlashAttention2",
+            type("Other", (), {"forward": lambda self, x: x}),
+            "SiglipFlashAttention2.forward does not call flash_attn_varlen_func",
+        ),
+    ],
+)
+def test_an_unknown_version_is_left_alone(
+    module: str, name: str, value: Any, message: str, flash_attn: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model()
+    monkeypatch.setattr(sys.modules[module], name, value)
+    before = snapshot()
+    with pytest.raises(RuntimeError) as caught:
+        attnforge.bagel.patch()
+    assert message in str(caught.value)
+    assert "nothing is patched" in str(caught.value)
+    assert not changed(before)
+
+
+def test_without_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(STANDIN)])
+    with pytest.raises(RuntimeError, match=r"cannot import modeling\.bagel\.bagel"):
+        attnforge.bagel.patch()
+    assert not isinstance(sys.modules.get(FLASH), types.ModuleType)
+
+
+def test_dense_masks_become_spans_again() -> None:
+    pack = substitutes.from_dense(nested(), SAMPLES)
+    expected = attnforge.bagel.PackedMask(SAMPLES, SPLITS, MODES, "cpu")
+    mask = pack.mask(TOKENS)
+    assert torch.equal(mask.starts, expected.starts)
+    assert torch.equal(mask.ends, expected.ends)
+
+
+def test_long_dense_masks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = substitutes.from_dense(nested(), SAMPLES).mask(TOKENS)
+    monkeypatch.setattr(substitutes, "_COLUMNS", 7)
+    parts = substitutes.from_dense(nested(), SAMPLES).mask(TOKENS)
+    assert torch.equal(parts.starts, whole.starts)
+    assert torch.equal(parts.ends, whole.ends)
+
+
+def test_other_dense_masks_are_refused() -> None:
+    gap, bias = nested(), nested()
+    gap[0][20, 3] = -torch.inf
+    bias[1][20, 3] = -1.0
+    for masks in (gap, bias):
+        with pytest.raises(ValueError, match="a mask is not BAGEL's"):
+            substitutes.from_dense(masks, SAMPLES)
+    with pytest.raises(ValueError, match=r"do not fit sample_lens \[40, 20\]"):
+        substitutes.from_dense(nested(), [40, 20])
+
+
+def test_a_mask_from_before_the_patch_is_refused() -> None:
+    q = torch.randn(1, 2, 8, 8)
+    other: Any = object()
+    with pytest.raises(TypeError, match=r"^block_mask: got object"):
+        substitutes.flex_attention(q, q, q, block_mask=other)
+    with pytest.raises(TypeError, match=r"^mask_mod: got object"):
+        substitutes.create_block_mask(other)
+    pack = substitutes.create_sparse_mask([4, 4], [4, 4], ["full", "causal"], "cpu")
+    with pytest.raises(ValueError, match=r"^used: 6 real tokens end inside a sample"):
+        pack.mask(6)
+    with pytest.raises(ValueError, match=r"^sample_lens: 9 tokens"):
+        pack.mask(9)
