@@ -41,30 +41,26 @@ def make_plan(spec: Spec) -> Plan:
     return _plan(spec, t)
 
 
-def dq_widths(head_dim: int, tile_m: int) -> tuple[int, int]:
-    """Columns of dQ that the first and the second consumer compute, or `Infeasible`.
+def dq_columns(head_dim: int, tile_m: int) -> int:
+    """Columns of dQ that one consumer computes, or `Infeasible`.
 
     128 queries: each takes 64 rows and all columns. 64 queries: they share the columns, split where a panel starts
     (an operand must not run across panels from within one); a panel of 64 can be cut in half.
     """
     if tile_m == 128:
-        return head_dim, head_dim
+        return head_dim
     columns = panel_columns(head_dim)
     panels = -(-head_dim // 16) * 16 // columns
     if panels > 1:
-        first = -(-panels // 2) * columns
-    elif head_dim == 64:
-        first = 32
-    else:
-        raise Infeasible(
-            f"tile_m 64: the {head_dim} columns of dQ are one panel that two consumers cannot share"
-        )
-    return first, head_dim - first
+        return -(-panels // 2) * columns
+    if head_dim == 64:
+        return 32
+    raise Infeasible(f"tile_m 64: {head_dim} columns of dQ are one panel, which two consumers cannot share")
 
 
-def live_registers(t: Sm90Backward, head_dim: int, dq_columns: int) -> int:
+def live_registers(t: Sm90Backward, head_dim: int, columns: int) -> int:
     """Registers of a consumer thread that tiles take where most are live."""
-    scores, packed, sums, dq = t.tile_m // 2, t.tile_m // 4, head_dim, dq_columns // 2
+    scores, packed, sums, dq = t.tile_m // 2, t.tile_m // 4, head_dim, columns // 2
     gradient = sums + 2 * scores + (packed if t.overlap else 0)  # P, dP; P packed if dV is running
     issue = sums + scores + 2 * packed  # the next S; P and dS packed
     return max(gradient, issue, sums + scores + dq)
@@ -75,7 +71,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     padded = -(-d // 16) * 16
     columns = panel_columns(d)
     panels = padded // columns
-    widths = dq_widths(d, t.tile_m)
+    dq_part = dq_columns(d, t.tile_m)
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     if q_bytes % ALIGNMENT or kv_bytes % ALIGNMENT:
         raise Infeasible(f"tiles of {q_bytes} and {kv_bytes} bytes: must be multiples of {ALIGNMENT} bytes")
@@ -88,7 +84,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
-    live = live_registers(t, d, widths[0])
+    live = live_registers(t, d, dq_part)
     if live > consumer_registers - REGISTERS_BESIDES:
         over = live - consumer_registers + REGISTERS_BESIDES
         raise Infeasible(f"registers: the tiles take {live} of a consumer thread, {over} more than fit")
@@ -122,9 +118,9 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
             "panels": panels,
             "copies": panels // whole,
             "swizzle": SWIZZLE_CODE[columns * 2],
-            "dq_widths": widths,
+            "dq_columns": dq_part,
             "split_rows": t.tile_m == 128,
-            "uneven": widths[0] != widths[1],
+            "uneven": t.tile_m == 64 and 2 * dq_part != d,
             "row_lanes": 1 << (d // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
             "helper_threads": HELPER_THREADS,
             "shared_bytes": shared,
