@@ -6,10 +6,13 @@ A pack is samples (documents) laid end to end, each cut into splits with a mode:
 - `full` (clean image, ViT): a row sees its whole split, and everything earlier in its sample;
 - `noise` (image being denoised): as `full`, but later splits do not see it.
 
-For every order of modes the rows that see key j are one interval (the proof is in docs of the mask):
+For every order of modes the rows that see key j are one interval:
 
     starts[j] = j if its split is causal else first row of its split
     ends[j]   = end of its split if it is noise else end of its sample
+
+For rows from j on only noise hides j, and that from the end of its split on; rows before j see it only from its own
+split, and then all of them do.
 
 Example: one sample of a 2-token text, a 2-token noise image and a 1-token text:
 

@@ -97,7 +97,9 @@ struct Route {
 };
 
 struct RouteHash {
-    size_t operator()(const Route& r) const { return (r.sizes ^ r.kind * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u >> 7; }
+    size_t operator()(const Route& r) const {
+        return (r.sizes ^ r.kind * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u >> 7;
+    }
 };
 
 class Router {
@@ -108,7 +110,8 @@ public:
         const Route route{
             static_cast<uint64_t>(c.q.size(3)) << 32 | static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 | octave << 24 |
-                static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.mask) << 8 | deterministic * 2u | backward};
+                static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.mask) << 8 | deterministic * 2u |
+                backward};
         {
             const std::shared_lock lock(mutex_);
             const auto found = handles_.find(route);
@@ -148,9 +151,9 @@ inline const Variant& choose(const Call& c, bool backward, bool deterministic, i
     TORCH_CHECK_VALUE(v.backward == backward && v.dtype == c.q.scalar_type() && v.head_dim == c.q.size(3) &&
                           v.mask == c.mask && v.device == c.q.device() && align % v.align == 0 &&
                           (v.deterministic || !deterministic),
-                      "variant: ", v.name, " on ", v.device, " does not fit this call (", backward ? "bwd" : "fwd", ", ",
-                      c.q.scalar_type(), ", head_dim ", c.q.size(3), ", mask ", c.mask, ", rows aligned to ", align,
-                      " bytes, ", c.q.device(), deterministic ? ", deterministic" : "", ")");
+                      "variant: ", v.name, " on ", v.device, " does not fit this call (", backward ? "bwd" : "fwd",
+                      ", ", c.q.scalar_type(), ", head_dim ", c.q.size(3), ", mask ", c.mask, ", rows aligned to ",
+                      align, " bytes, ", c.q.device(), deterministic ? ", deterministic" : "", ")");
     return v;
 }
 

@@ -55,14 +55,6 @@ def choose(
     raise Infeasible(f"q: no {what}: {why_infeasible(last)}")
 
 
-def explain(
-    problem: Problem, group: int, size: int, device: torch.device, deterministic: bool = False
-) -> str:
-    """One line: what would run, and why. Errors as `choose`."""
-    choice = choose(problem, group, size, device, deterministic)
-    return f"{choice.spec.slug}: {choice.reason}"
-
-
 def _offers(problem: Problem, group: int, size: int, device: torch.device) -> Iterator[tuple[Spec, str]]:
     name = tables.device_name(device)
     for arch in kernels.targets(device):

@@ -99,9 +99,10 @@ ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const O
     return {out, lse};
 }
 
-BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out_any,
-                        const Tensor& lse_any, const OptionalTensor& starts, const OptionalTensor& ends, int64_t mask,
-                        std::optional<double> scale, bool deterministic, int64_t variant_handle) {
+BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Tensor& out_any, const Tensor& lse_any, const OptionalTensor& starts,
+                        const OptionalTensor& ends, int64_t mask, std::optional<double> scale, bool deterministic,
+                        int64_t variant_handle) {
     const Call call{q, k, v, starts, ends, mask, scale};
     if (!acceptable(call) || !acceptable_gradient(dout_any, out_any, lse_any, q)) {
         complain(call, dout_any, out_any, lse_any);
@@ -203,7 +204,8 @@ BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tens
                                  const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
                                  bool deterministic, int64_t variant) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !at::GradMode::is_enabled() || !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad()),
+        !at::GradMode::is_enabled() ||
+            !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad()),
         "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
     const at::AutoDispatchBelowADInplaceOrView below;
     return backward_op().call(dout, q, k, v, out, lse, starts, ends, mask, scale, deterministic, variant);
@@ -227,7 +229,8 @@ TORCH_LIBRARY(attnforge, m) {
     m.def("forward(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
           "bool deterministic=False, int variant=0) -> (Tensor out, Tensor lse)", tags);
     m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? starts, Tensor? ends, "
-          "int mask, float? scale, bool deterministic=False, int variant=0) -> (Tensor dq, Tensor dk, Tensor dv)", tags);
+          "int mask, float? scale, bool deterministic=False, int variant=0) -> (Tensor dq, Tensor dk, Tensor dv)",
+          tags);
     m.def("snapshot(Tensor x) -> Tensor", tags);
     // Called from C++, implemented in Python.
     m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
@@ -237,8 +240,8 @@ TORCH_LIBRARY(attnforge, m) {
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
           "int head_dim, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "
-          "bool dkv_accum, bool ordered, bool bounds, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, "
-          "int[] persistent, int launches, str[] mapped, int[] boxes) -> int");
+          "bool dkv_accum, bool ordered, bool bounds, bool deterministic, str[] symbols, str[] grids, int[] threads, "
+          "int[] shared_bytes, int[] persistent, int launches, str[] mapped, int[] boxes) -> int");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count() -> int", [] { return schedules().size(); });
     m.def("forget_schedules() -> ()", [] { schedules().clear(); });

@@ -20,9 +20,10 @@ struct TensorMapPlan {
 };
 
 inline TensorMapPlan parse_tensor_map(const std::string& tensor, unsigned columns, unsigned rows, unsigned panels) {
-#define ATTNFORGE_TENSOR(name, queries)                                                                             \
-    if (tensor == #name) {                                                                                          \
-        return {&Params::name, &Params::name##_batch, &Params::name##_head, &Params::name##_row, queries, columns, rows, panels}; \
+#define ATTNFORGE_TENSOR(name, queries)                                                                          \
+    if (tensor == #name) {                                                                                       \
+        return {&Params::name, &Params::name##_batch, &Params::name##_head, &Params::name##_row, queries, columns, \
+                rows, panels};                                                                                   \
     }
     ATTNFORGE_TENSOR(q, true)
     ATTNFORGE_TENSOR(k, false)
@@ -52,15 +53,17 @@ inline void encode(const std::vector<TensorMapPlan>& plans, const Params& p, int
         const uint64_t width = m.panels > 1 ? m.columns : head_dim;
         const uint64_t sizes[] = {width, seq, m.panels, heads, static_cast<uint64_t>(p.batch)};
         // The stride of an axis of size 1 is never used, but has to be acceptable.
-        const auto bytes = [](long long stride, uint64_t size) { return size > 1 ? static_cast<uint64_t>(stride) * 2 : 16; };
+        const auto bytes = [](long long stride, uint64_t size) {
+            return size > 1 ? static_cast<uint64_t>(stride) * 2 : 16;
+        };
         const uint64_t strides[] = {bytes(p.*m.row, seq), bytes(m.columns, m.panels), bytes(p.*m.head, heads),
                                     bytes(p.*m.batch, p.batch)};
         const unsigned box[] = {m.columns, m.rows, m.panels, 1, 1};
         const unsigned steps[] = {1, 1, 1, 1, 1};
         const int swizzle = m.columns == 64 ? 3 : m.columns == 32 ? 2 : 1;  // over 128, 64 or 32 bytes
-        driver().check(driver().tensor_map_encode(maps.bytes[i], dtype == at::kHalf ? kFloat16 : kBfloat16, 5, p.*m.data,
-                                                  sizes, strides, box, steps, kNoInterleave, swizzle, kPromotion128,
-                                                  kZeroFill),
+        const int type = dtype == at::kHalf ? kFloat16 : kBfloat16;
+        driver().check(driver().tensor_map_encode(maps.bytes[i], type, 5, p.*m.data, sizes, strides, box, steps,
+                                                  kNoInterleave, swizzle, kPromotion128, kZeroFill),
                        "cuTensorMapEncodeTiled");
     }
 }

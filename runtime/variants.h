@@ -142,8 +142,8 @@ public:
 
     const Variant& at(int64_t handle) {
         const std::shared_lock lock(mutex_);
-        TORCH_CHECK_VALUE(handle > 0 && handle <= static_cast<int64_t>(variants_.size()), "variant: got handle ", handle,
-                          ", expected 0 (dispatch) or one that attnforge.runtime.kernels.load returned");
+        TORCH_CHECK_VALUE(handle > 0 && handle <= static_cast<int64_t>(variants_.size()), "variant: got handle ",
+                          handle, ", expected 0 (dispatch) or one that attnforge.runtime.kernels.load returned");
         return variants_[handle - 1];
     }
 

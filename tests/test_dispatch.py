@@ -121,9 +121,9 @@ def test_tuned_first_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
     (entry,) = entries(CPU, 1)
     tables.save(tables.device_name(torch.device("cpu")), [entry], tmp_path)
-    assert dispatch.choose(CPU, 1, 100, torch.device("cpu")).spec == entry.spec
-    text = dispatch.explain(CPU, 1, 100, torch.device("cpu"))
-    assert text.startswith(f"{entry.spec.slug}: tuned as {entry.spec.slug} for 1024 rows, GQA ratio 7 (cpu-")
+    choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
+    assert choice.spec == entry.spec
+    assert choice.reason.startswith(f"tuned as {entry.spec.slug} for 1024 rows, GQA ratio 7 (cpu-")
 
 
 def test_new_table_takes_effect_after_forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

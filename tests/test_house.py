@@ -73,6 +73,12 @@ def test_every_file_has_a_docstring_and_postponed_annotations(path: Path) -> Non
         assert "__future__.annotations" in set(imports(tree))
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "runtime").glob("*.[ch]*")), ids=lambda path: path.name)
+def test_no_line_of_c_is_too_long(path: Path) -> None:
+    long = [n for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
+    assert not long
+
+
 def test_rendering_and_the_cache_need_no_torch() -> None:
     """Compiling ahead of time, listing the cache and the workers of a search start fast."""
     code = "import sys, attnforge.codegen.render, attnforge.runtime.cache; sys.exit('torch' in sys.modules)"
