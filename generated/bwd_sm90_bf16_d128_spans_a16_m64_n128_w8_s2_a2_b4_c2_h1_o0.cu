@@ -279,6 +279,31 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
     return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
 }
 
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take.
+constexpr long long kCacheBytes = 40 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose operands fit the L2 cache together; in a section
+// all heads' largest tiles come first.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = 1;
+    const long long bytes = 8LL * kHeadDim * p.seq_q;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), static_cast<long long>(heads) * p.batch));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_n) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_n;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
@@ -615,16 +640,17 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_prepare(con
     }
 }
 
-// Grid: tiles_n x batch x heads_q blocks, the q heads fastest.
+// Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int head = blockIdx.x % p.heads_q;
-    const int batch = blockIdx.x / p.heads_q % p.batch;
-    const int tile = owned_tile(p, blockIdx.x / (p.heads_q * p.batch));
+    const Place place = place_of(p, blockIdx.x);
+    const int head = place.head;
+    const int batch = place.batch;
+    const int tile = owned_tile(p, place.rank);
     const int head_kv = head / (p.heads_q / p.heads_kv);
     const int key0 = tile * kTileN;
     const int steps = visits(p, tile);

@@ -236,6 +236,31 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
     return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
 }
 
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that K and V of the heads in work may take.
+constexpr long long kCacheBytes = 32 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
+// all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = heads / p.heads_kv;  // q heads with the same K and V
+    const long long bytes = 4LL * kHeadDim * p.seq_k;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), static_cast<long long>(heads) * p.batch));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_m) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_m;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
@@ -483,16 +508,17 @@ __device__ __forceinline__ void store(const Params& p, const float (&o)[kFragsM]
     }
 }
 
-// Grid: tiles_m x batch x heads_q blocks, the heads fastest so that a group shares its K and V through the L2 cache.
+// Grid: tiles_m x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int head = blockIdx.x % p.heads_q;
-    const int batch = blockIdx.x / p.heads_q % p.batch;
-    const int tile = owned_tile(p, blockIdx.x / (p.heads_q * p.batch));
+    const Place place = place_of(p, blockIdx.x);
+    const int head = place.head;
+    const int batch = place.batch;
+    const int tile = owned_tile(p, place.rank);
     const int head_kv = head / (p.heads_q / p.heads_kv);
     const int query0 = tile * kTileM;
     const element* q = static_cast<const element*>(p.q) + batch * p.q_batch + head * p.q_head + query0 * p.q_row;

@@ -290,6 +290,31 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
     return index * 2 + ((index + 1) * kTileN > p.seq_k);
 }
 
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that K and V of the heads in work may take.
+constexpr long long kCacheBytes = 32 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
+// all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = heads / p.heads_kv;  // q heads with the same K and V
+    const long long bytes = 4LL * kHeadDim * p.seq_k;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), static_cast<long long>(heads) * p.batch));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_m) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_m;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
@@ -315,10 +340,10 @@ struct Work {
     int tile, head, batch;
 };
 
-// Work number `index`: the heads fastest, so that a group shares its K and V through the L2 cache; most work first.
+// Work number `index`.
 __device__ __forceinline__ Work work_at(const Params& p, int index) {
-    const int rank = index / (p.heads_q * p.batch);
-    return {owned_tile(p, rank), index % p.heads_q, index / p.heads_q % p.batch};
+    const Place place = place_of(p, index);
+    return {owned_tile(p, place.rank), place.head, place.batch};
 }
 
 // The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
