@@ -34,6 +34,7 @@ def selecting(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that choose what to run on; the command gets them as one `Selection`."""
 
     @click.option("--pack", multiple=True, help="pretrain/0, ... or full/4x8192, causal/2048; repeatable.")
+    @file_option("--packs", help="JSONL of attnforge.bagel.record: 3 of its packs, lightest to heaviest.")
     @click.option("--model", help="Attention heads: 7B, 1.5B, 0.5B or vit.")
     @click.option("--dtype", type=values(DType))
     @click.option("--direction", type=click.Choice(["fwd", "bwd", "both"]), default="both")
@@ -42,6 +43,7 @@ def selecting(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapped(
         pack: tuple[str, ...],
+        packs: Path | None,
         model: str | None,
         dtype: str | None,
         direction: str,
@@ -51,6 +53,10 @@ def selecting(command: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         from attnforge.bagel.selection import select
 
+        if packs is not None:
+            from attnforge.bagel.workloads import recorded
+
+            pack += recorded(packs)
         command(select(pack, model, dtype, direction, device, arch), **rest)
 
     return wrapped

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from attnforge.bagel.official import patch as patch
     from attnforge.bagel.official import unpatch as unpatch
     from attnforge.bagel.packing import PackedMask as PackedMask
+    from attnforge.bagel.recording import record as record
 
-__all__ = ["PackedMask", "patch", "unpatch"]
+__all__ = ["PackedMask", "patch", "record", "unpatch"]
 
 _HOME = {
     "PackedMask": "attnforge.bagel.packing",
     "patch": "attnforge.bagel.official",
+    "record": "attnforge.bagel.recording",
     "unpatch": "attnforge.bagel.official",
 }
 

@@ -43,8 +43,8 @@ SUITES = {
 def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case:
     """The case called `pack`: a workload ("pretrain/0") or a dense shape ("full/4x8192", "causal/2048").
 
-    With model "vit" a workload stands for its images in the vision encoder. Raises ValueError for names that
-    do not exist.
+    "packs.jsonl:7" is line 7 of a recorded file. With model "vit" a workload stands for its images in the
+    vision encoder. Raises ValueError for names that do not exist.
     """
     if model not in MODELS:
         raise ValueError(f"model: there is no {model!r}; models are {', '.join(MODELS)}")
@@ -54,7 +54,7 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
         make = full_case if match[1] == "full" else causal_case
         shape = (int(match[2] or 1), heads.heads_q, heads.heads_kv, int(match[3]), heads.head_dim)
         return make(name, shape, dtype, device)
-    if pack not in names():
+    if pack not in names() and ".jsonl:" not in pack:
         raise ValueError(
             f"pack: there is no {pack!r}; packs are {', '.join(names())}, "
             "or a dense shape such as full/4x8192 or causal/2048"

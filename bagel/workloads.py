@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from attnforge.bagel.packing import PackedMask
+
+_RECORDED = re.compile(r"(.+\.jsonl):([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,12 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """The pack called `name`, e.g. "pretrain/0"; ValueError lists the names if there is none."""
+    """The pack called `name`: "pretrain/0", or "FILE.jsonl:7" for line 7 of what attnforge.bagel.record wrote.
+
+    Raises ValueError if there is none, listing the names, or if the line is no pack.
+    """
+    if match := _RECORDED.fullmatch(name):
+        return _read_line(Path(match[1]), int(match[2]))
     try:
         return _table()[name]
     except KeyError:
@@ -57,6 +67,46 @@ def workload(name: str) -> Workload:
 def names() -> tuple[str, ...]:
     """Names of all packs, in the file's order."""
     return tuple(_table())
+
+
+def recorded(path: Path, count: int = 3) -> tuple[str, ...]:
+    """Names of up to `count` packs of a recorded file, evenly from the lightest to the heaviest by visible pairs.
+
+    Raises ValueError naming the line that is no pack, or the file if it has none.
+    """
+    if path.suffix != ".jsonl":
+        raise ValueError(
+            f"packs: {path} is not called *.jsonl, as a file of attnforge.bagel.record should be"
+        )
+    with path.open(encoding="utf-8") as lines:
+        size = sum(1 for _ in lines)
+    weights = [(_read_line(path, line).mask("cpu").pairs, line) for line in range(1, size + 1)]
+    if not weights:
+        raise ValueError(f"packs: {path} has no pack")
+    weights.sort()
+    chosen = (
+        {round(i * (size - 1) / max(count - 1, 1)) for i in range(count)} if count < size else range(size)
+    )
+    return tuple(f"{path}:{weights[i][1]}" for i in sorted(chosen))
+
+
+def _read_line(path: Path, line: int) -> Workload:
+    where = f"{path}:{line}"
+    try:
+        with path.open(encoding="utf-8") as lines:
+            text = next(islice(lines, line - 1, None))
+    except (OSError, StopIteration):
+        raise ValueError(f"pack: there is no line {where}") from None
+    try:
+        row = json.loads(text)
+        samples, splits, modes, images = (
+            tuple(row[name]) for name in ("sample_lens", "split_lens", "attn_modes", "vit_lens")
+        )
+        pack = Workload(where, samples, splits, modes, images, int(row["used"]), facts={})
+        pack.mask("cpu")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"pack: {where} is no pack of attnforge.bagel.record: {error!r}") from None
+    return pack
 
 
 @cache
