@@ -157,3 +157,19 @@ def test_wrong_shapes_are_named() -> None:
         attnforge.flash_attn_varlen_func(x, x, x, cu.long(), cu, 4, 4)
     with pytest.raises(ValueError, match=r"^cu_seqlens_k: got 2 entries"):
         attnforge.flash_attn_varlen_func(x, x, x, cu, bounds([7]), 7, 7)
+
+
+def test_compiled() -> None:
+    cu = bounds([3, 4])
+    q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+
+    def block(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
+        return attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, causal=True) * 2
+
+    expected = block(q, k, v, cu)
+    out = torch.compile(block, fullgraph=True, backend="aot_eager")(q, k, v, cu)
+    assert torch.equal(out, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+    ):
+        assert torch.equal(ours, theirs)

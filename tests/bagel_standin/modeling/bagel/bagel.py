@@ -15,14 +15,13 @@ from .siglip_navit import SiglipFlashAttention2
 def create_sparse_mask(
     document_lens: list[int], split_lens: list[int], attn_modes: list[str], device: torch.device
 ) -> Any:
-    lens = torch.tensor(split_lens)
-    kinds = enumerate(attn_modes)
-    whole = torch.tensor([i if mode in ("full", "noise") else -1 for i, mode in kinds]).repeat_interleave(
-        lens
-    )
-    kinds = enumerate(attn_modes)
-    noise = torch.tensor([i if mode == "noise" else -1 for i, mode in kinds]).repeat_interleave(lens)
-    document = torch.arange(len(document_lens)).repeat_interleave(torch.tensor(document_lens))
+    def expand(values: list[int], lens: list[int]) -> Tensor:
+        return torch.tensor(values).repeat_interleave(torch.tensor(lens)).to(device)
+
+    kinds = list(enumerate(attn_modes))
+    whole = expand([i if mode in ("full", "noise") else -1 for i, mode in kinds], split_lens)
+    noise = expand([i if mode == "noise" else -1 for i, mode in kinds], split_lens)
+    document = expand(list(range(len(document_lens))), document_lens)
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k

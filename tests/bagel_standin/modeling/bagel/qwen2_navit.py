@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, block_mask: Any) -> Tensor:
     """The official code calls torch's, which has no backward pass on a CPU: the same from its mask_mod."""
-    mask = create_mask(block_mask.mask_mod, 1, 1, q.shape[2], k.shape[2], device="cpu")
+    mask = create_mask(block_mask.mask_mod, 1, 1, q.shape[2], k.shape[2], device=str(q.device))
     return scaled_dot_product_attention(q, k, v, mask, enable_gqa=enable_gqa)
 
 
@@ -196,7 +196,8 @@ class Qwen2Model(nn.Module):
         packed_und_token_indexes: Tensor | None = None,
         packed_gen_token_indexes: Tensor | None = None,
     ) -> Tensor:
-        angles = packed_position_ids[:, None] / 10 ** torch.linspace(0, 1, self.head_dim)
+        powers = torch.linspace(0, 1, self.head_dim, device=packed_sequence.device)
+        angles = packed_position_ids[:, None] / 10**powers
         embeddings = (angles.cos().to(packed_sequence.dtype), angles.sin().to(packed_sequence.dtype))
         for layer in self.layers:
             out = checkpoint(
