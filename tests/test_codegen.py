@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,8 @@ PROBLEMS = [
     Problem(FORWARD, Arch.SM90A, DType.FLOAT16, 72, Mask.FULL),
     Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.SPANS),
 ]
+# Knobs with one feasible value so far.
+ONE_VALUE = {("sm90a", Direction.BACKWARD, "tile_n")}
 RENDERED = 40  # of a problem's candidates, evenly spread
 
 
@@ -82,7 +85,8 @@ def test_every_knob_changes_name_and_kernel(family: str, direction: Direction) -
     mine = [p for p in PROBLEMS if (p.arch.family, p.direction) == (family, direction)]
     for knob in fields(TUNINGS[family, direction]):
         pairs = [pair for pair in (changed(problem, knob.name) for problem in mine) if pair]
-        assert pairs, f"no two feasible variants differ in {knob.name} alone"
+        alone = (family, direction, knob.name) in ONE_VALUE
+        assert bool(pairs) != alone, f"no two feasible variants differ in {knob.name} alone"
         for one, two in pairs:
             assert one.slug != two.slug
             assert kernel(one) != kernel(two), f"{knob.name} changes only comments"
@@ -102,7 +106,7 @@ def changed(problem: Problem, knob: str) -> tuple[Spec, Spec] | None:
 
 def retuned(spec: Spec, knob: str, value: int) -> Spec | None:
     typed = bool(value) if isinstance(getattr(spec.tuning, knob), bool) else value
-    other = Spec(spec.problem, replace(spec.tuning, **{knob: typed}))
+    other = Spec(spec.problem, replace(spec.tuning, **{knob: typed}))  # type: ignore[arg-type]
     try:
         make_plan(other)
     except Infeasible:
@@ -110,7 +114,7 @@ def retuned(spec: Spec, knob: str, value: int) -> Spec | None:
     return other
 
 
-def kernel(spec: Spec) -> tuple[str, list[tuple[object, ...]]]:
+def kernel(spec: Spec) -> tuple[str, list[Any]]:
     """What the compiler sees and how it is launched, names apart."""
     source = render(spec)
     lines = (line.partition("//")[0].rstrip() for line in source.text.splitlines())
@@ -122,7 +126,7 @@ def test_fields_of_the_problem_change_the_name() -> None:
     problem = PROBLEMS[3]
     tuning = next(candidates(problem)).tuning
     others = [
-        replace(problem, **change)  # type: ignore[arg-type]
+        replace(problem, **change)
         for change in (
             {"arch": Arch.SM90},
             {"dtype": DType.FLOAT16},

@@ -21,14 +21,9 @@ CASES = [
     for direction, arch, head_dim in product(Direction, Arch, (64, 72, 128))
     if arch.is_gpu and (arch.family, direction) in TUNINGS
 ]
-# Bytes of stores and loads that ptxas of this release spills in the main kernel; nothing anywhere else.
-RELEASE = "release 13.0"
-SPILLS = {
-    (Arch.SM86, Direction.FORWARD, 128): 8,
-    (Arch.SM89, Direction.FORWARD, 128): 8,
-    (Arch.SM90, Direction.FORWARD, 128): 56,
-    (Arch.SM120, Direction.FORWARD, 64): 28,
-}
+# Bytes of stores and loads together that a main kernel which fills the register file may spill: ptxas 13.0 gives
+# 16 to 48 for the first choice of four targets and nothing for all others.
+SPILLED = 64
 # ptxas says these of wgmma it had to serialise. C7519 only adds an instruction to wait for registers.
 SERIALISED = re.compile(r"C75(?!19)\d\d")
 
@@ -63,12 +58,11 @@ def test_defaults_compile_cleanly(arch: Arch, direction: Direction, head_dim: in
     log, resources = compile_strictly(source, tmp_path)
     launches = (*source.plan.launches, *source.plan.schedule)
     assert resources.keys() == {launch.symbol for launch in launches}
-    known = RELEASE in toolchain.toolchain(arch).identity
     for launch in launches:
         used = resources[launch.symbol]
         assert used["registers"] * launch.threads <= 65536, launch.symbol
-        allowed = SPILLS.get((arch, direction, head_dim), 0) if launch.symbol == source.spec.symbol else 0
-        assert used["spill_bytes"] <= allowed or not known, launch.symbol
+        full = launch.symbol == source.spec.symbol and used["registers"] >= 128
+        assert used["spill_bytes"] <= (SPILLED if full else 0), launch.symbol
     assert not SERIALISED.search(log), log
 
 
