@@ -1,16 +1,16 @@
-// attnforge_fwd_sm90a_bf16_d128_full_a16_m128_n160_s2_p0_o1_r1_q0
+// attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s2_p0_o1_r1_q1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
-//     --set tile_m=128 --set tile_n=160 --set stages=2 --set ping_pong=0 --set
-//     overlap=1 --set persistent=1 --set q_in_regs=0
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
+//     16 --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0 --set
+//     overlap=1 --set persistent=1 --set q_in_regs=1
 //
 //   tile_m       128   query rows per tile, 64 for each consumer warpgroup
-//   tile_n       160   keys per step of the main loop
+//   tile_n       128   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
 //   ping_pong      0   consumer warpgroups take turns with the tensor cores
 //   overlap        1   softmax runs while the product P V of the step before is still going on
 //   persistent     1   one block per multiprocessor walks many tiles
-//   q_in_regs      0   keep the fragments of Q in registers; its buffer is free for the next tile at once
+//   q_in_regs      1   keep the fragments of Q in registers; its buffer is free for the next tile at once
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -88,7 +88,7 @@ struct TensorMaps {
 constexpr int kHeadDim = 128;
 constexpr int kPadded = 128;  // columns of a stored row
 constexpr int kTileM = 128;  // query rows of a tile
-constexpr int kTileN = 160;  // keys of a step
+constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kStages = 2;  // buffers of K and of V
@@ -112,7 +112,7 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 229456, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 196688, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -242,20 +242,28 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
+// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 
-// Warpgroup: S (64 x 160) = or += Q K^T over 16 columns of head_dim, both from shared memory.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
+// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, Q from registers.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], const unsigned (&a)[4], unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %82, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, %80, %81, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
-                 : "l"(a), "l"(b), "r"(add));
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
@@ -270,24 +278,28 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// ---- Mask: full ---------------------------------------------------------------------------
+// ---- Mask: causal ---------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`?
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+}
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return rank;
+    return p.tiles_m - 1 - rank;
 }
 
 // How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_n;
+    const int keys = (tile + 1) * kTileM + p.seq_k - p.seq_q;
+    return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
 }
 
 // Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return index * 2 + ((index + 1) * kTileN > p.seq_k);
+    const int keys = min(p.seq_k, tile * kTileM + 1 + p.seq_k - p.seq_q);
+    return index * 2 + ((index + 1) * kTileN > keys);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -395,13 +407,24 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
+// Warp: its 16 rows of Q as fragments of wgmma's A. `q` is where the rows of its warpgroup start.
+__device__ __forceinline__ void load_q(unsigned (&fragments)[kPadded / 16][4], unsigned q) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int step = 0; step < kPadded / 16; ++step) {
+        const int chunk = step % kStepsPerPanel * 2 + lane / 16;
+        ldmatrix(fragments[step], q + step / kStepsPerPanel * kTileM * kSpan + row * kSpan + ((chunk ^ twist) << 4));
+    }
+}
+
 // Warpgroup: start S = Q K^T.
-__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, unsigned k) {
-    const unsigned long long a = descriptor(q, 0, 8 * kSpan);
+__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], const unsigned (&q)[kPadded / 16][4], unsigned k) {
     const unsigned long long b = descriptor(k, 0, 8 * kSpan);
 #pragma unroll
     for (int step = 0; step < kPadded / 16; ++step) {
-        wgmma_scores(s, a + (step_offset(step, kTileM) >> 4), b + (step_offset(step, kTileN) >> 4), step > 0);
+        wgmma_scores(s, q[step], b + (step_offset(step, kTileN) >> 4), step > 0);
     }
 }
 
@@ -540,7 +563,7 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, int group) {
     const bool leader = threadIdx.x % 128 == 0;
     const unsigned q_rows = base + kOffsetQ + group * 64 * kSpan;  // its rows of every panel
-    const unsigned q = q_rows;
+    unsigned q[kPadded / 16][4];
     const unsigned out = base + kOffsetOut + group * 64 * kPadded * 2;
     const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     unsigned stage = 0;  // of K; V follows one step behind
@@ -562,6 +585,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
         barrier_wait(base + kFullQ, q_phase);
         q_phase ^= 1;
+        load_q(q, q_rows);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            barrier_arrive(base + kEmptyQ);
+        }
         barrier_wait(base + kFullK + stage * 8, phase);
         wgmma_fence();
         start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
@@ -615,9 +643,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             pack_scores(p_frags, s);
             rescale_out(o, factor);
         }
-        if (leader) {
-            barrier_arrive(base + kEmptyQ);
-        }
         barrier_wait(base + kFullV + stage * 8, phase);
         wgmma_fence();
         start_out(o, p_frags, base + kOffsetV + stage * kTileBytesN, count > 1);
@@ -644,14 +669,14 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_full_a16_m128_n160_s2_p0_o1_r1_q0(
+attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s2_p0_o1_r1_q1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
     const int group = threadIdx.x / 128;
     if (threadIdx.x == 0) {
         barrier_init(base + kFullQ, 1);
-        barrier_init(base + kEmptyQ, kConsumers);
+        barrier_init(base + kEmptyQ, kConsumers * 4);
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
             barrier_init(base + kEmptyK + i * 8, kConsumers);

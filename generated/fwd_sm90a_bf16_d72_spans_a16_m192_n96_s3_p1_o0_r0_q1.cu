@@ -1,0 +1,818 @@
+// attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n96_s3_p1_o0_r0_q1
+// Generated from templates/sm90a/forward.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 72 --mask spans --align 16
+//     --set tile_m=192 --set tile_n=96 --set stages=3 --set ping_pong=1 --set
+//     overlap=0 --set persistent=0 --set q_in_regs=1
+//
+//   tile_m       192   query rows per tile, 64 for each consumer warpgroup
+//   tile_n        96   keys per step of the main loop
+//   stages         3   shared-memory buffers for K and for V
+//   ping_pong      1   consumer warpgroups take turns with the tensor cores
+//   overlap        0   softmax runs while the product P V of the step before is still going on
+//   persistent     0   one block per multiprocessor walks many tiles
+//   q_in_regs      1   keep the fragments of Q in registers; its buffer is free for the next tile at once
+
+typedef unsigned short element;  // bf16, only ever moved as bits
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* dq_accum;  // (batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    int* tile_count;  // (tiles) visited tiles of each owned tile
+    int* tile_order;  // (tiles) owned tiles, the one with most work first
+    int* tile_list;  // (tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
+    float* dkv_accum;  // (2, batch, heads_kv, padded_k, head_dim) fp32 sums of dk and dv, kernel's order
+    int* turn;  // (tiles, list_stride) ordered dq sums: the turn of each visit
+    int* turns_taken;  // (batch, heads_q, tiles_m) ordered dq sums: how many visits have added
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T
+    float scale_log2;  // scale * log2(e)
+};
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// How the copy engine finds the tensors; encoded by the host for each call.
+struct TensorMaps {
+    TensorMap q, k, v, out;
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 72;
+constexpr int kPadded = 80;  // columns of a stored row, zeros past head_dim
+constexpr int kTileM = 192;  // query rows of a tile
+constexpr int kTileN = 96;  // keys of a step
+constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kStages = 3;  // buffers of K and of V
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
+constexpr int kColumns = 16;
+constexpr int kSpan = kColumns * 2;
+constexpr int kPanels = kPadded / kColumns;
+constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
+constexpr int kTileBytesM = kTileM * kPadded * 2;
+constexpr int kTileBytesN = kTileN * kPadded * 2;
+constexpr int kOffsetQ = 0;
+constexpr int kOffsetK = kOffsetQ + kTileBytesM;
+constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
+constexpr int kOffsetOut = kOffsetV + kStages * kTileBytesN;
+constexpr int kOffsetBounds = kOffsetOut + kTileBytesM;
+constexpr int kBoundsBytes = kTileN * 8;  // of the keys of a tile, where it is masked
+constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
+// Barriers: full = the tile has landed, empty = its consumers are done with it.
+constexpr int kFullQ = kOffsetBarriers;
+constexpr int kEmptyQ = kFullQ + 8;
+constexpr int kFullK = kEmptyQ + 8;
+constexpr int kEmptyK = kFullK + 8 * kStages;
+constexpr int kFullV = kEmptyK + 8 * kStages;
+constexpr int kEmptyV = kFullV + 8 * kStages;
+constexpr int kSharedBytes = kEmptyV + 8 * kStages;
+static_assert(kSharedBytes == 156016, "codegen/plan_sm90.py disagrees");
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: set up a barrier for `count` arrivals per phase.
+__device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Thread: make initialised barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Thread: arrive.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Thread: arrive and announce `bytes` of copies that must land before the phase ends.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Thread: start copying a box to shared memory; its bytes count towards `barrier`.
+__device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
+                                         int panel, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
+__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Thread: start copying a box from shared memory; elements outside the tensor are dropped.
+__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head,
+                                          int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(src), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Thread: close the group of stores issued since the last commit.
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Thread: wait until the sources of all its stores may be overwritten.
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Thread: order its shared-memory writes before later reads by TMA or wgmma.
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: close the group of wgmma issued since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: wait until at most 0 or 1 groups are in flight.
+__device__ __forceinline__ void wgmma_wait_all() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_wait_all_but_one() {
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
+// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
+template <int n>
+__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+
+// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Thread: 2^x, about 2 ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: log2(x).
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// Warp: the same for two matrices; lanes 0-15 give the addresses.
+__device__ __forceinline__ void stmatrix_half(unsigned address, unsigned r0, unsigned r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1) : "memory");
+}
+
+// Warpgroup: S (64 x 96) = or += Q K^T over 16 columns of head_dim, Q from registers.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], const unsigned (&a)[4], unsigned long long b,
+                                             int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %53, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, {%48, %49, %50, %51}, %52, add, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: O (64 x head_dim) = or += P V over 16 keys, P from registers, V as it lies in memory.
+__device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %41, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, {%36, %37, %38, %39}, %40, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// ---- Mask: spans ---------------------------------------------------------------------------
+
+// The queries that see key `key` are [x, y).
+__device__ __forceinline__ int2 span_of(const Params& p, int key) {
+    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+}
+
+// The query tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return __ldg(p.tile_order + rank);
+}
+
+// How many key tiles query tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return __ldg(p.tile_count + tile);
+}
+
+// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+}
+
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that K and V of the heads in work may take.
+constexpr long long kCacheBytes = 32 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
+// all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = heads / p.heads_kv;  // q heads with the same K and V
+    const long long bytes = 4LL * kHeadDim * p.seq_k;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), static_cast<long long>(heads) * p.batch));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_m) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_m;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
+
+constexpr int kScheduleThreads = 128;
+
+// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
+__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
+    const int first = query_tile * kTileM;
+    const int last = min(first + kTileM, p.seq_q);
+    bool some = false;
+    bool all = true;
+    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
+        const int2 span = span_of(p, key_tile * kTileN + i);
+        some |= max(span.x, first) < min(span.y, last);
+        all &= span.x <= first && span.y >= last;
+    }
+    if (!__any_sync(~0u, some)) {
+        return 0;
+    }
+    return __all_sync(~0u, all) ? 2 : 1;
+}
+
+// One block per owned tile: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n96_s3_p1_o0_r0_q1_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned some[kScheduleThreads / 32];
+    const int tile = blockIdx.x;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        unsigned some_bits = 0;
+        unsigned partial_bits = 0;
+        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_n; ++i) {
+            const int visited = base + warp * 32 + i;
+            const int kind = classify(p, tile, visited);
+            some_bits |= (kind != 0) << i;
+            partial_bits |= (kind == 1) << i;
+        }
+        if (lane == 0) {
+            some[warp] = some_bits;
+        }
+        __syncthreads();
+        int before = total;
+        for (int w = 0; w < kScheduleThreads / 32; ++w) {
+            before += w < warp ? __popc(some[w]) : 0;
+            total += __popc(some[w]);
+        }
+        if (some_bits >> lane & 1) {
+            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
+            const int visited = base + warp * 32 + lane;
+            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+}
+
+// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties. Also bounds.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n96_s3_p1_o0_r0_q1_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x;
+    const int work = p.tile_count[tile];
+    int rank = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_m ? p.tile_count[other] : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[rank] = tile;
+    }
+    int2* bounds = reinterpret_cast<int2*>(p.bounds);
+    for (int key = blockIdx.x * kScheduleThreads + threadIdx.x; key < p.padded_k; key += gridDim.x * kScheduleThreads) {
+        bounds[key] = span_of(p, key);
+    }
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
+
+// wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride) {
+    const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
+    const unsigned high = stride >> 4 | 3u << 30;
+    return static_cast<unsigned long long>(high) << 32 | low;
+}
+
+// Byte offset of k16 step `step` in a tile of `rows` rows whose columns are the reduced dimension.
+__device__ __forceinline__ constexpr int step_offset(int step, int rows) {
+    return step / kStepsPerPanel * rows * kSpan + step % kStepsPerPanel * 32;
+}
+
+// Thread: start copying the panels of a tile.
+__device__ __forceinline__ void load_tile(unsigned dst, const TensorMap& map, unsigned barrier, int row, int head,
+                                          int batch, int rows) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load(dst + panel * rows * kSpan, map, barrier, panel * kColumns, row, 0, head, batch);
+    }
+}
+
+// One piece of work: a query tile of a head.
+struct Work {
+    int tile, head, batch;
+};
+
+// Work number `index`.
+__device__ __forceinline__ Work work_at(const Params& p, int index) {
+    const Place place = place_of(p, index);
+    return {owned_tile(p, place.rank), place.head, place.batch};
+}
+
+// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
+// piece every time.
+__device__ __forceinline__ int work_index(const Params& p, int round) {
+    const int total = p.tiles_m * p.heads_q * p.batch;
+    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return index < total ? index : -1;
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
+
+// Thread: feed the consumers of this block.
+__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base) {
+    unsigned stage = 0;
+    unsigned phase = 0;    // of the K and V buffers
+    unsigned q_phase = 0;  // of the Q buffer
+    for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
+        const Work work = work_at(p, index);
+        const int head_kv = work.head / (p.heads_q / p.heads_kv);
+        const int count = visits(p, work.tile);
+        int entry = count > 0 ? visit(p, work.tile, 0) : 0;
+        for (int i = 0; i < count; ++i) {
+            const int key0 = (entry >> 1) * kTileN;
+            const int masked = entry & 1;
+            if (i + 1 < count) {
+                entry = visit(p, work.tile, i + 1);
+            }
+            barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
+            barrier_expect(base + kFullK + stage * 8, kTileBytesN + masked * kBoundsBytes);
+            if (masked) {
+                bulk_load(base + kOffsetBounds + stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
+                          base + kFullK + stage * 8);
+            }
+            load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
+                      work.batch, kTileN);
+            if (i == 0) {
+                barrier_wait(base + kEmptyQ, q_phase ^ 1);
+                barrier_expect(base + kFullQ, kTileBytesM);
+                load_tile(base + kOffsetQ, maps.q, base + kFullQ, work.tile * kTileM, work.head, work.batch, kTileM);
+                q_phase ^= 1;
+            }
+            barrier_wait(base + kEmptyV + stage * 8, phase ^ 1);
+            barrier_expect(base + kFullV + stage * 8, kTileBytesN);
+            load_tile(base + kOffsetV + stage * kTileBytesN, maps.v, base + kFullV + stage * 8, key0, head_kv,
+                      work.batch, kTileN);
+            if (++stage == kStages) {
+                stage = 0;
+                phase ^= 1;
+            }
+        }
+    }
+}
+
+// ---- Consumers -----------------------------------------------------------------------------------------------------
+
+// Warp: its 16 rows of Q as fragments of wgmma's A. `q` is where the rows of its warpgroup start.
+__device__ __forceinline__ void load_q(unsigned (&fragments)[kPadded / 16][4], unsigned q) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int twist = row / 4 % 2;
+#pragma unroll
+    for (int step = 0; step < kPadded / 16; ++step) {
+        const int chunk = step % kStepsPerPanel * 2 + lane / 16;
+        ldmatrix(fragments[step], q + step / kStepsPerPanel * kTileM * kSpan + row * kSpan + ((chunk ^ twist) << 4));
+    }
+}
+
+// Warpgroup: start S = Q K^T.
+__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], const unsigned (&q)[kPadded / 16][4], unsigned k) {
+    const unsigned long long b = descriptor(k, 0, 8 * kSpan);
+#pragma unroll
+    for (int step = 0; step < kPadded / 16; ++step) {
+        wgmma_scores(s, q[step], b + (step_offset(step, kTileN) >> 4), step > 0);
+    }
+}
+
+// Warpgroup: start O += P V; O is overwritten if `add` is 0.
+__device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsigned (&p)[kTileN / 16][4], unsigned v,
+                                          int add) {
+    const unsigned long long b = descriptor(v, kTileN * kSpan, 8 * kSpan);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+}
+
+// Warpgroup: hide what the mask hides; `row` is the thread's first query, `bounds` those of the tile's keys.
+__device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsigned bounds) {
+    const float hidden = __int_as_float(0xff800000);
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; i += 4) {
+        int start[2], end[2];
+        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(start[0]), "=r"(end[0]), "=r"(start[1]), "=r"(end[1])
+                     : "r"(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8));
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            s[i + c] = row >= start[c] && row < end[c] ? s[i + c] : hidden;
+            s[i + 2 + c] = row + 8 >= start[c] && row + 8 < end[c] ? s[i + 2 + c] : hidden;
+        }
+    }
+}
+
+// Statistics of the two query rows of a thread.
+struct Rows {
+    float top[2];  // maximum of S so far
+    float sum[2];  // of P so far, this thread's columns only
+};
+
+// Warpgroup: S becomes P relative to the new row maxima; returns what O must be multiplied by.
+__device__ __forceinline__ float2 softmax(float (&s)[kTileN / 2], Rows& rows, float scale_log2) {
+    const float empty = __int_as_float(0xff800000);
+    float rescale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float top = rows.top[half];
+#pragma unroll
+        for (int i = half * 2; i < kTileN / 2; i += 4) {
+            top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+        }
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        const float base = top == empty ? 0.0f : top * scale_log2;
+        rescale[half] = exp2_approx(rows.top[half] * scale_log2 - base);
+        rows.top[half] = top;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = half * 2; i < kTileN / 2; i += 4) {
+            s[i] = exp2_approx(s[i] * scale_log2 - base);
+            s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - base);
+            sum += s[i] + s[i + 1];
+        }
+        rows.sum[half] = rows.sum[half] * rescale[half] + sum;
+    }
+    return make_float2(rescale[0], rescale[1]);
+}
+
+// Thread: P in the registers and precision that wgmma takes as its A operand.
+__device__ __forceinline__ void pack_scores(unsigned (&p)[kTileN / 16][4], const float (&s)[kTileN / 2]) {
+#pragma unroll
+    for (int i = 0; i < kTileN / 4; ++i) {
+        p[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
+    }
+}
+
+// Thread: O times the factors of its two rows.
+__device__ __forceinline__ void rescale_out(float (&o)[kHeadDim / 2], float2 factor) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) {
+        o[i] *= i / 2 % 2 ? factor.y : factor.x;
+    }
+}
+
+// Warpgroup: write its 64 rows of O and their lse. `out` is its part of the staging buffer.
+__device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, const Work& work, const Rows& rows,
+                                      float (&o)[kHeadDim / 2], unsigned out, int group) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32 % 4;
+    const int query0 = work.tile * kTileM + group * 64;
+    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = rows.sum[half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const int row = query0 + warp * 16 + lane / 4 + half * 8;
+        if (lane % 4 == 0 && row < p.seq_q) {
+            const float ln2 = 0.6931471805599453f;
+            const float empty = __int_as_float(0xff800000);
+            lse[row] = sum == 0.0f ? empty : rows.top[half] * p.scale + log2_approx(sum) * ln2;
+        }
+    }
+    rescale_out(o, make_float2(inverse[0], inverse[1]));
+    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
+    const int row = warp * 16 + lane % 16;
+    const int twist = row / 4 % 2;
+#pragma unroll
+    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
+        const int chunk = i / 4 % (kColumns / 8) + lane / 16;
+        const unsigned target = out + i * 2 / kColumns * 64 * kSpan + row * kSpan + ((chunk ^ twist) << 4);
+        stmatrix(target, pack(o[i], o[i + 1]), pack(o[i + 2], o[i + 3]), pack(o[i + 4], o[i + 5]),
+                 pack(o[i + 6], o[i + 7]));
+    }
+    {
+        constexpr int i = kHeadDim / 2 - 4;
+        constexpr int chunk = i / 4 % (kColumns / 8);
+        const unsigned target = out + i * 2 / kColumns * 64 * kSpan + row * kSpan + ((chunk ^ twist) << 4);
+        stmatrix_half(target, pack(o[i], o[i + 1]), pack(o[i + 2], o[i + 3]));
+    }
+    proxy_fence();
+    named_sync(kStoreOfFirst + group, 128);
+    if (threadIdx.x % 128 == 0 && query0 < p.seq_q) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            tma_store(maps.out, out + panel * 64 * kSpan, panel * kColumns, query0, 0, work.head, work.batch);
+        }
+        tma_store_commit();
+    }
+}
+
+// Warpgroup: a tile whose rows see nothing.
+__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int group) {
+    const int query0 = work.tile * kTileM + group * 64;
+    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
+    for (int i = threadIdx.x % 128; i < 64 * kHeadDim / 8; i += 128) {
+        const int row = query0 + i / (kHeadDim / 8);
+        if (row < p.seq_q) {
+            *reinterpret_cast<uint4*>(out + row * p.out_row + i % (kHeadDim / 8) * 8) = make_uint4(0, 0, 0, 0);
+        }
+    }
+    const int row = query0 + threadIdx.x % 128;
+    if (threadIdx.x % 128 < 64 && row < p.seq_q) {
+        lse[row] = __int_as_float(0xff800000);
+    }
+}
+
+// Warpgroup: work through the tiles of this block.
+__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, int group) {
+    const bool leader = threadIdx.x % 128 == 0;
+    const unsigned q_rows = base + kOffsetQ + group * 64 * kSpan;  // its rows of every panel
+    unsigned q[kPadded / 16][4];
+    const unsigned out = base + kOffsetOut + group * 64 * kPadded * 2;
+    const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    unsigned stage = 0;  // of K; V follows one step behind
+    unsigned phase = 0;
+    unsigned q_phase = 0;
+    if (group == kConsumers - 1) {
+        named_arrive(kTurnOfFirst, 256);
+    }
+    for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
+        const Work work = work_at(p, index);
+        const int count = visits(p, work.tile);
+        if (count == 0) {
+            store_empty(p, work, group);
+            continue;
+        }
+        const int row = work.tile * kTileM + row_in_tile;
+        int entry = visit(p, work.tile, 0);
+        Rows rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f} };
+        float s[kTileN / 2];
+        float o[kHeadDim / 2];
+        unsigned p_frags[kTileN / 16][4];
+
+        barrier_wait(base + kFullQ, q_phase);
+        q_phase ^= 1;
+        load_q(q, q_rows);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            barrier_arrive(base + kEmptyQ);
+        }
+        barrier_wait(base + kFullK + stage * 8, phase);
+        wgmma_fence();
+        start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+        wgmma_commit();
+        wgmma_wait_all();
+        accumulator_fence(s);
+        // Apply the mask where there is any, and hand the buffer of K back.
+        if (entry & 1) {
+            apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
+            __syncwarp();
+        }
+        if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+            barrier_arrive(base + kEmptyK + stage * 8);
+        }
+
+        softmax(s, rows, p.scale_log2);
+        pack_scores(p_frags, s);
+
+        for (int i = 1; i < count; ++i) {
+            entry = visit(p, work.tile, i);
+            const unsigned v_stage = stage;
+            const unsigned v_phase = phase;
+            if (++stage == kStages) {
+                stage = 0;
+                phase ^= 1;
+            }
+            barrier_wait(base + kFullK + stage * 8, phase);
+            named_sync(kTurnOfFirst + group, 256);
+            wgmma_fence();
+            start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+            wgmma_commit();
+            barrier_wait(base + kFullV + v_stage * 8, v_phase);
+            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
+            wgmma_commit();
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+            wgmma_wait_all_but_one();  // S is complete, P V may still run
+            accumulator_fence(s);
+            // Apply the mask where there is any, and hand the buffer of K back.
+            if (entry & 1) {
+                apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
+                __syncwarp();
+            }
+            if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+                barrier_arrive(base + kEmptyK + stage * 8);
+            }
+
+            const float2 factor = softmax(s, rows, p.scale_log2);
+            wgmma_wait_all();
+            accumulator_fence(o);
+            if (leader) {
+                barrier_arrive(base + kEmptyV + v_stage * 8);
+            }
+            pack_scores(p_frags, s);
+            rescale_out(o, factor);
+        }
+        barrier_wait(base + kFullV + stage * 8, phase);
+        wgmma_fence();
+        start_out(o, p_frags, base + kOffsetV + stage * kTileBytesN, count > 1);
+        wgmma_commit();
+        wgmma_wait_all();
+        accumulator_fence(o);
+        if (leader) {
+            barrier_arrive(base + kEmptyV + stage * 8);
+            tma_store_wait();  // of the previous tile: its staging buffer is free
+        }
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+        named_sync(kStoreOfFirst + group, 128);
+        store(p, maps, work, rows, o, out, group);
+    }
+    if (leader) {
+        tma_store_wait();
+    }
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------------------
+
+// Grid: tiles_m x batch x heads_q pieces of work, a block each.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n96_s3_p1_o0_r0_q1(
+    const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    const int group = threadIdx.x / 128;
+    if (threadIdx.x == 0) {
+        barrier_init(base + kFullQ, 1);
+        barrier_init(base + kEmptyQ, kConsumers * 4);
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(base + kFullK + i * 8, 1);
+            barrier_init(base + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(base + kFullV + i * 8, 1);
+            barrier_init(base + kEmptyV + i * 8, kConsumers);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        if (threadIdx.x == 0) {
+            produce(p, maps, base);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+        consume(p, maps, base, group - 1);
+    }
+}
