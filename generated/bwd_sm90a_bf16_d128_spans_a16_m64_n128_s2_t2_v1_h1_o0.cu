@@ -374,7 +374,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
-    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), static_cast<long long>(heads) * p.batch));
+    const long long planes = static_cast<long long>(heads / together) * p.batch;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
     const int first = index / (section * p.tiles_n) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower

@@ -156,6 +156,9 @@ def test_new_table_takes_effect_after_forget(tmp_path: Path, monkeypatch: pytest
         ({"align": 8}, Arch.SM90, "align 8: TMA needs rows that start at multiples of 16 bytes"),
         ({"align": 2}, Arch.SM90, "align 2: TMA needs"),
         ({"head_dim": 8}, Arch.SM90, "head_dim 8: the sm90a forward kernel takes multiples of 8 from 16"),
+        ({"direction": Direction.BACKWARD}, Arch.SM90A, ""),
+        ({"direction": Direction.BACKWARD, "align": 8}, Arch.SM90, "align 8: TMA needs"),
+        ({"direction": Direction.BACKWARD, "head_dim": 8}, Arch.SM90, "head_dim 8: the sm90a backward"),
     ],
 )
 def test_hopper_passes_on_what_it_cannot(
@@ -171,6 +174,8 @@ def test_hopper_passes_on_what_it_cannot(
     monkeypatch.setattr(tables, "device_name", lambda device: H200)
     monkeypatch.setattr(kernels, "targets", lambda device: (Arch.SM90A, Arch.SM90))
     hopper = replace(PROBLEM, arch=Arch.SM90A)
+    change = dict(change)
+    hopper = replace(hopper, direction=change.pop("direction", hopper.direction))
     for saved in ([], entries(hopper, 1)):
         tables.save(H200, saved, tmp_path)
         with caplog.at_level(logging.DEBUG, logger="attnforge"):
