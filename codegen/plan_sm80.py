@@ -87,7 +87,7 @@ def _forward(spec: Spec, t: Sm80Forward) -> Plan:
         template="sm80/forward.cu.jinja",
         suffix=".cu",
         launches=(Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), t.warps * 32, shared),),
-        schedule=_schedule(spec, "tiles_m"),
+        schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         registers=registers + REGISTERS_BESIDES,
         deterministic=True,
@@ -152,7 +152,7 @@ def _backward(spec: Spec, t: Sm80Backward) -> Plan:
         template="sm80/backward.cu.jinja",
         suffix=".cu",
         launches=tuple(launches),
-        schedule=_schedule(spec, "tiles_n", ("turns",) if t.ordered else ()),
+        schedule=schedule_launches(spec, "tiles_n", t.ordered),
         owner="n",
         registers=registers + REGISTERS_BESIDES,
         dq_accum=True,
@@ -163,13 +163,12 @@ def _backward(spec: Spec, t: Sm80Backward) -> Plan:
     )
 
 
-def _schedule(spec: Spec, tiles: str, more: tuple[str, ...] = ()) -> tuple[Launch, ...]:
+def schedule_launches(spec: Spec, tiles: str, ordered: bool = False) -> tuple[Launch, ...]:
+    """Launches of templates/gpu/schedule.cuh.jinja, a block per owned tile; `ordered` adds one per query tile."""
     if spec.problem.mask is not Mask.SPANS:
         return ()
-    launches = [Launch(f"{spec.symbol}_{part}", (tiles,), SCHEDULE_THREADS) for part in ("schedule", "order")]
-    # One block per tile of the other kind.
-    launches += [Launch(f"{spec.symbol}_{part}", ("tiles_m",), SCHEDULE_THREADS) for part in more]
-    return tuple(launches)
+    parts = [("schedule", tiles), ("order", tiles)] + ([("turns", "tiles_m")] if ordered else [])
+    return tuple(Launch(f"{spec.symbol}_{part}", (size,), SCHEDULE_THREADS) for part, size in parts)
 
 
 def _require_positive(*values: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
-from attnforge.codegen.plan_sm80 import SCHEDULE_THREADS, SHARED_LIMIT
+from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
 from attnforge.codegen.spec import Arch, DType, Mask, Sm90Forward, Spec
 
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
@@ -81,10 +81,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         template="sm90a/forward.cu.jinja",
         suffix=".cu",
         launches=(Launch(spec.symbol, grid, threads, shared, persistent=t.persistent),),
-        schedule=tuple(
-            Launch(f"{spec.symbol}_{part}", ("tiles_m",), SCHEDULE_THREADS)
-            for part in (("schedule", "order") if spans else ())
-        ),
+        schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         registers=live + REGISTERS_BESIDES,
         deterministic=True,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
-from attnforge.codegen.plan_sm80 import SCHEDULE_THREADS, SHARED_LIMIT
+from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
 from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, panel_columns
-from attnforge.codegen.spec import Arch, DType, Mask, Sm90Backward, Spec
+from attnforge.codegen.spec import Arch, DType, Sm90Backward, Spec
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 # Addresses, loop counters, operands in flight: what a consumer uses beyond its tiles.
@@ -94,7 +94,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         template="sm90a/backward.cu.jinja",
         suffix=".cu",
         launches=_launches(spec, t, shared),
-        schedule=_schedule(spec, t),
+        schedule=schedule_launches(spec, "tiles_n", t.ordered),
         owner="n",
         registers=live + REGISTERS_BESIDES,
         dq_accum=True,
@@ -139,15 +139,4 @@ def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
     ]
     if t.split_heads:
         launches.append(Launch(f"{spec.symbol}_finish_dkv", ("tiles_n", "batch", "heads_kv"), HELPER_THREADS))
-    return tuple(launches)
-
-
-def _schedule(spec: Spec, t: Sm90Backward) -> tuple[Launch, ...]:
-    if spec.problem.mask is not Mask.SPANS:
-        return ()
-    launches = [
-        Launch(f"{spec.symbol}_{part}", ("tiles_n",), SCHEDULE_THREADS) for part in ("schedule", "order")
-    ]
-    if t.ordered:
-        launches.append(Launch(f"{spec.symbol}_turns", ("tiles_m",), SCHEDULE_THREADS))
     return tuple(launches)
