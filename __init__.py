@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnforge import bagel as bagel
+    from attnforge.runtime.context_parallel import context_parallel as context_parallel
     from attnforge.runtime.dropins import flash_attn_func as flash_attn_func
     from attnforge.runtime.dropins import flash_attn_varlen_func as flash_attn_varlen_func
     from attnforge.runtime.masks import Causal as Causal
@@ -26,6 +27,7 @@ __all__ = [
     "Spans",
     "attention",
     "bagel",
+    "context_parallel",
     "disable",
     "enable",
     "flash_attn_func",
@@ -37,6 +39,7 @@ _HOME = {
     "attention": "attnforge.runtime.ops",
     "Causal": "attnforge.runtime.masks",
     "Spans": "attnforge.runtime.masks",
+    "context_parallel": "attnforge.runtime.context_parallel",
     "disable": "attnforge.runtime.sdpa",
     "enable": "attnforge.runtime.sdpa",
     "sdpa": "attnforge.runtime.sdpa",

@@ -1,0 +1,160 @@
+"""Context parallelism on 2, 4, ... GPUs of one machine: equal to one GPU, and how the time scales.
+
+    torchrun --standalone --nproc-per-node gpu benchmarks/context_parallel.py
+
+BAGEL-7B's attention (28/4/128, bf16): the pack pretrain/0, and real samples of more packs up to 131072 tokens. One
+row a (length, GPUs, arguments): milliseconds forward and forward + backward, the slowest rank's; speed-up over one
+GPU of the same run; the rank's peak memory; the largest difference of out, dq, dk, dv from one GPU's, as a part of
+their RMS.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnforge
+from attnforge.bagel.workloads import workload
+
+HEADS_Q, HEADS_KV, DIM = 28, 4, 128
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"pieces": 1},
+    {"pieces": 2},
+    {"pieces": 4},
+    {"pieces": 1, "heads": 1},
+)
+REPEATS = 10
+
+
+def long_pack(tokens: int) -> attnforge.bagel.PackedMask:
+    """Samples of pretrain/0, 1, ... without their padding, until the next does not fit; then padding."""
+    samples: list[int] = []
+    splits: list[int] = []
+    modes: list[str] = []
+    for seed in range(4):
+        pack = workload(f"pretrain/{seed}")
+        first = 0
+        for size in pack.sample_lens[:-1]:
+            last, covered = first, 0
+            while covered < size:
+                covered += pack.split_lens[last]
+                last += 1
+            if sum(samples) + size <= tokens:
+                samples.append(size)
+                splits += pack.split_lens[first:last]
+                modes += pack.attn_modes[first:last]
+            first = last
+    used = sum(samples)
+    rest = [tokens - used] if used < tokens else []
+    return attnforge.bagel.PackedMask(
+        [*samples, *rest], [*splits, *rest], [*modes, *["causal"] * len(rest)], "cuda", used=used
+    )
+
+
+def draw(tokens: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
+    return [
+        torch.randn(tokens, h, DIM, generator=generator, device="cuda", dtype=torch.bfloat16).transpose(0, 1)[
+            None
+        ]
+        for h in heads
+    ]
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Of one call, the slowest rank's mean; ranks start together."""
+    for _ in range(2):
+        call()
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(REPEATS):
+        call()
+    torch.cuda.synchronize()
+    spent = torch.tensor((time.perf_counter() - begin) / REPEATS * 1e3, device="cuda")
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def measure(
+    attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any
+) -> tuple[float, float, float, list[Tensor]]:
+    """(ms forward, ms forward + backward, GiB at most, out and gradients)."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+
+    def both() -> list[Tensor]:
+        out = attend(q, k, v, mask)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(q, k, v, mask)
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = both()
+    memory = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return milliseconds(forward), milliseconds(both), memory, results
+
+
+def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Largest over the tensors of RMS(a - b) / RMS(b), over all ranks."""
+    parts = [
+        ((a.float() - b.float()).square().sum(), b.float().square().sum())
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    sums = torch.stack([torch.stack(pair) for pair in parts])
+    dist.all_reduce(sums)
+    return float((sums[:, 0] / sums[:, 1]).sqrt().max())
+
+
+def main() -> None:
+    local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
+    rank = dist.get_rank()
+    if rank == 0:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
+        print("| tokens | GPUs | arguments | fwd ms | fwd+bwd ms | speed-up fwd | both | GiB | difference |")
+        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    sizes = [size for size in (2, 4, 8) if world % size == 0]
+    meshes = {
+        size: init_device_mesh("cuda", (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
+        for size in sizes
+    }
+    for tokens, mask in ((36864, workload("pretrain/0").mask("cuda")), (131072, long_pack(131072))):
+        whole = draw(tokens)
+        one = measure(attnforge.attention, whole, mask)
+        if rank == 0:
+            print(f"| {tokens} | 1 | | {one[0]:.2f} | {one[1]:.2f} | | | {one[2]:.2f} | |", flush=True)
+        for size, mesh in meshes.items():
+            for arguments in ARGUMENTS:
+                cp = attnforge.context_parallel(mesh, **arguments)
+                shards = [cp.shard(x, dim=2).clone() for x in whole]
+                ours = measure(cp, shards, mask)
+                wrong = difference(ours[3], [cp.shard(x, dim=2) for x in one[3]])
+                if rank == 0:
+                    text = ", ".join(f"{name}={value}" for name, value in arguments.items())
+                    print(
+                        f"| {tokens} | {size} | {text} | {ours[0]:.2f} | {ours[1]:.2f} | {one[0] / ours[0]:.2f} | "
+                        f"{one[1] / ours[1]:.2f} | {ours[2]:.2f} | {wrong:.1e} |",
+                        flush=True,
+                    )
+                if wrong > 1e-2:
+                    raise SystemExit(
+                        f"rank {rank}: {tokens} tokens on {size} GPUs, {arguments}: off by {wrong}"
+                    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Attention over a sequence that is split over the ranks of a device mesh: `context_parallel`.
+
+Rank i of W holds rows [i n, (i + 1) n) of q, k and v. With U = gcd(W, key heads) and R = W / U:
+
+- one all-to-all among U ranks turns "all heads of some rows" into "some heads of all their rows", for q, k and v
+  before the kernel and for its output behind it;
+- where the heads do not suffice (R > 1), an all-gather of k and v among R ranks completes the keys, and each of the
+  R computes the rows of its own all-to-all group. Which U ranks form a group is chosen so that early and late rows
+  are mixed: under a causal mask all have the same work.
+
+A mask stays what it is. Queries keep their order in every group, so an interval of queries remains one; keys only
+change places, and spans are per key. Exchanges run beside the kernels: heads go in `pieces`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnforge.runtime import ops
+from attnforge.runtime.exchange import Attention, Call, all_gather
+from attnforge.runtime.masks import Spans
+from attnforge.runtime.shards import Layout, local_plain, local_spans, make_layout
+
+
+def context_parallel(
+    device_mesh: DeviceMesh, *, heads: int | None = None, pieces: int = 2
+) -> ContextParallel:
+    """Attention over sequences that are sharded over a one-dimensional `device_mesh` (or `mesh["cp"]`).
+
+        cp = attnforge.context_parallel(mesh)         # once; every rank of the mesh
+        x = cp.shard(x, dim=0)                        # this rank's rows of a pack; padded if they do not divide
+        out = cp.attention(q, k, v, mask)             # shards in, shard out; the mask is the whole pack's
+
+    heads: ranks that share the heads (U above), a divisor of the mesh size and of the key heads; 1 only gathers
+        keys. None: as many as there can be.
+    pieces: exchanges and kernels overlap in up to this many portions of the heads; 1 does not overlap.
+    Raises ValueError for a mesh of more dimensions and for numbers that do not divide.
+    """
+    return ContextParallel(device_mesh, heads, pieces)
+
+
+class ContextParallel:
+    """What `context_parallel` returns: `attention` on shards, `shard` and `gather` for everything else."""
+
+    def __init__(self, device_mesh: DeviceMesh, heads: int | None, pieces: int) -> None:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh: got {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}, expected one; "
+                "pass a dimension of it, mesh['cp']"
+            )
+        self._group = device_mesh.get_group()
+        self.world, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        if heads is not None and (heads < 1 or self.world % heads):
+            raise ValueError(f"heads: got {heads}, expected a divisor of the {self.world} ranks of the mesh")
+        if pieces < 1:
+            raise ValueError(f"pieces: got {pieces}, expected at least 1")
+        self._heads, self._pieces = heads, pieces
+        self._layouts: dict[int, Layout] = {}
+        self._masks: weakref.WeakKeyDictionary[Spans, tuple[Any, Spans]] = weakref.WeakKeyDictionary()
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's rows of the whole `x`: ceil(S / W) along `dim`, zeros where the last ranks have none."""
+        total = x.shape[dim]
+        rows = -(-total // self.world)
+        begin = min(self.rank * rows, total)
+        mine = x.narrow(dim, begin, min(rows, total - begin))
+        missing = rows - mine.shape[dim]
+        if not missing:
+            return mine
+        zeros = mine.new_zeros([missing if i == dim % x.dim() else size for i, size in enumerate(mine.shape)])
+        return torch.cat([mine, zeros], dim)
+
+    def gather(self, x: Tensor, dim: int = 0, total: int | None = None) -> Tensor:
+        """The whole of what `shard` cut, on every rank, for a look at it: no gradients flow.
+
+        total: rows of the whole; without it the padding stays.
+        """
+        with torch.no_grad():
+            first = x.movedim(dim, 0).contiguous()
+            whole = first.new_empty(self.world * first.shape[0], *first.shape[1:])
+            all_gather(whole, first, self._group)
+            return whole[:total].movedim(0, dim)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: ops.Mask = None,
+        *,
+        total: int | None = None,
+        scale: float | None = None,
+        deterministic: bool = False,
+    ) -> Tensor:
+        """`attnforge.attention` of the whole sequence, of which every rank passes and gets its rows.
+
+        q: (B, Hq, n, D); k, v: (B, Hkv, n, D): rows [rank n, (rank + 1) n), n the same on all ranks.
+        mask: of the whole sequence, the same on all ranks: None, Causal() or Spans of `total` keys.
+        total: rows of the whole sequence if the last of the W n are padding: these see nothing, are seen by
+            nothing, and their output is zero. Known from Spans; W n otherwise. n must be ceil(total / W).
+
+        Returns this rank's rows, in the layout and dtype of q. Gradients are those of this rank's q, k and v.
+        Raises as `attnforge.attention`; ValueError also for shards that do not fit the mask or each other.
+        """
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        total = self._check(q, k, v, mask, total)
+        shared = self._shared_heads(k.shape[1])
+        layout = self._layout(shared)
+        local = self._local_mask(mask, layout, q.shape[2], total, q.device)
+        call = Call(layout, shared, self._pieces, local, scale, deterministic)
+        out: Tensor = Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return out
+
+    __call__ = attention
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, total: int | None) -> int:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 4:
+                raise ValueError(
+                    f"{name}: got shape {tuple(x.shape)}, expected (batch, heads, rows, head_dim)"
+                )
+        rows = q.shape[2]
+        if k.shape != v.shape or k.shape[2] != rows:
+            raise ValueError(
+                f"k: got shapes {tuple(k.shape)} and {tuple(v.shape)} for k and v, expected equal ones with the "
+                f"{rows} rows of q"
+            )
+        if isinstance(mask, Spans):
+            length = mask.starts.shape[0]
+            if total is not None and total != length:
+                raise ValueError(f"total: got {total}, but the mask is of {length} rows")
+            total = length
+        total = self.world * rows if total is None else total
+        if rows != -(-total // self.world):
+            raise ValueError(
+                f"q: got {rows} rows on rank {self.rank}, expected {-(-total // self.world)} on each of {self.world} "
+                f"ranks for {total} in all, padded at the end (ContextParallel.shard does it)"
+            )
+        return total
+
+    def _shared_heads(self, heads_kv: int) -> int:
+        if self._heads is None:
+            return math.gcd(self.world, heads_kv)
+        if heads_kv % self._heads:
+            raise ValueError(f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v")
+        return self._heads
+
+    def _layout(self, shared: int) -> Layout:
+        if shared not in self._layouts:
+            self._layouts[shared] = make_layout(self._group, shared)
+        return self._layouts[shared]
+
+    def _local_mask(
+        self, mask: ops.Mask, layout: Layout, rows: int, total: int, device: torch.device
+    ) -> ops.Mask:
+        """The mask of this rank's queries and of the keys in their gathered order."""
+        if len(layout.queries) == self.world and total == self.world * rows:
+            return mask
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if not isinstance(mask, Spans):
+            return local_plain(mask is not None, layout.queries, layout.keys, rows, total, device, stream)
+        # Once per mask, not per layer: tile schedules are cached by the tensors that are made here.
+        inference = mask.starts.is_inference() or mask.ends.is_inference()
+        versions = None if inference else (mask.starts._version, mask.ends._version)
+        key = (versions, layout.queries, layout.keys, rows, stream)
+        known = self._masks.get(mask)
+        if known is not None and known[0] == key and not inference:
+            return known[1]
+        local = local_spans(mask, layout.queries, layout.keys, rows, total)
+        self._masks[mask] = (key, local)
+        return local

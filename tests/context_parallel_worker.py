@@ -1,0 +1,147 @@
+"""One rank of test_context_parallel.py: attention on shards against one process, all cases in one start."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import attnforge
+from attnforge.runtime.ops import Mask
+from attnforge.runtime.reference import reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `heads` is context_parallel's argument."""
+
+    mask: str
+    total: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int = 32
+    batch: int = 1
+    heads: int | None = None
+    pieces: int = 2
+    layout: str = "packed"
+
+
+CASES = (
+    Case("packed", 200, 14, 2),
+    Case("packed", 197, 28, 4, pieces=3),  # 4 ranks: one key head each; rows do not divide
+    Case("packed", 61, 7, 1, pieces=1),  # keys are gathered only
+    Case("packed", 200, 14, 2, pieces=8),  # more than there are heads in a share
+    Case("packed", 199, 8, 4, heads=1),
+    Case("packed", 198, 8, 4, heads=2, layout="heads"),
+    Case("causal", 130, 14, 2, batch=2),
+    Case("causal", 128, 8, 4),
+    Case("none", 131, 8, 4, batch=2, layout="heads"),
+    Case("none", 64, 6, 2),
+    Case("window", 150, 14, 2),
+)
+
+
+def make_mask(case: Case, device: torch.device) -> Mask:
+    total = case.total
+    if case.mask == "packed":
+        samples = [total // 2, total - total // 2]
+        splits = [part for size in samples for part in (size // 4, size // 3, size - size // 4 - size // 3)]
+        return attnforge.bagel.PackedMask(samples, splits, ["causal", "noise", "full"] * 2, device)
+    if case.mask == "window":
+        key = torch.arange(total, dtype=torch.int32, device=device)
+        return attnforge.Spans(key, (key + 40).clamp(max=total))
+    return attnforge.Causal() if case.mask == "causal" else None
+
+
+def draw(case: Case, heads: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if case.layout == "heads":
+        x = torch.randn(case.batch, heads, case.total, case.head_dim, generator=generator)
+    else:
+        x = torch.randn(case.batch, case.total, heads, case.head_dim, generator=generator).transpose(1, 2)
+    return x.to(device, dtype)
+
+
+def check(case: Case, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device) -> float:
+    """Largest error of out, dq, dk, dv over that of one process, both against float64."""
+    cp = attnforge.context_parallel(mesh, heads=case.heads, pieces=case.pieces)
+    mask = make_mask(case, device)
+    heads = (case.heads_q, case.heads_kv, case.heads_kv)
+    q, k, v = (draw(case, h, dtype, device, seed).requires_grad_() for seed, h in enumerate(heads))
+    dout = draw(case, case.heads_q, dtype, device, 3)
+    a, b, c = (cp.shard(x.detach(), dim=2).requires_grad_() for x in (q, k, v))
+    out = cp.attention(a, b, c, mask, total=case.total, scale=0.2)
+    assert out.stride() == torch.empty_like(a).stride(), "the output is not in q's layout"
+    gradients = torch.autograd.grad(out, (a, b, c), cp.shard(dout, dim=2))
+    ours = [cp.gather(x, dim=2, total=case.total) for x in (out, *gradients)]
+    assert not cp.gather(out, dim=2)[:, :, case.total :].any(), "padding has an output"
+    one = attnforge.attention(q, k, v, mask, scale=0.2)
+    theirs = (one, *torch.autograd.grad(one, (q, k, v), dout))
+    exact = reference(q.detach(), k.detach(), v.detach(), mask, 0.2, dout)
+    worst = 0.0
+    for mine, single, truth in zip(ours, theirs, (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
+        assert truth is not None
+        noise = (single.detach().double() - truth).square().mean().sqrt() + 1e-7 * truth.abs().max()
+        worst = max(worst, float((mine.double() - truth).square().mean().sqrt() / noise))
+    return worst
+
+
+def check_reuse(mesh: DeviceMesh) -> None:
+    """Layers share what is made of a mask; checkpointing and autocast change nothing; bad shards are refused."""
+    cp = attnforge.context_parallel(mesh)
+    mask = make_mask(Case("packed", 96, 4, 2), torch.device("cpu"))
+    assert isinstance(mask, attnforge.Spans)
+    x = [torch.randn(1, heads, 24, 16, requires_grad=True) for heads in (4, 2, 2)]
+    q, k, v = x
+    layout = cp._layout(2)
+    first = cp._local_mask(mask, layout, 24, 96, mask.starts.device)
+    assert first is cp._local_mask(mask, layout, 24, 96, mask.starts.device)
+    mask.starts.add_(0)
+    assert first is not cp._local_mask(mask, layout, 24, 96, mask.starts.device)
+    plain = torch.autograd.grad(cp(q, k, v, mask).sum(), x)
+    again = torch.autograd.grad(checkpoint(cp, q, k, v, mask, use_reentrant=False).sum(), x)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cp(q, k, v, mask).dtype == torch.bfloat16
+    for bad, message in (
+        ([y[:, :, :20] for y in x], "got 20 rows"),
+        ([q, k, v[:, :1]], "shapes"),
+        ([y[0] for y in x], "expected (batch, heads, rows, head_dim)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            cp(bad[0], bad[1], bad[2], mask)
+
+
+def main() -> None:
+    device = torch.device("cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    check_reuse(everyone)
+    failed = 0
+    for case, dtype in product(CASES, (torch.float32, torch.bfloat16)):
+        for mesh in (pairs["cp"], everyone):
+            if case.heads is not None and mesh.size() % case.heads:
+                continue
+            error = check(case, dtype, mesh, device)
+            # Gradients of keys are summed in the tensors' own dtype: over ranks, and over pieces of a group.
+            limit = 2.0 if dtype == torch.bfloat16 else 4.0
+            failed += error > limit
+            if dist.get_rank() == 0:
+                print(f"{mesh.size()} ranks, {dtype}: {error:.2f} times one process's error, {case}")
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Context parallelism: who computes what, what becomes of masks, and four processes against one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnforge
+from attnforge.runtime.exchange import _cut
+from attnforge.runtime.shards import divide, local_plain, local_spans
+
+WORKER = Path(__file__).parent / "context_parallel_worker.py"
+SPLITS = [(world, shared) for world in (1, 2, 4, 6, 8, 16) for shared in (1, 2, 4) if world % shared == 0]
+
+
+@pytest.mark.parametrize(("world", "shared"), SPLITS)
+def test_every_head_of_every_row_is_computed_once(world: int, shared: int) -> None:
+    done = set()
+    for rank in range(world):
+        queries, neighbours, keys = divide(world, shared, rank)
+        assert rank in queries
+        assert rank in neighbours
+        assert (len(queries), len(neighbours)) == (shared, world // shared)
+        assert sorted(keys) == list(range(world))
+        share = queries.index(rank)
+        assert {divide(world, shared, other)[0].index(other) for other in neighbours} == {share}
+        done |= {(share, block) for block in queries}
+    assert len(done) == shared * world
+
+
+@pytest.mark.parametrize(("world", "shared"), [(8, 4), (16, 4), (4, 2), (12, 4)])
+def test_a_causal_mask_is_the_same_work_for_all(world: int, shared: int) -> None:
+    work = [sum(2 * block + 1 for block in divide(world, shared, rank)[0]) for rank in range(world)]
+    assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize(("world", "shared"), SPLITS)
+@pytest.mark.parametrize("total", [96, 90])
+def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(world: int, shared: int, total: int) -> None:
+    rows = -(-total // world)
+    splits = [total // 3, total // 4, total - total // 3 - total // 4]
+    packed = attnforge.bagel.PackedMask([total], splits, ["full", "noise", "causal"], "cpu")
+    device = torch.device("cpu")
+    for rank, mask in product(range(world), (packed, attnforge.Causal(), None)):
+        queries, _, keys = divide(world, shared, rank)
+        padded = torch.zeros(rows * world, rows * world, dtype=torch.bool)
+        padded[:total, :total] = True if mask is None else mask.visible(total, total)
+        if isinstance(mask, attnforge.Spans):
+            local = local_spans(mask, queries, keys, rows, total)
+        else:
+            local = local_plain(mask is not None, queries, keys, rows, total, device, 0)
+        row, column = (
+            torch.cat([torch.arange(b * rows, (b + 1) * rows) for b in x]) for x in (queries, keys)
+        )
+        assert torch.equal(local.visible(row.numel(), column.numel()), padded[row][:, column])
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(7, 1), (14, 2), (28, 4), (4, 4)])
+def test_pieces_cover_the_heads(heads_q: int, heads_kv: int, pieces: int) -> None:
+    group = heads_q // heads_kv
+    cut = _cut(heads_q, heads_kv, pieces)
+    assert [head for piece in cut for head in range(piece.q0, piece.q1)] == list(range(heads_q))
+    for piece in cut:
+        ratio, rest = divmod(piece.q1 - piece.q0, piece.k1 - piece.k0)
+        assert rest == 0
+        for head in range(piece.q0, piece.q1):
+            assert piece.k0 + (head - piece.q0) // ratio == head // group
+    assert len(cut) >= min(pieces, heads_kv)
+
+
+def test_four_processes_are_one() -> None:
+    """Meshes of two and of four ranks, all masks, both dtypes: see the worker."""
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", WORKER)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    assert "4 ranks, torch.bfloat16" in done.stdout
