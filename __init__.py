@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnforge.runtime.dropins import flash_attn_func as flash_attn_func
     from attnforge.runtime.dropins import flash_attn_varlen_func as flash_attn_varlen_func
     from attnforge.runtime.masks import Causal as Causal
+    from attnforge.runtime.masks import DenseMask as DenseMask
     from attnforge.runtime.masks import Spans as Spans
     from attnforge.runtime.ops import attention as attention
     from attnforge.runtime.sdpa import disable as disable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Causal",
+    "DenseMask",
     "Spans",
     "attention",
     "bagel",
@@ -38,6 +40,7 @@ __all__ = [
 _HOME = {
     "attention": "attnforge.runtime.ops",
     "Causal": "attnforge.runtime.masks",
+    "DenseMask": "attnforge.runtime.masks",
     "Spans": "attnforge.runtime.masks",
     "context_parallel": "attnforge.runtime.context_parallel",
     "disable": "attnforge.runtime.sdpa",

@@ -115,6 +115,7 @@ def search(
 @click.option("--arch", type=values(Arch), default="sm80", show_default=True)
 @click.option("--dtype", type=values(DType), default="bf16", show_default=True)
 @click.option("--head-dim", type=int, default=128, show_default=True)
+@click.option("--head-dim-v", type=int, default=0, help="Of v, if it has its own.")
 @click.option("--mask", type=values(Mask), default="spans", show_default=True)
 @click.option("--align", type=int, default=16, show_default=True, help="Bytes that divide all row starts.")
 @click.option("--set", "knobs", multiple=True, metavar="NAME=VALUE", help="Every knob; none: the default.")
@@ -126,6 +127,7 @@ def render(
     arch: str,
     dtype: str,
     head_dim: int,
+    head_dim_v: int,
     mask: str,
     align: int,
     knobs: tuple[str, ...],
@@ -139,7 +141,8 @@ def render(
         return
     from attnforge.codegen.render import render as rendered
 
-    problem = Problem(Direction(direction), Arch(arch), DType(dtype), head_dim, Mask(mask), align)
+    kind = Mask(mask)
+    problem = Problem(Direction(direction), Arch(arch), DType(dtype), head_dim, kind, align, head_dim_v)
     text = rendered(pick_spec(problem, knobs)).text
     if out is not None:
         out.write_text(text)

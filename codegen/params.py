@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
-ABI = 1
+ABI = 2
 
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
@@ -29,26 +29,40 @@ def _fields() -> tuple[Field, ...]:
             "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out",
         ),
         Field(
-            "float*", "dq_accum", "(batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order"
+            "float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"
         ),
         Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
         Field("const int*", "ends", "(seq_k)"),
         Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
-        Field("int*", "tile_count", "(tiles) visited tiles of each owned tile"),
-        Field("int*", "tile_order", "(tiles) owned tiles, the one with most work first"),
-        Field("int*", "tile_list", "(tiles, list_stride) visited tile * 2 + (1 if it needs the mask)"),
+        Field("const unsigned char*", "dense", "dense mask, 1 where query i sees key j; strides below"),
+        Field(
+            "unsigned*",
+            "bits",
+            "(mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word",
+        ),
+        Field("int*", "tile_count", "(mask_planes, tiles) visited tiles of each owned tile"),
+        Field("int*", "tile_order", "(mask_planes, tiles) owned tiles, the one with most work first"),
+        Field(
+            "int*",
+            "tile_list",
+            "(mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)",
+        ),
         Field(
             "float*",
             "dkv_accum",
-            "(2, batch, heads_kv, padded_k, head_dim) fp32 sums of dk and dv, kernel's order",
+            "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv",
         ),
-        Field("int*", "turn", "(tiles, list_stride) ordered dq sums: the turn of each visit"),
+        Field("int*", "turn", "(mask_planes, tiles, list_stride) ordered dq sums: each visit's turn"),
         Field("int*", "turns_taken", "(batch, heads_q, tiles_m) ordered dq sums: how many visits have added"),
     ]
     strides = [
         Field("long long", f"{name}_{axis}", f"stride of {name} along {word}, in elements")
         for name in TENSORS
         for axis, word in (("batch", "batch"), ("head", "heads"), ("row", "the sequence"))
+    ]
+    strides += [
+        Field("long long", f"dense_{axis}", f"stride of dense along {word}, 0 where it is the same for all")
+        for axis, word in (("batch", "batch"), ("head", "heads_q"), ("row", "queries"), ("col", "keys"))
     ]
     scalars = [
         Field("int", "batch", ""),
@@ -59,6 +73,10 @@ def _fields() -> tuple[Field, ...]:
         Field("int", "tiles_m", "ceil(seq_q / tile_m)"),
         Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
         Field("int", "list_stride", "entries per row of tile_list"),
+        Field("int", "mask_batches", "batch if each entry has its own dense mask, else 1"),
+        Field("int", "mask_heads", "heads_q if each q head has its own dense mask, else 1"),
+        Field("int", "mask_planes", "mask_batches * mask_heads; 1 for other masks"),
+        Field("int", "bits_row", "words per row of bits"),
         Field("int", "padded_q", "tiles_m * tile_m"),
         Field("int", "padded_k", "tiles_n * tile_n"),
         Field("int", "threads", "CPU threads to use"),

@@ -16,7 +16,7 @@ class Infeasible(ValueError):
 class Launch:
     """One kernel launch. The grid is one-dimensional: the product of the sizes named in `grid`.
 
-    Names: `batch`, `heads_q`, `heads_kv`, `tiles_m`, `tiles_n`. The block index decodes in the order
+    Names: `batch`, `heads_q`, `heads_kv`, `tiles_m`, `tiles_n`, `mask_planes`. The block index decodes in the order
     the kernel documents. On the CPU `threads` and `shared_bytes` are 0 and the function is called once.
     """
 
@@ -52,13 +52,18 @@ class Plan:
     template: str  # path under templates/
     suffix: str  # of the source file: ".cu" or ".cpp"
     launches: tuple[Launch, ...]  # run in this order on one stream
-    schedule: tuple[Launch, ...]  # fill tile_count, tile_order, tile_list from starts/ends (spans only)
+    schedule: tuple[Launch, ...]  # fill tile_count, tile_order, tile_list (and bits) of spans and dense masks
     owner: str  # which tiles own lists: "m" (forward) or "n" (backward)
     registers: int  # 32-bit registers a thread needs at least, by count of live tiles; 0 on the CPU
     dq_accum: bool = False  # needs the fp32 dq workspace
     dkv_accum: bool = False  # needs the fp32 dk and dv workspace
     ordered: bool = False  # needs turn and turns_taken
     bounds: bool = False  # its schedule has bounds
+    bits: str = (
+        ""  # its schedule has the dense mask in words of 32: "k" keys of a query, "q" queries of a key
+    )
+    columns: int = 0  # of a row of dq_accum and of dk in dkv_accum; 0: head_dim
+    columns_v: int = 0  # of a row of dv in dkv_accum; 0: head_dim_v
     deterministic: bool = False  # the same bits on every run
     tensor_maps: tuple[TensorMap, ...] = ()  # passed to the launches as their second argument, in this order
     constants: dict[str, Any] = field(default_factory=dict)

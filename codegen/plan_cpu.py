@@ -79,6 +79,8 @@ def _require_problem(p: Problem, t: CpuForward | CpuBackward) -> None:
         raise Infeasible(
             f"head_dim {p.head_dim}: the cpu {p.direction.value} kernel takes multiples of 8 up to {limit}"
         )
+    if p.dim_v or p.mask is Mask.DENSE:
+        raise Infeasible(f"head_dim {p.dim_v} of v, {p.mask.value} mask: not yet")
     if p.align < p.dtype.bytes:
         raise Infeasible(f"align {p.align}: elements of {p.dtype.value} are aligned to {p.dtype.bytes} bytes")
     if t.pairs and p.dtype is not DType.BFLOAT16:

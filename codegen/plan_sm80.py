@@ -34,6 +34,9 @@ def make_plan(spec: Spec) -> Plan:
         )
     if p.align not in (2, 4, 8, 16):
         raise Infeasible(f"align {p.align}: must be 2, 4, 8 or 16 bytes")
+    require_words(spec)
+    if p.dim_v or p.mask is Mask.DENSE:
+        raise Infeasible(f"head_dim {p.dim_v} of v, {p.mask.value} mask: not yet")
     if isinstance(spec.tuning, Sm80Forward):
         return _forward(spec, spec.tuning)
     assert isinstance(spec.tuning, Sm80Backward)
@@ -165,10 +168,22 @@ def _backward(spec: Spec, t: Sm80Backward) -> Plan:
 
 def schedule_launches(spec: Spec, tiles: str, ordered: bool = False) -> tuple[Launch, ...]:
     """Launches of templates/gpu/schedule.cuh.jinja, a block per owned tile; `ordered` adds one per query tile."""
-    if spec.problem.mask is not Mask.SPANS:
+    if not spec.problem.mask.listed:
         return ()
-    parts = [("schedule", tiles), ("order", tiles)] + ([("turns", "tiles_m")] if ordered else [])
-    return tuple(Launch(f"{spec.symbol}_{part}", (size,), SCHEDULE_THREADS) for part, size in parts)
+    dense = spec.problem.mask is Mask.DENSE
+    parts: list[tuple[str, tuple[str, ...]]] = [("pack", ("tiles_n", "tiles_m"))] if dense else []
+    parts += [("schedule", (tiles,)), ("order", (tiles,)), *([("turns", ("tiles_m",))] if ordered else [])]
+    planes = ("mask_planes",) if dense else ()
+    return tuple(Launch(f"{spec.symbol}_{part}", (*grid, *planes), SCHEDULE_THREADS) for part, grid in parts)
+
+
+def require_words(spec: Spec) -> None:
+    """Infeasible unless the tiles of a dense mask are whole words of its bits."""
+    t = spec.tuning
+    if spec.problem.mask is Mask.DENSE and (t.tile_m % 32 or t.tile_n % 32):
+        raise Infeasible(
+            f"dense mask: tile_m {t.tile_m} and tile_n {t.tile_n} must be multiples of 32, the pairs of a word"
+        )
 
 
 def _require_positive(*values: int) -> None:

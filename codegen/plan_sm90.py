@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
-from attnforge.codegen.spec import Arch, DType, Mask, Sm90Forward, Spec
+from attnforge.codegen.spec import Arch, DType, Mask, Problem, Sm90Forward, Spec
 
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
 # 65536 / threads (rounded down to 8) each; what the producer gives back, the consumers take.
@@ -30,6 +30,7 @@ def make_plan(spec: Spec) -> Plan:
         raise Infeasible(
             f"head_dim {p.head_dim}: the sm90a forward kernel takes multiples of 8 from 16 to 256"
         )
+    require_plain(p)
     consumers = t.tile_m // 64
     if t.tile_m % 64 or consumers not in REGISTERS:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, 128 or 192")
@@ -40,6 +41,14 @@ def make_plan(spec: Spec) -> Plan:
     if t.ping_pong and consumers < 2:
         raise Infeasible("ping_pong: takes at least two consumer warpgroups, tile_m 128 or more")
     return _forward(spec, t, consumers)
+
+
+def require_plain(p: Problem) -> None:
+    """Infeasible for what only the mma.sync family does."""
+    if p.dim_v:
+        raise Infeasible(f"head_dim {p.head_dim}, {p.dim_v} of v: the sm90a kernels take equal ones")
+    if p.mask is Mask.DENSE:
+        raise Infeasible("dense mask: the sm90a kernels take full, causal and spans")
 
 
 def panel_columns(head_dim: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
-from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, panel_columns
+from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, panel_columns, require_plain
 from attnforge.codegen.spec import Arch, DType, Sm90Backward, Spec
 
 CONSUMERS = 2  # warpgroups, 64 keys each
@@ -27,6 +27,7 @@ def make_plan(spec: Spec) -> Plan:
         raise Infeasible(
             f"head_dim {p.head_dim}: the sm90a backward kernel takes multiples of 8 from 16 to 128"
         )
+    require_plain(p)
     if t.tile_m not in (64, 128):
         raise Infeasible(f"tile_m {t.tile_m}: must be 64 or 128")
     if t.tile_n != 64 * CONSUMERS:

@@ -57,11 +57,18 @@ class Mask(Enum):
     """Which (query i, key j) pairs are visible.
 
     full: all. causal: j <= i + seq_k - seq_q (bottom-right aligned). spans: starts[j] <= i < ends[j].
+    dense: a bool tensor says so, one for all heads or one for each head or batch entry.
     """
 
     FULL = "full"
     CAUSAL = "causal"
     SPANS = "spans"
+    DENSE = "dense"
+
+    @property
+    def listed(self) -> bool:
+        """Are the tiles to visit listed in device memory? Else sizes are all it takes."""
+        return self in (Mask.SPANS, Mask.DENSE)
 
 
 def knob(code: str, text: str) -> Any:
@@ -170,6 +177,21 @@ class Problem:
     head_dim: int
     mask: Mask
     align: int = 16  # bytes that every row start of q, k, v, dout is a multiple of: 16, 8, 4 or 2
+    dim_v: int = 0  # columns of v, out and dout if they are not head_dim (of q and k), else 0: see head_dim_v
+
+    def __post_init__(self) -> None:
+        if self.dim_v == self.head_dim:
+            object.__setattr__(self, "dim_v", 0)
+
+    @property
+    def head_dim_v(self) -> int:
+        """Columns of v, out and dout."""
+        return self.dim_v or self.head_dim
+
+    @property
+    def largest_dim(self) -> int:
+        """The larger of the two head dims: what guesses and limits go by."""
+        return max(self.head_dim, self.head_dim_v)
 
 
 @dataclass(frozen=True)
@@ -189,9 +211,13 @@ class Spec:
 
     @property
     def slug(self) -> str:
-        """File-name-safe identity, e.g. `fwd_sm80_bf16_d128_spans_a16_m128_n64_w4_s1_q0`."""
+        """File-name-safe identity, e.g. `fwd_sm80_bf16_d128_spans_a16_m128_n64_w4_s1_q0`.
+
+        A head_dim of v of its own follows that of q and k: `d192v128`.
+        """
         p = self.problem
-        head = f"{p.direction.value}_{p.arch.value}_{p.dtype.value}_d{p.head_dim}_{p.mask.value}_a{p.align}"
+        dims = f"d{p.head_dim}" + (f"v{p.dim_v}" if p.dim_v else "")
+        head = f"{p.direction.value}_{p.arch.value}_{p.dtype.value}_{dims}_{p.mask.value}_a{p.align}"
         knobs = (
             f"{f.metadata['code']}{int(getattr(self.tuning, f.name))}"
             for f in dataclasses.fields(self.tuning)
@@ -211,6 +237,7 @@ class Spec:
             f"--arch {p.arch.value}",
             f"--dtype {p.dtype.value}",
             f"--head-dim {p.head_dim}",
+            *([f"--head-dim-v {p.dim_v}"] if p.dim_v else []),
             f"--mask {p.mask.value}",
             f"--align {p.align}",
         ]
@@ -227,6 +254,7 @@ class Spec:
             "arch": p.arch.value,
             "dtype": p.dtype.value,
             "head_dim": p.head_dim,
+            **({"head_dim_v": p.dim_v} if p.dim_v else {}),
             "mask": p.mask.value,
             "align": p.align,
             "tuning": {f.name: int(getattr(self.tuning, f.name)) for f in dataclasses.fields(self.tuning)},
@@ -243,6 +271,7 @@ class Spec:
                 int(data["head_dim"]),
                 Mask(data["mask"]),
                 int(data["align"]),
+                int(data.get("head_dim_v", 0)),
             )
         except KeyError as error:
             raise ValueError(f"spec: field {error} is missing") from error

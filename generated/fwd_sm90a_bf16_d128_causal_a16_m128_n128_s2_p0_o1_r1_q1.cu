@@ -25,15 +25,17 @@ struct Params {
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
     float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
-    float* dq_accum;  // (batch, heads_q, padded_q, head_dim) fp32 sums of dq, kernel's own order
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
     int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    int* tile_count;  // (tiles) visited tiles of each owned tile
-    int* tile_order;  // (tiles) owned tiles, the one with most work first
-    int* tile_list;  // (tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
-    float* dkv_accum;  // (2, batch, heads_kv, padded_k, head_dim) fp32 sums of dk and dv, kernel's order
-    int* turn;  // (tiles, list_stride) ordered dq sums: the turn of each visit
+    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
+    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
+    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
     int* turns_taken;  // (batch, heads_q, tiles_m) ordered dq sums: how many visits have added
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
@@ -59,6 +61,10 @@ struct Params {
     long long dv_batch;  // stride of dv along batch, in elements
     long long dv_head;  // stride of dv along heads, in elements
     long long dv_row;  // stride of dv along the sequence, in elements
+    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
+    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
+    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
+    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -67,6 +73,10 @@ struct Params {
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
     int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has its own dense mask, else 1
+    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
+    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use

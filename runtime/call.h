@@ -29,6 +29,7 @@ struct Call {
     const OptionalTensor& ends;
     int64_t mask;
     std::optional<double> scale;
+    const OptionalTensor& dense;
 };
 
 // ---- Checks ---------------------------------------------------------------------------------------------------------
@@ -43,22 +44,48 @@ inline bool is_span_vector(const OptionalTensor& x, const Tensor& k) {
            x->size(0) == k.size(2) && x->is_contiguous();
 }
 
+inline bool is_dense_mask(const OptionalTensor& x, const Tensor& q, const Tensor& k) {
+    return x.has_value() && (x->dim() == 2 || x->dim() == 4) && x->scalar_type() == at::kBool &&
+           x->device() == q.device() && x->size(-2) == q.size(2) && x->size(-1) == k.size(2) &&
+           (x->dim() == 2 || ((x->size(0) == 1 || x->size(0) == q.size(0)) &&
+                              (x->size(1) == 1 || x->size(1) == q.size(1))));
+}
+
+inline bool is_mask(const Call& c) {
+    switch (c.mask) {
+        case kFull:
+        case kCausal:
+            return !c.starts && !c.ends && !c.dense;
+        case kSpans:
+            return is_span_vector(c.starts, c.k) && is_span_vector(c.ends, c.k) && !c.dense;
+        case kDense:
+            return !c.starts && !c.ends && is_dense_mask(c.dense, c.q, c.k);
+        default:
+            return false;
+    }
+}
+
+constexpr int64_t kMaxHeadDim = 256;
+
 inline bool acceptable(const Call& c) {
     const auto dtype = c.q.scalar_type();
     return (dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat) && is_input(c.q, c.q) &&
-           is_input(c.k, c.q) && is_input(c.v, c.q) && c.k.sizes() == c.v.sizes() && c.q.size(0) == c.k.size(0) &&
-           c.q.size(3) == c.k.size(3) && c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) <= INT_MAX / 2 &&
-           c.k.size(2) <= INT_MAX / 2 && c.q.size(0) * c.q.size(1) <= INT_MAX &&
-           (c.mask == kSpans ? is_span_vector(c.starts, c.k) && is_span_vector(c.ends, c.k)
-                             : (c.mask == kFull || c.mask == kCausal) && !c.starts && !c.ends) &&
+           is_input(c.k, c.q) && is_input(c.v, c.q) && c.k.sizes().slice(0, 3) == c.v.sizes().slice(0, 3) &&
+           c.q.size(0) == c.k.size(0) && c.q.size(3) == c.k.size(3) && c.q.size(3) <= kMaxHeadDim &&
+           c.v.size(3) <= kMaxHeadDim && c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) <= INT_MAX / 2 &&
+           c.k.size(2) <= INT_MAX / 2 && c.q.size(0) * c.q.size(1) <= INT_MAX && is_mask(c) &&
            (!c.scale || (std::isfinite(*c.scale) && *c.scale > 0));
 }
 
-inline bool acceptable_gradient(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& q) {
-    return dout.sizes() == q.sizes() && dout.device() == q.device() && dout.scalar_type() == q.scalar_type() &&
-           out.sizes() == q.sizes() && out.device() == q.device() && out.scalar_type() == q.scalar_type() &&
-           lse.dim() == 3 && lse.sizes() == q.sizes().slice(0, 3) && lse.device() == q.device() &&
-           lse.scalar_type() == at::kFloat;
+// Has x the shape of the call's output, dtype and device of q?
+inline bool is_output(const Tensor& x, const Call& c) {
+    return x.dim() == 4 && x.sizes().slice(0, 3) == c.q.sizes().slice(0, 3) && x.size(3) == c.v.size(3) &&
+           x.device() == c.q.device() && x.scalar_type() == c.q.scalar_type();
+}
+
+inline bool acceptable_gradient(const Tensor& dout, const Tensor& out, const Tensor& lse, const Call& c) {
+    return is_output(dout, c) && is_output(out, c) && lse.dim() == 3 && lse.sizes() == c.q.sizes().slice(0, 3) &&
+           lse.device() == c.q.device() && lse.scalar_type() == at::kFloat;
 }
 
 // Raises the error that names the argument; the wording lives in runtime/inputs.py.
@@ -66,10 +93,10 @@ inline void complain(const Call& c, const OptionalTensor& dout = {}, const Optio
               const OptionalTensor& lse = {}) {
     static const auto op =
         find_op<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t,
-                     std::optional<double>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>(
-            "attnforge::complain");
+                     std::optional<double>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                     const OptionalTensor&)>("attnforge::complain");
     const at::AutoDispatchBelowAutograd below;
-    op.call(c.q, c.k, c.v, c.starts, c.ends, c.mask, c.scale, dout, out, lse);
+    op.call(c.q, c.k, c.v, c.starts, c.ends, c.mask, c.scale, c.dense, dout, out, lse);
     TORCH_INTERNAL_ASSERT(false, "attnforge: inputs were refused, but runtime/inputs.py finds nothing wrong");
 }
 
@@ -108,7 +135,8 @@ public:
         const uint64_t octave = 63 - __builtin_clzll(static_cast<uint64_t>(c.q.size(2)));
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
         const Route route{
-            static_cast<uint64_t>(c.q.size(3)) << 32 | static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
+            static_cast<uint64_t>(c.q.size(3)) << 48 | static_cast<uint64_t>(c.v.size(3)) << 32 |
+                static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 | octave << 24 |
                 static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.mask) << 8 | deterministic * 2u |
                 backward};
@@ -120,9 +148,10 @@ public:
             }
         }
         static const auto resolve = find_op<int64_t(bool, at::ScalarType, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                                    int64_t, int64_t, at::Device, bool)>("attnforge::resolve");
-        const int64_t handle = resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.mask, c.q.size(1), c.k.size(1),
-                                            c.q.size(2), c.k.size(2), align, c.q.device(), deterministic);
+                                                    int64_t, int64_t, int64_t, at::Device, bool)>("attnforge::resolve");
+        const int64_t handle =
+            resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.mask, c.q.size(1), c.k.size(1),
+                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic);
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;
@@ -149,11 +178,12 @@ inline const Variant& choose(const Call& c, bool backward, bool deterministic, i
     }
     const Variant& v = variants().at(handle);
     TORCH_CHECK_VALUE(v.backward == backward && v.dtype == c.q.scalar_type() && v.head_dim == c.q.size(3) &&
-                          v.mask == c.mask && v.device == c.q.device() && align % v.align == 0 &&
-                          (v.deterministic || !deterministic),
+                          v.head_dim_v == c.v.size(3) && v.mask == c.mask && v.device == c.q.device() &&
+                          align % v.align == 0 && (v.deterministic || !deterministic),
                       "variant: ", v.name, " on ", v.device, " does not fit this call (", backward ? "bwd" : "fwd",
-                      ", ", c.q.scalar_type(), ", head_dim ", c.q.size(3), ", mask ", c.mask, ", rows aligned to ",
-                      align, " bytes, ", c.q.device(), deterministic ? ", deterministic" : "", ")");
+                      ", ", c.q.scalar_type(), ", head_dim ", c.q.size(3), " and of v ", c.v.size(3), ", mask ", c.mask,
+                      ", rows aligned to ", align, " bytes, ", c.q.device(), deterministic ? ", deterministic" : "",
+                      ")");
     return v;
 }
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
-from attnforge.runtime.masks import Causal, Spans
+from attnforge.runtime.masks import Causal, DenseMask, Spans
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BACKWARD_FLOPS = 2.5  # of the forward's: five matrix products for two
 
 
 class Inputs(NamedTuple):
-    """q, dout (B, Hq, Sq, D); k, v (B, Hkv, Sk, D); views of (B, S, H, D) memory, as projections leave it."""
+    """q (B, Hq, Sq, D), dout (B, Hq, Sq, Dv), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); views of (B, S, H, D) memory."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -35,13 +35,18 @@ class Case:
     seq_k: int
     head_dim: int
     dtype: DType
-    mask: Causal | Spans | None
+    mask: Causal | Spans | DenseMask | None
     pairs: int
     device: torch.device
+    dim_v: int = 0  # head_dim of v if it has its own
 
     @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.dim_v or self.head_dim
 
     @property
     def mask_kind(self) -> Mask:
@@ -52,28 +57,31 @@ class Case:
         return DTYPES[self.dtype.value]
 
     def flops(self, direction: Direction) -> float:
-        """Arithmetic of the visible pairs: 4 * heads * head_dim * pairs forward, 2.5 times that backward."""
-        forward = 4.0 * self.batch * self.heads_q * self.head_dim * self.pairs
-        return forward * (BACKWARD_FLOPS if direction is Direction.BACKWARD else 1.0)
+        """Arithmetic of the visible pairs: two products forward, five backward (2.5 times that at equal head dims)."""
+        products = (3, 2) if direction is Direction.BACKWARD else (1, 1)  # as deep or wide as q and k, as v
+        columns = products[0] * self.head_dim + products[1] * self.head_dim_v
+        return 2.0 * self.batch * self.heads_q * columns * self.pairs
 
     def problem(self, direction: Direction, arch: Arch) -> Problem:
         """What a kernel for this case must solve, aligned as `inputs` are."""
-        row = self.head_dim * self.dtype.bytes
+        row = math.gcd(self.head_dim, self.head_dim_v) * self.dtype.bytes
         sizes = (16, 8, 4, 2) if arch.is_gpu else (4, 2)
         align = next(size for size in sizes if row % size == 0)
-        return Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align)
+        return Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align, self.dim_v)
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Standard normal tensors, the same for the same seed on the same device."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
-        def draw(heads: int, length: int) -> torch.Tensor:
-            shape = (self.batch, length, heads, self.head_dim)
+        def draw(heads: int, length: int, columns: int) -> torch.Tensor:
+            shape = (self.batch, length, heads, columns)
             values = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
             return values.to(self.torch_dtype).transpose(1, 2)
 
-        q, k = draw(self.heads_q, self.seq_q), draw(self.heads_kv, self.seq_k)
-        return Inputs(q, k, draw(self.heads_kv, self.seq_k), draw(self.heads_q, self.seq_q))
+        q = draw(self.heads_q, self.seq_q, self.head_dim)
+        k = draw(self.heads_kv, self.seq_k, self.head_dim)
+        v = draw(self.heads_kv, self.seq_k, self.head_dim_v)
+        return Inputs(q, k, v, draw(self.heads_q, self.seq_q, self.head_dim_v))
 
 
 def full_case(name: str, shape: tuple[int, int, int, int, int], dtype: DType, device: torch.device) -> Case:

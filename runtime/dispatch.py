@@ -23,7 +23,6 @@ log = logging.getLogger("attnforge")
 
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
-_LIMITS = "(multiples of 8, up to 256 forward and 128 backward)"
 _ON_GPU = (DType.BFLOAT16, DType.FLOAT16)
 
 
@@ -48,7 +47,8 @@ def choose(
             return Choice(spec, reason)
         if ordered := _ordered(spec):
             return Choice(ordered, f"{reason}; with ordered sums")
-    what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {problem.head_dim} {_LIMITS}"
+    dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
+    what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
     if deterministic and next(_offers(problem, group, size, device), None):
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
     last = dataclasses.replace(problem, arch=kernels.targets(device)[-1])
@@ -95,6 +95,7 @@ def resolve(
     backward: bool,
     dtype: torch.dtype,
     head_dim: int,
+    head_dim_v: int,
     mask: int,
     heads_q: int,
     heads_kv: int,
@@ -106,7 +107,8 @@ def resolve(
 ) -> int:
     """Answer to launcher.cpp: the handle of the variant for a call of a class it has not met yet."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
-    problem = Problem(direction, kernels.target(device), _DTYPES[dtype], head_dim, MASKS[mask], align)
+    arch, kind = kernels.target(device), MASKS[mask]
+    problem = Problem(direction, arch, _DTYPES[dtype], head_dim, kind, align, head_dim_v)
     choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     return kernels.load(choice.spec, device)

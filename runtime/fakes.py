@@ -17,6 +17,16 @@ def _like(x: Tensor) -> Tensor:
     return y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _output(q: Tensor, v: Tensor) -> Tensor:
+    # As `output` of launcher.cpp.
+    if q.shape[3] == v.shape[3]:
+        return _like(q)
+    batch, heads, seq = q.shape[:3]
+    if q.stride(1) < q.stride(2):
+        return torch.empty((batch, seq, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
+    return torch.empty((batch, heads, seq, v.shape[3]), dtype=q.dtype, device=q.device)
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -27,9 +37,10 @@ def _forward(
     scale: float | None,
     deterministic: bool = False,
     variant: int = 0,
+    dense: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    inputs.check_forward(q, k, v, starts, ends, mask, scale)
-    return _like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    inputs.check_forward(q, k, v, starts, ends, mask, scale, dense)
+    return _output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def _backward(
@@ -45,9 +56,10 @@ def _backward(
     scale: float | None,
     deterministic: bool = False,
     variant: int = 0,
+    dense: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs.check_forward(q, k, v, starts, ends, mask, scale)
-    inputs.check_backward(q, dout, out, lse)
+    inputs.check_forward(q, k, v, starts, ends, mask, scale, dense)
+    inputs.check_backward(q, v, dout, out, lse)
     return _like(q), _like(k), _like(v)
 
 
@@ -63,13 +75,14 @@ def _complain(
     ends: Tensor | None,
     mask: int,
     scale: float | None,
+    dense: Tensor | None,
     dout: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> None:
-    inputs.check_forward(q, k, v, starts, ends, mask, scale)
+    inputs.check_forward(q, k, v, starts, ends, mask, scale, dense)
     if dout is not None and out is not None and lse is not None:
-        inputs.check_backward(q, dout, out, lse)
+        inputs.check_backward(q, v, dout, out, lse)
 
 
 torch.library.register_fake("attnforge::forward", _forward)

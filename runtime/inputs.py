@@ -14,9 +14,10 @@ from torch import Tensor
 from attnforge.codegen.spec import Mask
 
 # The numbering of masks in operator schemas.
-MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
+MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_INDEX = 2**31 - 1
+MAX_HEAD_DIM = 256
 _LAYOUT = {"q": "(batch, heads_q, seq_q, head_dim)", "k": "(batch, heads_kv, seq_k, head_dim)"}
 
 
@@ -28,6 +29,7 @@ def check_forward(
     ends: Tensor | None,
     mask: int,
     scale: float | None,
+    dense: Tensor | None = None,
 ) -> None:
     """Raises ValueError for the first argument that `attention` cannot take (see there)."""
     if q.dtype not in DTYPES:
@@ -37,7 +39,7 @@ def check_forward(
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_input(name, x, q)
     _check_shapes(q, k, v)
-    _check_mask(q, k, starts, ends, mask)
+    _check_mask(q, k, starts, ends, dense, mask)
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(
             f"scale: got {scale}, expected a finite number above 0, or None for head_dim ** -0.5"
@@ -68,12 +70,15 @@ def _check_input(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if v.shape != k.shape:
-        raise ValueError(f"v: got shape {_shape(v)}, expected the shape of k, {_shape(k)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: got shape {_shape(v)}, expected that of k but for head_dim, {_shape(k)}")
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k: got batch {k.shape[0]}, expected the batch of q, {q.shape[0]}")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k: got head_dim {k.shape[3]}, expected the head_dim of q, {q.shape[3]}")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[3] > MAX_HEAD_DIM:
+            raise ValueError(f"{name}: got head_dim {x.shape[3]}, accepted are 1 to {MAX_HEAD_DIM}")
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"q: got {q.shape[1]} heads, expected a multiple of the {k.shape[1]} heads of k and v"
@@ -87,7 +92,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_mask(q: Tensor, k: Tensor, starts: Tensor | None, ends: Tensor | None, mask: int) -> None:
+def _check_mask(
+    q: Tensor, k: Tensor, starts: Tensor | None, ends: Tensor | None, dense: Tensor | None, mask: int
+) -> None:
     if not 0 <= mask < len(MASKS):
         raise ValueError(
             f"mask: got code {mask}, accepted are " + ", ".join(f"{i} {m.value}" for i, m in enumerate(MASKS))
@@ -109,15 +116,37 @@ def _check_mask(q: Tensor, k: Tensor, starts: Tensor | None, ends: Tensor | None
             raise ValueError(f"mask: {name} is on {x.device}, but q is on {q.device}; move the mask there")
         if x.stride(0) != 1 and x.shape[0] > 1:
             raise ValueError(f"mask: {name} has stride {x.stride(0)}, expected 1; use {name}.contiguous()")
+    _check_dense(q, k, dense, mask)
 
 
-def check_backward(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Raises ValueError if the tensors that only the backward pass takes do not belong to q."""
+def _check_dense(q: Tensor, k: Tensor, dense: Tensor | None, mask: int) -> None:
+    if MASKS[mask] is not Mask.DENSE:
+        if dense is not None:
+            raise ValueError(f"mask: dense is given, but the mask is {MASKS[mask].value}")
+        return
+    if dense is None:
+        raise ValueError("mask: dense is missing for a dense mask")
+    if dense.dtype != torch.bool:
+        raise ValueError(f"mask: dense has dtype {dense.dtype}, expected torch.bool")
+    pairs = (q.shape[2], k.shape[2])
+    planes = dense.dim() == 4 and all(dense.shape[axis] in (1, q.shape[axis]) for axis in (0, 1))
+    if tuple(dense.shape[-2:]) != pairs or not (dense.dim() == 2 or planes):
+        raise ValueError(
+            f"mask: dense has shape {_shape(dense)}, expected (seq_q, seq_k) = {pairs} "
+            f"or (1 or {q.shape[0]}, 1 or {q.shape[1]}, {pairs[0]}, {pairs[1]})"
+        )
+    if dense.device != q.device:
+        raise ValueError(f"mask: dense is on {dense.device}, but q is on {q.device}; move the mask there")
+
+
+def check_backward(q: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Raises ValueError if the tensors that only the backward pass takes do not belong to q and v."""
+    expected = (*q.shape[:3], v.shape[3])
     for name, x in (("dout", dout), ("out", out)):
-        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+        if x.shape != expected or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{name}: got {_shape(x)} {x.dtype} on {x.device}, "
-                f"expected as q: {_shape(q)} {q.dtype} on {q.device}"
+                f"expected {expected} {q.dtype} on {q.device}, as q with the head_dim of v"
             )
     if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or lse.device != q.device:
         raise ValueError(

@@ -35,6 +35,20 @@ struct Strided {
         (params).name##_row = view.row;      \
     } while (false)
 
+// A dense mask (seq_q, seq_k) or (batch | 1, heads_q | 1, seq_q, seq_k). Axes of stride 0 are one plane.
+void set_dense(Params& p, const Tensor& dense) {
+    p.dense = static_cast<const unsigned char*>(dense.const_data_ptr());
+    p.dense_row = dense.stride(-2);
+    p.dense_col = dense.stride(-1);
+    if (dense.dim() == 4) {
+        p.dense_batch = dense.size(0) > 1 ? dense.stride(0) : 0;
+        p.dense_head = dense.size(1) > 1 ? dense.stride(1) : 0;
+    }
+    p.mask_batches = p.dense_batch != 0 ? p.batch : 1;
+    p.mask_heads = p.dense_head != 0 ? p.heads_q : 1;
+    p.mask_planes = p.mask_batches * p.mask_heads;
+}
+
 Params make_params(const Call& c, const Variant& variant, const Tensor& out, const Tensor& lse) {
     Params p{};
     ATTNFORGE_SET(p, q, c.q);
@@ -55,6 +69,10 @@ Params make_params(const Call& c, const Variant& variant, const Tensor& out, con
     p.tiles_n = static_cast<int>((p.seq_k + variant.tile_n - 1) / variant.tile_n);
     p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
     p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);
+    p.mask_batches = p.mask_heads = p.mask_planes = 1;
+    if (c.mask == kDense) {
+        set_dense(p, *c.dense);
+    }
     p.threads = at::get_num_threads();
     const double scale = c.scale ? *c.scale : 1.0 / std::sqrt(static_cast<double>(c.q.size(3)));
     p.scale = static_cast<float>(scale);
@@ -69,7 +87,8 @@ void launch(const Call& c, const Variant& variant, Params& params) {
     }
     Tensor schedule;
     if (!variant.schedule.empty()) {
-        schedule = attach_schedule(variant, *c.starts, *c.ends, params, stream);
+        const bool dense = c.mask == kDense;
+        schedule = attach_schedule(variant, {dense ? *c.dense : *c.starts, dense ? *c.dense : *c.ends}, params, stream);
     }
     run(variant, variant.launches, params, stream);
 }
@@ -80,19 +99,30 @@ Tensor like(const Tensor& x) {
     return y.stride(3) == 1 ? y : at::empty(x.sizes(), x.options());
 }
 
+// The output: in q's layout, with the rows of v. With another head_dim only the order of the axes can be kept.
+Tensor output(const Tensor& q, const Tensor& v) {
+    if (q.size(3) == v.size(3)) {
+        return like(q);
+    }
+    const bool heads_inside = q.stride(1) < q.stride(2);  // (batch, seq, heads, dim) in memory
+    const int64_t batch = q.size(0), heads = q.size(1), seq = q.size(2), dim = v.size(3);
+    return heads_inside ? at::empty({batch, seq, heads, dim}, q.options()).transpose(1, 2)
+                        : at::empty({batch, heads, seq, dim}, q.options());
+}
+
 // ---- Operators ------------------------------------------------------------------------------------------------------
 
 ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
                       const OptionalTensor& ends, int64_t mask, std::optional<double> scale, bool /*deterministic*/,
-                      int64_t variant_handle) {
-    const Call call{q, k, v, starts, ends, mask, scale};
+                      int64_t variant_handle, const OptionalTensor& dense) {
+    const Call call{q, k, v, starts, ends, mask, scale, dense};
     if (!acceptable(call)) {
         complain(call);
     }
     const c10::DeviceGuard guard(q.device());
     const int64_t align = row_alignment({&q, &k, &v});
     const Variant& variant = choose(call, false, false, align, variant_handle);
-    Tensor out = like(q);
+    Tensor out = output(q, v);
     Tensor lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(at::kFloat));
     Params params = make_params(call, variant, out, lse);
     launch(call, variant, params);
@@ -102,9 +132,9 @@ ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const O
 BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& out_any, const Tensor& lse_any, const OptionalTensor& starts,
                         const OptionalTensor& ends, int64_t mask, std::optional<double> scale, bool deterministic,
-                        int64_t variant_handle) {
-    const Call call{q, k, v, starts, ends, mask, scale};
-    if (!acceptable(call) || !acceptable_gradient(dout_any, out_any, lse_any, q)) {
+                        int64_t variant_handle, const OptionalTensor& dense) {
+    const Call call{q, k, v, starts, ends, mask, scale, dense};
+    if (!acceptable(call) || !acceptable_gradient(dout_any, out_any, lse_any, call)) {
         complain(call, dout_any, out_any, lse_any);
     }
     const c10::DeviceGuard guard(q.device());
@@ -126,12 +156,12 @@ BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k
     params.delta = delta.mutable_data_ptr<float>();
     Tensor dq_accum;
     if (variant.dq_accum) {
-        dq_accum = at::empty({q.size(0), q.size(1), params.padded_q, q.size(3)}, f32);
+        dq_accum = at::empty({q.size(0), q.size(1), params.padded_q, variant.columns}, f32);
         params.dq_accum = dq_accum.mutable_data_ptr<float>();
     }
     Tensor dkv_accum;
     if (variant.dkv_accum) {
-        dkv_accum = at::empty({2, k.size(0), k.size(1), params.padded_k, k.size(3)}, f32);
+        dkv_accum = at::empty({k.size(0), k.size(1), params.padded_k, variant.columns + variant.columns_v}, f32);
         params.dkv_accum = dkv_accum.mutable_data_ptr<float>();
     }
     Tensor turns_taken;
@@ -161,10 +191,12 @@ struct Attention : torch::autograd::Function<Attention> {
 
     static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v,
                              const OptionalTensor& starts, const OptionalTensor& ends, int64_t mask,
-                             std::optional<double> scale, bool deterministic, int64_t variant) {
+                             std::optional<double> scale, bool deterministic, int64_t variant,
+                             const OptionalTensor& dense) {
         const at::AutoDispatchBelowADInplaceOrView below;
-        auto [out, lse] = forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, variant);
-        context->save_for_backward({q, k, v, out, lse, starts.value_or(Tensor()), ends.value_or(Tensor())});
+        auto [out, lse] = forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, variant, dense);
+        context->save_for_backward({q, k, v, out, lse, starts.value_or(Tensor()), ends.value_or(Tensor()),
+                                    dense.value_or(Tensor())});
         context->saved_data["mask"] = mask;
         context->saved_data["scale"] = scale;
         context->saved_data["deterministic"] = deterministic;
@@ -174,7 +206,7 @@ struct Attention : torch::autograd::Function<Attention> {
     }
 
     static Variables backward(Context* context, Variables gradients) {
-        Variables result(9);
+        Variables result(10);
         if (!gradients[0].defined()) {
             return result;
         }
@@ -183,43 +215,43 @@ struct Attention : torch::autograd::Function<Attention> {
         std::tie(result[0], result[1], result[2]) = backward_op().call(
             gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], present(saved[5]), present(saved[6]),
             context->saved_data["mask"].toInt(), context->saved_data["scale"].toOptional<double>(),
-            context->saved_data["deterministic"].toBool(), 0);
+            context->saved_data["deterministic"].toBool(), 0, present(saved[7]));
         return result;
     }
 };
 
 ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
                                const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                               bool deterministic, int64_t variant) {
+                               bool deterministic, int64_t variant, const OptionalTensor& dense) {
     if (at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad())) {
-        auto results = Attention::apply(q, k, v, starts, ends, mask, scale, deterministic, variant);
+        auto results = Attention::apply(q, k, v, starts, ends, mask, scale, deterministic, variant, dense);
         return {results[0], results[1]};
     }
     const at::AutoDispatchBelowADInplaceOrView below;
-    return forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, variant);
+    return forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, variant, dense);
 }
 
 BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                  const Tensor& out, const Tensor& lse, const OptionalTensor& starts,
                                  const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                                 bool deterministic, int64_t variant) {
+                                 bool deterministic, int64_t variant, const OptionalTensor& dense) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !at::GradMode::is_enabled() ||
             !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad()),
         "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
     const at::AutoDispatchBelowADInplaceOrView below;
-    return backward_op().call(dout, q, k, v, out, lse, starts, ends, mask, scale, deterministic, variant);
+    return backward_op().call(dout, q, k, v, out, lse, starts, ends, mask, scale, deterministic, variant, dense);
 }
 
 template <c10::DeviceType type>
 ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
                                const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                               bool deterministic, int64_t variant) {
+                               bool deterministic, int64_t variant, const OptionalTensor& dense) {
     const c10::impl::ExcludeDispatchKeyGuard once(at::autocast::get_autocast_dispatch_key_from_device_type(type));
     const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
         return at::autocast::cached_cast(dtype, x, type);
     };
-    return forward_op().call(cast(q), cast(k), cast(v), starts, ends, mask, scale, deterministic, variant);
+    return forward_op().call(cast(q), cast(k), cast(v), starts, ends, mask, scale, deterministic, variant, dense);
 }
 
 // ---- Registration --------------------------------------------------------------------------------------------------
@@ -227,21 +259,22 @@ ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v
 TORCH_LIBRARY(attnforge, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
     m.def("forward(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
-          "bool deterministic=False, int variant=0) -> (Tensor out, Tensor lse)", tags);
+          "bool deterministic=False, int variant=0, Tensor? dense=None) -> (Tensor out, Tensor lse)", tags);
     m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? starts, Tensor? ends, "
-          "int mask, float? scale, bool deterministic=False, int variant=0) -> (Tensor dq, Tensor dk, Tensor dv)",
-          tags);
+          "int mask, float? scale, bool deterministic=False, int variant=0, Tensor? dense=None) "
+          "-> (Tensor dq, Tensor dk, Tensor dv)", tags);
     m.def("snapshot(Tensor x) -> Tensor", tags);
     // Called from C++, implemented in Python.
     m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
-          "Tensor? dout, Tensor? out, Tensor? lse) -> ()");
-    m.def("resolve(bool backward, ScalarType dtype, int head_dim, int mask, int heads_q, int heads_kv, int seq_q, "
-          "int seq_k, int align, Device device, bool deterministic) -> int");
+          "Tensor? dense, Tensor? dout, Tensor? out, Tensor? lse) -> ()");
+    m.def("resolve(bool backward, ScalarType dtype, int head_dim, int head_dim_v, int mask, int heads_q, int heads_kv, "
+          "int seq_q, int seq_k, int align, Device device, bool deterministic) -> int");
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
-          "int head_dim, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "
-          "bool dkv_accum, bool ordered, bool bounds, bool deterministic, str[] symbols, str[] grids, int[] threads, "
-          "int[] shared_bytes, int[] persistent, int launches, str[] mapped, int[] boxes) -> int");
+          "int head_dim, int head_dim_v, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "
+          "bool dkv_accum, bool ordered, int columns, int columns_v, bool bounds, str bits, bool deterministic, "
+          "str[] symbols, str[] grids, int[] threads, int[] shared_bytes, int[] persistent, int launches, "
+          "str[] mapped, int[] boxes) -> int");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count() -> int", [] { return schedules().size(); });
     m.def("forget_schedules() -> ()", [] { schedules().clear(); });

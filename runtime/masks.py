@@ -63,6 +63,47 @@ class Spans:
         return f"{type(self).__name__}(seq_k={self.starts.shape[0]}, device={self.starts.device})"
 
 
+class DenseMask:
+    """Any mask: key j is visible to query i where `mask[..., i, j]` is True.
+
+    `mask`: bool (seq_q, seq_k), or (batch or 1, heads_q or 1, seq_q, seq_k) for masks that differ between batch
+    entries or query heads; on the device of q, with any strides, never copied. It is packed to bits and to lists
+    of tiles on the device, so empty tiles are skipped and full ones cost nothing; a row that sees no key gives
+    zeros. The result is cached as that of `Spans`, whose rules for changes in place hold here too: make one mask
+    a step and pass it to all layers.
+    """
+
+    kind: ClassVar[Mask] = Mask.DENSE
+
+    def __init__(self, mask: Tensor) -> None:
+        """Raises TypeError or ValueError for anything but a bool tensor of 2 or 4 dimensions."""
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask: got {type(mask).__name__}, expected a bool tensor")
+        if mask.dtype != torch.bool:
+            raise ValueError(
+                f"mask: got dtype {mask.dtype}, expected torch.bool, True where a key is visible; "
+                "use mask.to(torch.bool)"
+            )
+        if mask.dim() not in (2, 4):
+            raise ValueError(
+                f"mask: got shape {tuple(mask.shape)}, expected (seq_q, seq_k) "
+                "or (batch or 1, heads_q or 1, seq_q, seq_k)"
+            )
+        for axis in range(mask.dim() - 2):  # what is expanded is one plane: nothing must ever write it out
+            if mask.stride(axis) == 0:
+                mask = mask.narrow(axis, 0, 1)
+        self.mask = mask
+
+    def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:
+        """Dense bool mask (seq_q, seq_k) or (B or 1, Hq or 1, seq_q, seq_k), True = visible. For tests."""
+        if tuple(self.mask.shape[-2:]) != (seq_q, seq_k):
+            raise ValueError(f"mask: has shape {tuple(self.mask.shape)}, but pairs are {seq_q} x {seq_k}")
+        return self.mask.to(device)
+
+    def __repr__(self) -> str:
+        return f"DenseMask(shape={tuple(self.mask.shape)}, device={self.mask.device})"
+
+
 def _check_vector(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int32 tensor of length seq_k")

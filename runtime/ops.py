@@ -12,12 +12,12 @@ from torch import Tensor
 
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.launcher import launcher
-from attnforge.runtime.masks import Causal, Spans
+from attnforge.runtime.masks import Causal, DenseMask, Spans
 
-Mask = Causal | Spans | None
+Mask = Causal | Spans | DenseMask | None
 
 _CODES = {mask: code for code, mask in enumerate(MASKS)}
-_FULL, _CAUSAL, _SPANS = _CODES[MASKS[0]], _CODES[Causal.kind], _CODES[Spans.kind]
+_FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)
 
 
 def _load() -> bool:
@@ -68,22 +68,24 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, differentiable in q, k and v.
 
-    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); bfloat16 or float16 on a GPU, float32 or bfloat16 on the CPU;
-        any strides with a unit last one. Query head h reads key head h // (Hq / Hkv). A packed (T, H, D) goes
-        in as x.transpose(0, 1)[None], uncopied. D: a multiple of 8, up to 256 (128 with gradients).
-    mask: None (all pairs), Causal() or Spans(starts, ends). A row that sees no key gives zeros, and zero
-        gradients.
+    q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv); bfloat16 or float16 on a GPU, float32 or bfloat16
+        on the CPU; any strides with a unit last one. Query head h reads key head h // (Hq / Hkv). A packed
+        (T, H, D) goes in as x.transpose(0, 1)[None], uncopied. D and Dv: 1 to 256.
+    mask: None (all pairs), Causal(), Spans(starts, ends) or DenseMask(bool tensor). A row that sees no key gives
+        zeros, and zero gradients.
     scale: multiplies q k^T; above 0; None means D ** -0.5.
     deterministic: gradients are the same bits on every run; torch.use_deterministic_algorithms implies it.
 
-    Returns out in the layout and dtype of q; with return_lse also the natural log of the softmax denominator,
-    float32 (B, Hq, Sq), -inf for a row that sees no key, and not differentiable. Under autocast, inputs are
-    cast as those of scaled_dot_product_attention.
+    Returns out (B, Hq, Sq, Dv) in the layout and dtype of q; with return_lse also the natural log of the softmax
+    denominator, float32 (B, Hq, Sq), -inf for a row that sees no key, and not differentiable. Under autocast,
+    inputs are cast as those of scaled_dot_product_attention.
     Raises ValueError or TypeError naming the argument; never falls back to something slow.
     """
     _load()
-    code, starts, ends = _unpack(mask)
-    out, lse = torch.ops.attnforge.forward.default(q, k, v, starts, ends, code, scale, deterministic, 0)
+    code, starts, ends, dense = _unpack(mask)
+    out, lse = torch.ops.attnforge.forward.default(
+        q, k, v, starts, ends, code, scale, deterministic, 0, dense
+    )
     return (out, lse) if return_lse else out
 
 
@@ -92,9 +94,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Else as `attention`."""
     _load()
-    code, starts, ends = _unpack(mask)
+    code, starts, ends, dense = _unpack(mask)
     result: tuple[Tensor, Tensor] = torch.ops.attnforge.forward.default(
-        q, k, v, starts, ends, code, scale, False, variant
+        q, k, v, starts, ends, code, scale, False, variant, dense
     )
     return result
 
@@ -113,25 +115,36 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the layouts of q, k and v, given what `forward` returned. `variant` as there."""
     _load()
-    code, starts, ends = _unpack(mask)
+    code, starts, ends, dense = _unpack(mask)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.attnforge.backward.default(
-        dout, q, k, v, out, lse, starts, ends, code, scale, deterministic, variant
+        dout, q, k, v, out, lse, starts, ends, code, scale, deterministic, variant, dense
     )
     return result
 
 
-def _unpack(mask: Mask) -> tuple[int, Tensor | None, Tensor | None]:
+def _unpack(mask: Mask) -> tuple[int, Tensor | None, Tensor | None, Tensor | None]:
+    """What the operators take of a mask: its code, starts and ends of spans, the tensor of a dense mask."""
     if mask is None:
-        return _FULL, None, None
+        return _FULL, None, None, None
     if isinstance(mask, Spans):
-        starts, ends = mask.starts, mask.ends
-        if torch.compiler.is_compiling():
-            # Compiled code writes several values into one buffer without touching its version counter, which
-            # schedules are cached by. A tensor that the operator allocated itself is never such a buffer.
-            starts, ends = torch.ops.attnforge.snapshot(starts), torch.ops.attnforge.snapshot(ends)
-        return _SPANS, starts, ends
+        return _SPANS, _unshared(mask.starts), _unshared(mask.ends), None
     if isinstance(mask, Causal):
-        return _CAUSAL, None, None
+        return _CAUSAL, None, None, None
+    if isinstance(mask, DenseMask):
+        return _DENSE, None, None, _unshared(mask.mask)
     raise TypeError(
-        f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal() and attnforge.Spans(...)"
+        f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "
+        "and attnforge.DenseMask(...)"
     )
+
+
+def _unshared(x: Tensor) -> Tensor:
+    """`x`, in compiled code a copy of it.
+
+    Compiled code writes several values into one buffer without touching its version counter, which schedules
+    are cached by. A tensor that the operator allocated itself is never such a buffer.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    copy: Tensor = torch.ops.attnforge.snapshot(x)
+    return copy

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnforge.runtime.masks import Causal, Spans
+from attnforge.runtime.masks import Causal, DenseMask, Spans
 
 CHUNK = 1 << 22  # scores held at a time
 
@@ -16,24 +16,24 @@ CHUNK = 1 << 22  # scores held at a time
 class Exact(NamedTuple):
     """Results in the oracle's dtype. Gradients are None without dout. R: the chosen rows, else all."""
 
-    out: Tensor  # (B, Hq, R, D)
+    out: Tensor  # (B, Hq, R, Dv)
     lse: Tensor  # (B, Hq, R)
     dq: Tensor | None = None  # (B, Hq, R, D)
     dk: Tensor | None = None  # (B, Hkv, Sk, D)
-    dv: Tensor | None = None  # (B, Hkv, Sk, D)
+    dv: Tensor | None = None  # (B, Hkv, Sk, Dv)
 
 
 def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Causal | Spans | None = None,
+    mask: Causal | Spans | DenseMask | None = None,
     scale: float | None = None,
     dout: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     rows: Tensor | None = None,
 ) -> Exact:
-    """Attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), and with `dout` (B, Hq, Sq, D) its gradients.
+    """Attention of q (B, Hq, Sq, D) on k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); with `dout` (B, Hq, Sq, Dv) gradients.
 
     `rows` (R) restricts the work to those query rows; dk and dv are then their contributions alone. Memory:
     CHUNK scores at a time, never seq_q x seq_k. Rows that see no key: out 0, lse -inf, gradients 0.
@@ -44,11 +44,13 @@ def reference(
     wide = [x.to(dtype) for x in (k, v)]
     queries = q[:, :, rows].to(dtype)
     gradient = None if dout is None else dout[:, :, rows].to(dtype)
-    out, lse = torch.zeros_like(queries), queries.new_empty(queries.shape[:3])
+    lse = queries.new_empty(queries.shape[:3])
+    out = queries.new_zeros(*lse.shape, v.shape[3])
     dq, (dk, dv) = torch.zeros_like(queries), (torch.zeros_like(x) for x in wide)
-    for chunk, seen in _chunks(rows, mask, q.shape[2], k.shape[2]):
+    for chunk, planes in _chunks(rows, mask, q.shape[2], k.shape[2]):
         for b in range(q.shape[0]):
             for h in range(q.shape[1]):
+                seen = planes[b % planes.shape[0], h % planes.shape[1]]
                 key, value = wide[0][b, h // group], wide[1][b, h // group]
                 query = queries[b, h, chunk]
                 scores = (query @ key.T * scale).masked_fill_(~seen, -torch.inf)
@@ -68,17 +70,23 @@ def reference(
 
 
 def _chunks(
-    rows: Tensor, mask: Causal | Spans | None, seq_q: int, seq_k: int
+    rows: Tensor, mask: Causal | Spans | DenseMask | None, seq_q: int, seq_k: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of `rows` with the pairs they see, bool (rows of the slice, seq_k)."""
+    """Slices of `rows` with the pairs they see, bool (B or 1, Hq or 1, rows of the slice, seq_k)."""
     step = max(1, CHUNK // seq_k)
-    key = torch.arange(seq_k, device=rows.device)[None]
     for begin in range(0, rows.numel(), step):
-        row = rows[begin : begin + step, None]
-        if mask is None:
-            seen = torch.ones(row.shape[0], seq_k, dtype=torch.bool, device=rows.device)
-        elif isinstance(mask, Causal):
-            seen = key <= row + (seq_k - seq_q)
-        else:
-            seen = (mask.starts.to(rows.device)[None] <= row) & (row < mask.ends.to(rows.device)[None])
-        yield slice(begin, begin + step), seen
+        yield slice(begin, begin + step), visible_rows(mask, rows[begin : begin + step], seq_q, seq_k)
+
+
+def visible_rows(mask: Causal | Spans | DenseMask | None, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:
+    """The keys that the query rows `rows` (R) see, bool (B or 1, Hq or 1, R, seq_k)."""
+    key, row = torch.arange(seq_k, device=rows.device), rows[:, None]
+    if mask is None:
+        seen = torch.ones(row.shape[0], seq_k, dtype=torch.bool, device=rows.device)
+    elif isinstance(mask, Causal):
+        seen = key <= row + (seq_k - seq_q)
+    elif isinstance(mask, Spans):
+        seen = (mask.starts.to(rows.device) <= row) & (row < mask.ends.to(rows.device))
+    else:
+        seen = mask.mask.to(rows.device)[..., rows, :]
+    return seen.reshape(*(seen.shape[:-2] or (1, 1)), *seen.shape[-2:])

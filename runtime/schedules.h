@@ -1,6 +1,7 @@
-// Tile schedules of `spans` masks: built on the device once per mask and tile geometry, then shared by all layers.
+// Tile schedules of spans and dense masks: built on the device once per mask and tile geometry, then shared by all layers.
 #pragma once
 
+#include <array>
 #include <exception>
 #include <list>
 #include <mutex>
@@ -17,21 +18,26 @@ namespace attnforge {
 // What a schedule depends on. Storages are compared through weak references: an address that is used again by a
 // later tensor does not match, and a detached alias (activation checkpointing makes those) does.
 struct ScheduleKey {
-    const void* starts;
-    const void* ends;
-    int64_t starts_version;
-    int64_t ends_version;
+    std::array<const void*, 2> data;
+    std::array<int64_t, 2> versions;
     c10::Device device;
     void* stream;
     bool owner_n, ordered, bounds;
-    int64_t tile_m, tile_n, seq_q, seq_k;
+    Bits bits;
+    std::array<int64_t, 4> sizes;      // tile_m, tile_n, seq_q, seq_k
+    std::array<long long, 7> strides;  // and planes of a dense mask; heads per kv head
 
     bool operator==(const ScheduleKey& o) const {
-        return starts == o.starts && ends == o.ends && starts_version == o.starts_version &&
-               ends_version == o.ends_version && device == o.device && stream == o.stream && owner_n == o.owner_n &&
-               ordered == o.ordered && bounds == o.bounds && tile_m == o.tile_m && tile_n == o.tile_n &&
-               seq_q == o.seq_q && seq_k == o.seq_k;
+        return data == o.data && versions == o.versions && device == o.device && stream == o.stream &&
+               owner_n == o.owner_n && ordered == o.ordered && bounds == o.bounds && bits == o.bits &&
+               sizes == o.sizes && strides == o.strides;
     }
+};
+
+// What a mask is made of: `starts` and `ends` of spans, or a dense mask as both.
+struct MaskTensors {
+    const at::Tensor& first;
+    const at::Tensor& second;
 };
 
 class ScheduleCache {
@@ -41,7 +47,7 @@ public:
         const std::lock_guard lock(mutex_);
         at::Tensor found;
         for (auto entry = entries_.begin(); entry != entries_.end();) {
-            if (entry->starts.expired() || entry->ends.expired()) {
+            if (entry->first.expired() || entry->second.expired()) {
                 entry = entries_.erase(entry);
                 continue;
             }
@@ -53,12 +59,13 @@ public:
         return found;
     }
 
-    void insert(const ScheduleKey& key, const at::Tensor& starts, const at::Tensor& ends, const at::Tensor& schedule) {
+    void insert(const ScheduleKey& key, const MaskTensors& mask, const at::Tensor& schedule) {
         const std::lock_guard lock(mutex_);
         if (entries_.size() >= kCapacity) {
             entries_.pop_front();
         }
-        entries_.push_back({key, starts.storage().getWeakStorageImpl(), ends.storage().getWeakStorageImpl(), schedule});
+        entries_.push_back(
+            {key, mask.first.storage().getWeakStorageImpl(), mask.second.storage().getWeakStorageImpl(), schedule});
     }
 
     int64_t size() {
@@ -74,8 +81,8 @@ public:
 private:
     struct Entry {
         ScheduleKey key;
-        c10::weak_intrusive_ptr<c10::StorageImpl> starts;
-        c10::weak_intrusive_ptr<c10::StorageImpl> ends;
+        c10::weak_intrusive_ptr<c10::StorageImpl> first;
+        c10::weak_intrusive_ptr<c10::StorageImpl> second;
         at::Tensor schedule;
     };
     // A few masks, each with a handful of tile geometries, live at a time; more would only hold memory.
@@ -113,38 +120,54 @@ inline at::Tensor empty_to_keep(int64_t size, const at::TensorOptions& options) 
     return result;
 }
 
-// Points `params` at the schedule of (starts, ends) for `variant`, building it on `stream` if there is none yet.
+inline ScheduleKey schedule_key(const Variant& variant, const MaskTensors& mask, const Params& p, void* stream) {
+    return {{mask.first.const_data_ptr(), mask.second.const_data_ptr()},
+            {static_cast<int64_t>(mask.first._version()), static_cast<int64_t>(mask.second._version())},
+            variant.device,
+            stream,
+            variant.owner_n,
+            variant.ordered,
+            variant.bounds,
+            variant.bits,
+            {variant.tile_m, variant.tile_n, p.seq_q, p.seq_k},
+            {p.dense_batch, p.dense_head, p.dense_row, p.dense_col, p.mask_batches, p.mask_heads,
+             p.mask_heads > 1 ? p.heads_q / p.heads_kv : 1}};
+}
+
+// Points `params` at the schedule of `mask` for `variant`, building it on `stream` if there is none yet.
 // The returned tensor owns the memory: the caller keeps it until its kernels are enqueued.
-inline at::Tensor attach_schedule(const Variant& variant, const at::Tensor& starts, const at::Tensor& ends,
-                                  Params& params, void* stream) {
-    const int64_t tiles = variant.owner_n ? params.tiles_n : params.tiles_m;
+inline at::Tensor attach_schedule(const Variant& variant, const MaskTensors& mask, Params& params, void* stream) {
+    const int64_t tiles = int64_t{params.mask_planes} * (variant.owner_n ? params.tiles_n : params.tiles_m);
     const int64_t bounds = variant.bounds ? int64_t{2} * params.padded_k : 0;
+    const bool of_keys = variant.bits == Bits::kOfKeys;
+    params.bits_row = variant.bits == Bits::kNone ? 0 : ((of_keys ? params.padded_k : params.padded_q) + 31) / 32;
+    const int64_t bits = int64_t{params.mask_planes} * (of_keys ? params.padded_q : params.padded_k) * params.bits_row;
     params.list_stride = variant.owner_n ? params.tiles_m : params.tiles_n;
     // Inference tensors have no version counter: a change in place would go unseen. A CUDA graph builds its own,
     // in its own memory, from what the mask holds at each replay.
-    const bool cacheable = !starts.is_inference() && !ends.is_inference() && !is_capturing(stream);
+    const bool cacheable = !mask.first.is_inference() && !mask.second.is_inference() && !is_capturing(stream);
     std::optional<ScheduleKey> key;
     at::Tensor schedule;
     if (cacheable) {
-        key = ScheduleKey{starts.const_data_ptr(), ends.const_data_ptr(), static_cast<int64_t>(starts._version()),
-                          static_cast<int64_t>(ends._version()), variant.device, stream, variant.owner_n,
-                          variant.ordered, variant.bounds, variant.tile_m, variant.tile_n, params.seq_q, params.seq_k};
+        key = schedule_key(variant, mask, params, stream);
         schedule = schedules().find(*key);
     }
     const bool build = !schedule.defined();
     if (build) {
-        const int64_t size = bounds + tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1));
-        schedule = cacheable ? empty_to_keep(size, starts.options()) : at::empty({size}, starts.options());
+        const int64_t size = bounds + bits + tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1));
+        const auto options = mask.first.options().dtype(at::kInt);
+        schedule = cacheable ? empty_to_keep(size, options) : at::empty({size}, options);
     }
     params.bounds = schedule.mutable_data_ptr<int>();  // first, where the allocator aligns it for TMA
-    params.tile_count = params.bounds + bounds;
+    params.bits = reinterpret_cast<unsigned*>(params.bounds + bounds);
+    params.tile_count = params.bounds + bounds + bits;
     params.tile_order = params.tile_count + tiles;
     params.tile_list = params.tile_order + tiles;
     params.turn = variant.ordered ? params.tile_list + tiles * params.list_stride : nullptr;
     if (build) {
         run(variant, variant.schedule, params, stream);
         if (cacheable) {
-            schedules().insert(*key, starts, ends, schedule);
+            schedules().insert(*key, mask, schedule);
         }
     }
     return schedule;

@@ -43,6 +43,7 @@ class Tuned:
             "arch": p.arch.value,
             "dtype": p.dtype.value,
             "head_dim": p.head_dim,
+            **({"head_dim_v": p.dim_v} if p.dim_v else {}),
             "mask": p.mask.value,
             "group": self.group,
             "octave": self.size.bit_length() - 1,
@@ -142,8 +143,8 @@ def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
 
 
 def _counts(tuned: Problem, problem: Problem) -> bool:
-    same = (tuned.direction, tuned.arch, tuned.head_dim, tuned.dtype.bytes)
-    return same == (problem.direction, problem.arch, problem.head_dim, problem.dtype.bytes)
+    same = (tuned.direction, tuned.arch, tuned.head_dim, tuned.dim_v, tuned.dtype.bytes)
+    return same == (problem.direction, problem.arch, problem.head_dim, problem.dim_v, problem.dtype.bytes)
 
 
 def _distance(entry: Tuned, problem: Problem, group: int, size: int) -> tuple[float, ...]:

@@ -16,7 +16,10 @@
 
 namespace attnforge {
 
-enum MaskKind : int64_t { kFull = 0, kCausal = 1, kSpans = 2 };
+enum MaskKind : int64_t { kFull = 0, kCausal = 1, kSpans = 2, kDense = 3 };
+
+// Words of 32 pairs that a dense mask is packed to: 32 keys of a query, or 32 queries of a key.
+enum class Bits { kNone, kOfKeys, kOfQueries };
 
 // One kernel launch: the grid is the product of the Params members listed.
 struct Launch {
@@ -34,6 +37,7 @@ struct Variant {
     bool backward = false;
     at::ScalarType dtype = at::kFloat;
     int64_t head_dim = 0;
+    int64_t head_dim_v = 0;
     int64_t mask = kFull;
     int64_t align = 0;
     int64_t tile_m = 0;
@@ -42,7 +46,10 @@ struct Variant {
     bool dq_accum = false;   // which workspaces the launches need
     bool dkv_accum = false;
     bool ordered = false;
-    bool bounds = false;        // in the schedule
+    int64_t columns = 0;     // of their rows: those of dq and dk, those of dv
+    int64_t columns_v = 0;
+    bool bounds = false;     // in the schedule
+    Bits bits = Bits::kNone;
     bool deterministic = false;
     std::vector<Launch> launches;
     std::vector<Launch> schedule;
@@ -53,7 +60,7 @@ struct Variant {
 inline std::vector<int Params::*> parse_grid(const std::string& names) {
     static const std::pair<const char*, int Params::*> known[] = {
         {"batch", &Params::batch},     {"heads_q", &Params::heads_q}, {"heads_kv", &Params::heads_kv},
-        {"tiles_m", &Params::tiles_m}, {"tiles_n", &Params::tiles_n},
+        {"tiles_m", &Params::tiles_m}, {"tiles_n", &Params::tiles_n}, {"mask_planes", &Params::mask_planes},
     };
     std::vector<int Params::*> grid;
     for (size_t begin = 0; begin < names.size();) {
@@ -159,18 +166,20 @@ inline VariantTable& variants() {
 
 // Loads a variant and returns its handle; the arguments are those of runtime/kernels.py.
 inline int64_t add_variant(const at::Tensor& binary, std::string path, std::string name, at::Device device,
-                           bool backward, at::ScalarType dtype, int64_t head_dim, int64_t mask, int64_t align,
-                           int64_t tile_m, int64_t tile_n, bool owner_n, bool dq_accum, bool dkv_accum, bool ordered,
-                           bool bounds, bool deterministic, std::vector<std::string> symbols,
-                           std::vector<std::string> grids, std::vector<int64_t> threads,
-                           std::vector<int64_t> shared_bytes, std::vector<int64_t> persistent, int64_t launches,
-                           std::vector<std::string> mapped, std::vector<int64_t> boxes) {
+                           bool backward, at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v, int64_t mask,
+                           int64_t align, int64_t tile_m, int64_t tile_n, bool owner_n, bool dq_accum, bool dkv_accum,
+                           bool ordered, int64_t columns, int64_t columns_v, bool bounds, std::string bits,
+                           bool deterministic, std::vector<std::string> symbols, std::vector<std::string> grids,
+                           std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
+                           std::vector<int64_t> persistent, int64_t launches, std::vector<std::string> mapped,
+                           std::vector<int64_t> boxes) {
     Variant v;
     v.name = std::move(name);
     v.device = device;
     v.backward = backward;
     v.dtype = dtype;
     v.head_dim = head_dim;
+    v.head_dim_v = head_dim_v;
     v.mask = mask;
     v.align = align;
     v.tile_m = tile_m;
@@ -179,7 +188,10 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
     v.dq_accum = dq_accum;
     v.dkv_accum = dkv_accum;
     v.ordered = ordered;
+    v.columns = columns;
+    v.columns_v = columns_v;
     v.bounds = bounds;
+    v.bits = bits.empty() ? Bits::kNone : bits == "k" ? Bits::kOfKeys : Bits::kOfQueries;
     v.deterministic = deterministic;
     for (size_t i = 0; i < symbols.size(); ++i) {
         auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;

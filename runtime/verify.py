@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attnforge.codegen.spec import Direction, DType, Mask
 from attnforge.runtime.case import Case, Inputs
-from attnforge.runtime.masks import Causal, Spans
-from attnforge.runtime.reference import reference
+from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.reference import reference, visible_rows
 
 # Error allowed, as a multiple of SDPA's in the same dtype on the same sample. In half precision rounding of
 # weights and results decides, which kernels share; in fp32 the order of sums, which they do not.
@@ -80,24 +80,16 @@ def odd_case(case: Case, seed: int = 1) -> Case:
     """A small relative of `case` with lengths off every tile, hidden keys and rows that see nothing."""
     group = case.heads_q // case.heads_kv
     heads_kv = min(2, case.heads_kv)
-    mask: Causal | Spans | None = case.mask
+    mask: Causal | Spans | DenseMask | None = case.mask
     seq_q, seq_k, batch = 333, 401, 2
     if case.mask_kind is Mask.CAUSAL:
         seq_q, seq_k = 401, 333  # the first 68 queries see no key
     if case.mask_kind is Mask.SPANS:
         seq_k, mask = seq_q, _random_spans(seq_q, seed, case.device)
+    if case.mask_kind is Mask.DENSE:
+        mask = _random_pairs((batch, heads_kv * group, seq_q, seq_k), seed, case.device)
     shape = replace(case, name=f"odd {case.name}", batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv)
     return replace(shape, seq_q=seq_q, seq_k=seq_k, mask=mask, pairs=0)
-
-
-def visible_rows(case: Case, rows: Tensor) -> Tensor:
-    """Bool (R, seq_k): the mask on the given query rows."""
-    key = torch.arange(case.seq_k, device=case.device)[None]
-    if case.mask is None:
-        return torch.ones(rows.numel(), case.seq_k, dtype=torch.bool, device=case.device)
-    if isinstance(case.mask, Spans):
-        return (case.mask.starts[None] <= rows[:, None]) & (rows[:, None] < case.mask.ends[None])
-    return key <= rows[:, None] + (case.seq_k - case.seq_q)
 
 
 def verify(check: Check, run: Callable[[Inputs], Outputs]) -> dict[str, Error]:
@@ -185,7 +177,7 @@ def _exact(check: Check) -> Outputs:
         x.q[:, :heads_q],
         x.k[:, : check.heads_kv],
         x.v[:, : check.heads_kv],
-        case.mask,
+        case.mask,  # of a mask for each head, the first ones
         case.scale,
         x.dout[:, :heads_q] if backward else None,
         rows=check.rows,
@@ -205,19 +197,19 @@ def _sdpa(check: Check) -> Outputs:
         _sampled(check, name, value).detach().contiguous().requires_grad_()
         for name, value in zip("qkv", check.inputs, strict=False)
     )
-    seen = visible_rows(check.case, check.rows)
-    group, full = q.shape[2], check.case.mask is None
-    some = seen.any(1)
+    case = check.case
+    group = q.shape[2]
+    seen = visible_rows(case.mask, check.rows, case.seq_q, case.seq_k)[:, : check.heads_kv * group]
+    some = seen.any(-1, keepdim=True)
     keys, values = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
     out = F.scaled_dot_product_attention(
-        q.flatten(1, 2)[:, :, some],
+        q.flatten(1, 2),
         keys,
         values,
-        attn_mask=None if full else seen[some],
-        scale=check.case.scale,
+        attn_mask=None if case.mask is None else seen | ~some,
+        scale=case.scale,
     )
-    padded = torch.zeros_like(q).flatten(1, 2).index_copy(2, some.nonzero()[:, 0], out).view_as(q)
-    return _with_gradients(check, padded, (q, k, v))
+    return _with_gradients(check, (out * some).unflatten(1, (check.heads_kv, group)), (q, k, v))
 
 
 def _with_gradients(check: Check, out: Tensor, leaves: tuple[Tensor, Tensor, Tensor]) -> Outputs:
@@ -240,3 +232,16 @@ def _random_spans(length: int, seed: int, device: torch.device) -> Spans:
     ends = torch.where(hidden, starts, ends.clamp(max=length - 5))
     starts = torch.minimum(starts, ends)
     return Spans(starts.int().to(device), ends.int().to(device))
+
+
+def _random_pairs(shape: tuple[int, int, int, int], seed: int, device: torch.device) -> DenseMask:
+    """Blocks off every tile that are seen whole, in part or not at all; some queries and keys see nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, seq_q, seq_k = shape
+    blocks = torch.rand((batch, heads, seq_q // 50 + 1, seq_k // 70 + 1), generator=generator)
+    share = blocks.mul(1.8).sub(0.4).clamp(0, 1)  # of the pairs of a block; often none, often all
+    share = share.repeat_interleave(50, 2)[:, :, :seq_q].repeat_interleave(70, 3)[..., :seq_k]
+    mask = torch.rand(shape, generator=generator) < share
+    mask[:, :, seq_q // 3] = False
+    mask[..., seq_k // 2] = False
+    return DenseMask(mask.to(device))

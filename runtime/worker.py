@@ -15,7 +15,8 @@ import torch
 from attnforge.codegen.spec import Direction, Spec
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.case import Case, Inputs
-from attnforge.runtime.masks import Spans
+from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.ops import Mask
 from attnforge.runtime.timing import Effort, Timing, effort, measure_interleaved, rotate
 from attnforge.runtime.verify import Check, Error, Outputs, WrongResult, make_check, odd_case, verify
 
@@ -108,18 +109,23 @@ class Worker:
 
 def _portable(case: Case) -> Case:
     """The case with its mask on the host: CUDA tensors do not travel between processes."""
-    if not isinstance(case.mask, Spans):
-        return case
-    return replace(case, mask=Spans(case.mask.starts.cpu().clone(), case.mask.ends.cpu().clone()))
+    return replace(case, mask=_moved(case.mask, torch.device("cpu")))
+
+
+def _moved(mask: Mask, device: torch.device) -> Mask:
+    """`mask` with its tensors copied to `device`."""
+    if isinstance(mask, Spans):
+        return Spans(mask.starts.to(device, copy=True), mask.ends.to(device, copy=True))
+    if isinstance(mask, DenseMask):
+        return DenseMask(mask.mask.to(device, copy=True))
+    return mask
 
 
 class Bench:
     """One case on its device: the checks, and tensors to time with."""
 
     def __init__(self, case: Case, direction: Direction) -> None:
-        if isinstance(case.mask, Spans):
-            device = case.device
-            case = replace(case, mask=Spans(case.mask.starts.to(device), case.mask.ends.to(device)))
+        case = replace(case, mask=_moved(case.mask, case.device))
         self.case, self.direction = case, direction
         self._checks = [make_check(odd_case(case), direction), make_check(case, direction)]
         self._saved = [self._forward(check.case, check.inputs, 0) for check in self._checks]

@@ -140,7 +140,7 @@ BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("mask", Mask)
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(DType.FLOAT32, 64), (DType.BFLOAT16, 72), (DType.FLOAT16, 8)]
 )
@@ -150,7 +150,7 @@ def test_forward(mask: Mask, dtype: DType, head_dim: int, tmp_path: Path) -> Non
         check_forward(kernel, inputs(shape, head_dim, dtype, mask))
 
 
-@pytest.mark.parametrize("mask", Mask)
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(DType.FLOAT32, 64), (DType.BFLOAT16, 72), (DType.FLOAT16, 8)]
 )

@@ -58,10 +58,10 @@ BAD = [
     Bad("q: got 5 heads, expected a multiple of the 2 heads", lambda: {"q": tensor(1, 5, S, D)}),
     Bad("k: got batch 3, expected the batch of q, 1", lambda: {n: tensor(3, 2, S, D) for n in "kv"}),
     Bad("k: got head_dim 32, expected the head_dim of q, 64", lambda: {n: tensor(1, 2, S, 32) for n in "kv"}),
-    Bad("v: got shape .*, expected the shape of k", lambda: {"v": tensor(1, 2, S + 1, D)}),
-    Bad("v: got shape .*, expected the shape of k", lambda: {"v": tensor(1, 4, S, D)}),
-    Bad("head_dim 60 .multiples of 8", lambda: {n: tensor(1, 2, S, 60) for n in "qkv"}, eager_only=True),
-    Bad("head_dim 264 .multiples of 8", lambda: {n: tensor(1, 2, S, 264) for n in "qkv"}, eager_only=True),
+    Bad("v: got shape .*, expected that of k but for head_dim", lambda: {"v": tensor(1, 2, S + 1, D)}),
+    Bad("v: got shape .*, expected that of k but for head_dim", lambda: {"v": tensor(1, 4, S, D)}),
+    Bad("q: got head_dim 257, accepted are 1 to 256", lambda: {n: tensor(1, 2, S, 257) for n in "qkv"}),
+    Bad("v: got head_dim 264, accepted are 1 to 256", lambda: {"v": tensor(1, 2, S, 264)}),
     Bad("scale: got nan", lambda: {"scale": float("nan")}),
     Bad("scale: got inf", lambda: {"scale": float("inf")}),
     Bad("scale: got 0.0", lambda: {"scale": 0.0}),
@@ -166,7 +166,7 @@ def test_head_dim_without_backward(device: str) -> None:
     shape, how = (1, 2, S, 136), {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     q, k, v = (torch.zeros(shape, **how) for _ in range(3))  # type: ignore[call-overload]
     out = attnforge.attention(q, k, v)
-    with pytest.raises(ValueError, match=r"bwd kernel for head_dim 136 .*up to 256 forward and 128 backward"):
+    with pytest.raises(ValueError, match="bwd kernel for head_dim 136"):
         out.sum().backward()
 
 

@@ -28,12 +28,15 @@ def fresh() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(device: str, kind: str) -> None:
     x = draw(Shape(group=2), DTYPE, device)
-    code, starts, ends = ops._unpack(make_mask(kind, 65, 65, device))
-    torch.library.opcheck(torch.ops.attnforge.forward.default, (x.q, x.k, x.v, starts, ends, code, None))
+    code, starts, ends, dense = ops._unpack(make_mask(kind, 65, 65, device))
+    shared = {"dense": dense}
+    torch.library.opcheck(
+        torch.ops.attnforge.forward.default, (x.q, x.k, x.v, starts, ends, code, None), shared
+    )
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
     out, lse = ops.forward(q, k, v, make_mask(kind, 65, 65, device))
     torch.library.opcheck(
-        torch.ops.attnforge.backward.default, (x.dout, q, k, v, out, lse, starts, ends, code, 0.2)
+        torch.ops.attnforge.backward.default, (x.dout, q, k, v, out, lse, starts, ends, code, 0.2), shared
     )
 
 
