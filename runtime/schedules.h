@@ -1,4 +1,4 @@
-// Tile schedules of spans and dense masks: built on the device once per mask and tile geometry, then shared by all layers.
+// Tile schedules of spans and dense masks: built on the device once per mask and tile geometry, shared by all layers.
 #pragma once
 
 #include <array>
