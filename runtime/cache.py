@@ -26,6 +26,7 @@ from typing import Any
 from attnforge.codegen import params
 from attnforge.codegen.render import Source
 from attnforge.runtime import store
+from attnforge.runtime.locks import LOCKS
 from attnforge.runtime.private import TAG, BadEntry, folder, read, root
 from attnforge.runtime.toolchain import Toolchain, toolchain
 
@@ -226,5 +227,5 @@ def clear() -> int:
 
 
 def _published() -> list[Path]:
-    reserved = (store.TMP, store.LOCKS, store.FAILED, TAG)
+    reserved = (store.TMP, LOCKS, store.FAILED, TAG)
     return [path for path in root().iterdir() if path.name not in reserved]

@@ -16,7 +16,7 @@ from pathlib import Path
 from attnforge.codegen.spec import Arch
 from attnforge.runtime import cache, nvrtc, store, toolchain
 from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
-from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT, settings
+from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT, SettingsError, settings
 
 OK, INFO, WARNING, FAILURE = "ok", "info", "warning", "failure"
 
@@ -55,13 +55,16 @@ def report() -> list[Finding]:
             findings += check()
         except Exception as error:  # a broken machine must not silence the checks after this one
             findings.append(_failed(name, error))
-    return findings
+    return list(dict.fromkeys(findings))  # a bad setting stops several checks, and is one thing to repair
 
 
 def _failed(name: str, error: Exception) -> Finding:
     """The errors of this package end with their remedy, after a semicolon."""
     if isinstance(error, CompileError):
         return Finding(name, FAILURE, str(error), "repair the compiler, or choose another one")
+    if isinstance(error, SettingsError):
+        variable = str(error).partition("=")[0]
+        return Finding(variable, FAILURE, str(error), f"unset {variable}, or set it to one of these")
     value, _, remedy = str(error).partition("; ")
     if not isinstance(error, (CacheError, NoCompilerError)):
         value, remedy = f"{type(error).__name__}: {error}", ""

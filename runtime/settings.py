@@ -15,6 +15,10 @@ NO_JIT = "ATTNFORGE_NO_JIT"
 COMPILERS = ("auto", "nvcc", "nvrtc")
 
 
+class SettingsError(ValueError):
+    """An environment variable has a value that means nothing; the message names it and what is accepted."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment asks for."""
@@ -27,14 +31,14 @@ class Settings:
 def settings() -> Settings:
     """Settings of this moment. Cheap, and re-read on each call, so that a test or a notebook can change them.
 
-    Raises ValueError, naming the variable, for a value that means nothing.
+    Raises SettingsError, a ValueError that names the variable, for a value that means nothing.
     """
     compiler = os.environ.get(COMPILER, "auto").lower()
     if compiler not in COMPILERS:
-        raise ValueError(f"{COMPILER}={compiler!r}: accepted are {', '.join(COMPILERS)}")
+        raise SettingsError(f"{COMPILER}={compiler!r}: accepted are {', '.join(COMPILERS)}")
     no_jit = os.environ.get(NO_JIT, "0")
     if no_jit not in ("", "0", "1"):
-        raise ValueError(f"{NO_JIT}={no_jit!r}: accepted are 0 and 1")
+        raise SettingsError(f"{NO_JIT}={no_jit!r}: accepted are 0 and 1")
     return Settings(_cache_dir(), compiler, jit=no_jit != "1")
 
 

@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import hashlib
 import logging
 import os
 import re
 import shutil
-import socket
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
 from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
+from attnforge.runtime.locks import LOCKS, boot, hold, lock, try_flock
 from attnforge.runtime.private import REMEDY, Absent, folder, reporting, root
 from attnforge.runtime.private import BadEntry as BadEntry
 from attnforge.runtime.private import read as read
@@ -39,9 +36,7 @@ log = logging.getLogger("attnforge")
 
 T = TypeVar("T")
 
-TMP, LOCKS, FAILED = "tmp", "locks", "failed"
-LOCK_SECONDS = 300.0  # longest wait for another process's build before building it here too
-POLL_SECONDS = 0.02
+TMP, FAILED = "tmp", "failed"
 STALE_SECONDS = 3600.0  # age at which another host's unfinished build counts as abandoned
 FAILED_KEPT = 64  # sources of failed compiles that are kept, newest first
 ATTEMPTS = 3  # builds of one entry before giving up on a disk that returns something else
@@ -84,7 +79,7 @@ def publish(name: str, build: Callable[[Path], None], check: Callable[[Path], T]
             ) from why
     sweep()
     for _ in range(ATTEMPTS):
-        with _lock(name):
+        with lock(name):
             try:
                 return look(name, check)
             except Absent:
@@ -129,7 +124,7 @@ def _build(name: str, build: Callable[[Path], None]) -> None:
 
 def publish_probe() -> None:
     """Do once what publishing does, on an empty directory. CacheError if any of it fails here."""
-    with reporting(root()), _lock("probe"), _staging() as stage:
+    with reporting(root()), lock("probe"), _staging() as stage:
         (stage / "file").write_bytes(b"probe")
         seal(stage)
         aside = stage.with_name(f"{stage.name}-renamed")
@@ -158,49 +153,13 @@ def _sync(path: Path, *, private: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _lock(name: str) -> Iterator[None]:
-    """Hold the build lock of `name` if that is possible within LOCK_SECONDS; go on without it if not.
-
-    The file stays: removing it would let two processes lock two files of one name.
-    """
-    path = folder(LOCKS) / f"{name}.lock"
-    with reporting(path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while _try_flock(fd) is False:
-            if time.monotonic() > deadline:
-                log.info("%s is locked for %.0f s: building it without its lock", name, LOCK_SECONDS)
-                break
-            time.sleep(POLL_SECONDS)
-        yield
-    finally:
-        # A process forked meanwhile holds the same lock: closing our descriptor alone would not release it.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
-
-
-def _try_flock(fd: int) -> bool | None:
-    """Take the lock without waiting: True, False if it is held, None if the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        log.debug("no flock here: %s", error)
-        return None
-    return True
-
-
-@contextlib.contextmanager
 def _staging() -> Iterator[Path]:
     """An empty directory under `tmp/`, marked alive by a flock until it is published or removed."""
     parent = folder(TMP)
     while True:
         with reporting(parent):
-            stage = Path(tempfile.mkdtemp(prefix=f"{_boot()}-", dir=parent))
-            fd = _hold(stage)
+            stage = Path(tempfile.mkdtemp(prefix=f"{boot()}-", dir=parent))
+            fd = hold(stage)
         if fd is not None:
             break  # else a sweeper took it between its creation and its lock
     try:
@@ -210,28 +169,7 @@ def _staging() -> Iterator[Path]:
         os.close(fd)
 
 
-def _hold(path: Path) -> int | None:
-    """Descriptor that holds a flock on `path`; None if someone else holds it or it is gone."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    if _try_flock(fd) is False or os.fstat(fd).st_nlink == 0:
-        os.close(fd)
-        return None
-    return fd
-
-
 # ---- Leftovers
-
-
-@lru_cache(maxsize=1)
-def _boot() -> str:
-    """Name of the running kernel: flock is reliable among processes that share it, containers included."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    except OSError:
-        return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def sweep() -> None:
@@ -254,7 +192,7 @@ def _sweep_one(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         # Only among processes of one kernel does a lock tell whether the builder lives.
-        free = _try_flock(fd) if path.name.startswith(f"{_boot()}-") else None
+        free = try_flock(fd) if path.name.startswith(f"{boot()}-") else None
         if free or (free is None and _age(path) > STALE_SECONDS):
             remove(path)
     finally:
@@ -280,7 +218,7 @@ def remove(path: Path) -> None:
 
 def discard(path: Path) -> bool:
     """Take a published directory out of the root in one step; False if it was gone already."""
-    aside = folder(TMP) / f"{_boot()}-bad-{os.urandom(8).hex()}"
+    aside = folder(TMP) / f"{boot()}-bad-{os.urandom(8).hex()}"
     with reporting(path):
         try:
             path.rename(aside)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from attnforge.codegen import params
 from attnforge.codegen.spec import Arch
-from attnforge.runtime import cache, store, toolchain
+from attnforge.runtime import cache, locks, store, toolchain
 from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
 from attnforge.runtime.settings import NO_JIT
 
@@ -266,7 +266,7 @@ def test_another_process_publishing_first_wins(
 
     def slow(*arguments: object) -> None:
         monkeypatch.setattr(cache, "_compile", real)
-        monkeypatch.setattr(store, "LOCK_SECONDS", 0.05)
+        monkeypatch.setattr(locks, "LOCK_SECONDS", 0.05)
         winner.append(cache.obtain(source))
         real(*arguments)  # type: ignore[arg-type]
 
@@ -286,7 +286,7 @@ def test_a_lock_that_is_held_only_delays(
 ) -> None:
     name = cache.obtain(fakes.source()).directory.name
     cache.clear()
-    monkeypatch.setattr(store, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "LOCK_SECONDS", 0.1)
     with caplog.at_level(logging.INFO), (cache_dir / "locks" / f"{name}.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert cache.obtain(fakes.source()).binary == b"void f();\n"

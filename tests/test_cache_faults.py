@@ -14,7 +14,7 @@ from pathlib import Path
 import fakes
 import pytest
 
-from attnforge.runtime import cache, private, store
+from attnforge.runtime import cache, locks, private, store
 from attnforge.runtime.errors import CacheError
 
 SOURCE = fakes.source()
@@ -286,7 +286,7 @@ def test_a_disk_without_locks_still_works(
 
     monkeypatch.setattr("fcntl.flock", fail)
     private.folder("tmp")
-    alive, left = (cache_dir / "tmp" / f"{store._boot()}-{name}" for name in ("alive", "left"))
+    alive, left = (cache_dir / "tmp" / f"{locks.boot()}-{name}" for name in ("alive", "left"))
     alive.mkdir()
     left.mkdir()
     os.utime(left, (0, 0))

@@ -60,14 +60,17 @@ def test_what_the_environment_asks_is_shown(cache_dir: Path, monkeypatch: pytest
     assert NO_JIT in found["compiling"].value
 
 
-def test_a_meaningless_setting_stops_only_its_own_checks(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "accepted"), [(NO_JIT, "0 and 1"), (COMPILER, "auto, nvcc, nvrtc")])
+def test_a_meaningless_setting_is_told_once_and_stops_only_its_own_checks(
+    name: str, accepted: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(NO_JIT, "perhaps")
-    found = by_name()
-    assert found["torch"].status == OK
-    assert "perhaps" in found["cache"].value
-    assert found["cache"].status == FAILURE
+    monkeypatch.setenv(name, "perhaps")
+    findings = report()
+    assert by_name()["torch"].status == OK
+    failed = [finding for finding in findings if finding.status == FAILURE]
+    assert [finding.name for finding in failed] == [name]
+    assert failed[0].value == f"{name}='perhaps': accepted are {accepted}"
+    assert failed[0].remedy.startswith(f"unset {name}")
 
 
 def test_a_check_that_breaks_is_a_finding(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
