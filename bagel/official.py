@@ -1,87 +1,28 @@
-"""`attnforge.bagel.patch()`: the official trainer (ByteDance-Seed/Bagel), unmodified, on our kernels.
+"""`attnforge.bagel.patch()`: ByteDance-Seed/Bagel or NeMo Automodel's port of it, unmodified, on our kernels.
 
-Replaced are module globals and one method, all looked up at call time, so models, FSDP and checkpoint wrappers
-that exist already follow. Before anything is touched, every function that is replaced or relied on is checked
-for its parameters and for the globals that it calls.
+Replaced are module globals and methods, all looked up at call time, so models, FSDP and checkpoint wrappers that
+exist already follow. Before anything is touched, every function that is replaced or relied on is checked for its
+parameters and for the globals that it calls (bagel/ports.py).
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
 import importlib.util
-import inspect
 import logging
 import sys
 import threading
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from attnforge.bagel import substitutes
+from attnforge.bagel import layers, substitutes
+from attnforge.bagel.ports import Port, pick
 from attnforge.runtime.dropins import flash_attn_func, flash_attn_varlen_func
 
 logger = logging.getLogger("attnforge")
 
-BAGEL = "modeling.bagel.bagel"
-QWEN = "modeling.bagel.qwen2_navit"
-SIGLIP = "modeling.bagel.siglip_navit"
 FLASH = "flash_attn"
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A function as we know it: its first parameters, and globals that it must call."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()
-
-    def differences(self) -> list[str]:
-        """What is different here; the module is imported."""
-        value: Any = sys.modules[self.module]
-        for part in self.name.split("."):
-            value = getattr(value, part, None)
-        where = f"{self.module}.{self.name}"
-        if not callable(value):
-            return [f"{where} is missing"]
-        function = inspect.unwrap(value)
-        found = []
-        if self.parameters:
-            names = tuple(inspect.signature(function).parameters)
-            if names[: len(self.parameters)] != self.parameters:
-                found.append(f"{where} takes ({', '.join(names)}), not ({', '.join(self.parameters)})")
-        code = getattr(function, "__code__", None)
-        missing = [name for name in self.calls if code is None or name not in code.co_names]
-        return found + [f"{where} does not call {name}" for name in missing]
-
-
-_TRAIN = ("self", "packed_sequence", "sample_lens", "attention_mask")
-_KNOWN = (
-    _Known(BAGEL, "create_sparse_mask", ("document_lens", "split_lens", "attn_modes", "device")),
-    _Known(BAGEL, "create_block_mask", ("mask_mod",)),
-    _Known(BAGEL, "Bagel.forward", calls=("create_sparse_mask", "create_block_mask")),
-    _Known(QWEN, "pad_sequence", ("tensor", "pad_size")),
-    _Known(QWEN, "flex_attention"),
-    _Known(QWEN, "flash_attn_varlen_func"),
-    _Known(QWEN, "Qwen2Model.forward_train", (*_TRAIN, "packed_position_ids")),
-    *(
-        _Known(
-            QWEN,
-            f"{layer}.forward_train",
-            (*_TRAIN, "packed_position_embeddings"),
-            ("flex_attention", "pad_sequence"),
-        )
-        for layer in ("PackedAttention", "PackedAttentionMoT")
-    ),
-    *(
-        _Known(QWEN, f"{layer}.forward_inference", calls=("flash_attn_varlen_func",))
-        for layer in ("PackedAttention", "PackedAttentionMoT")
-    ),
-    _Known(SIGLIP, "flash_attn_varlen_func"),
-    _Known(SIGLIP, "SiglipFlashAttention2.forward", calls=("flash_attn_varlen_func",)),
-)
 
 
 @dataclass(frozen=True)
@@ -120,13 +61,16 @@ class Patched:
             unpatch()
 
 
-def patch() -> Patched:
-    """Make ByteDance-Seed/Bagel's attention run on our kernels; `unpatch()` or the end of a `with` undoes it.
+def patch(*, deep: bool = False, trainer: Literal["bagel", "nemo"] | None = None) -> Patched:
+    """Make BAGEL's attention run on our kernels; `unpatch()` or the end of a `with` undoes it.
 
-    Call it where `import modeling` works (the repository's root on sys.path), before the first forward pass;
-    where flash-attn is absent, before modeling is imported: `import flash_attn` then finds ours.
+    trainer: "bagel" is ByteDance-Seed/Bagel, with the repository's root on sys.path; where flash-attn is absent,
+        call it before `modeling` is imported: `import flash_attn` then finds ours. "nemo" is NVIDIA's NeMo
+        Automodel. None: the one that is imported already or that is installed. Before the first forward pass.
+    deep: replace the attention layers' forward_train too, so that no padding, no second round of scatters and
+        no copy of the output is left of them. Needs code that is exactly as known.
 
-    - use_flex on: the mask is two int32 per token, built once per micro-step; nothing is padded.
+    - use_flex on: the mask is two int32 per token, built once per micro-step; nothing is padded but the output.
     - use_flex off: the dense masks become the same once per micro-step; K and V are not repeated.
     - SigLIP and inference: our `flash_attn_varlen_func`, whether flash-attn is installed or not.
 
@@ -137,13 +81,16 @@ def patch() -> Patched:
     with _lock:
         if _changes is not None:
             return Patched(applied=False)
-        _install_flash_attn()
+        port = pick(trainer)
+        if port.needs_flash_attn:
+            _install_flash_attn()
         try:
-            _import_and_check()
+            port.load()
+            _check(port, deep)
         except BaseException:
             _remove_flash_attn()
             raise
-        _changes = _plan()
+        _changes = _plan(port, deep)
         for change in _changes:
             change.apply()
         return Patched(applied=True)
@@ -159,35 +106,35 @@ def unpatch() -> None:
         _remove_flash_attn()
 
 
-def _import_and_check() -> None:
-    for name in (BAGEL, QWEN, SIGLIP):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise RuntimeError(
-                f"patch: cannot import {name} ({error}); put the root of the Bagel repository on sys.path and "
-                "install what it needs. Nothing is patched"
-            ) from error
-    differences = [line for known in _KNOWN for line in known.differences()]
+def _check(port: Port, deep: bool) -> None:
+    differences = [line for known in port.known(deep) for line in known.differences()]
     if differences:
+        hint = "\nWithout deep=True less must be as known" if deep else ""
         raise RuntimeError(
-            "patch: this version of Bagel is not one that attnforge knows; nothing is patched:\n  "
+            f"patch: this version of {port.title} is not one that attnforge knows; nothing is patched:\n  "
             + "\n  ".join(differences)
+            + hint
         )
 
 
-def _plan() -> list[_Change]:
-    bagel, qwen, siglip = (sys.modules[name] for name in (BAGEL, QWEN, SIGLIP))
+def _plan(port: Port, deep: bool) -> list[_Change]:
+    bagel, qwen, siglip = (sys.modules[name] for name in port.modules)
     model: Any = vars(qwen)["Qwen2Model"]
-    replaced: tuple[tuple[Any, str, Any], ...] = (
+    replaced: list[tuple[Any, str, Any]] = [
         (bagel, "create_sparse_mask", substitutes.create_sparse_mask),
         (bagel, "create_block_mask", substitutes.create_block_mask),
-        (qwen, "pad_sequence", substitutes.pad_sequence),
-        (qwen, "flex_attention", substitutes.flex_attention),
-        (qwen, "flash_attn_varlen_func", flash_attn_varlen_func),
-        (siglip, "flash_attn_varlen_func", flash_attn_varlen_func),
+        (qwen, port.pad, substitutes.pad_sequence),
+        (qwen, port.flex, substitutes.flex_attention),
+        (qwen, port.varlen, flash_attn_varlen_func),
+        (siglip, port.varlen, flash_attn_varlen_func),
         (model, "forward_train", substitutes.model_forward_train(model.forward_train)),
-    )
+    ]
+    if deep:
+        parts = layers.Parts(qwen)
+        replaced += [
+            (vars(qwen)[name], "forward_train", make(vars(qwen)[name].forward_train, parts))
+            for name, make in (("PackedAttention", layers.dense), ("PackedAttentionMoT", layers.mixture))
+        ]
     return [_Change(owner, name, vars(owner)[name], ours) for owner, name, ours in replaced]
 
 

@@ -10,12 +10,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from attnforge.bagel.official import BAGEL
 from attnforge.bagel.packing import PackedMask
+from attnforge.bagel.ports import pick
 from attnforge.bagel.substitutes import from_dense
 
 _NEEDED = ("sequence_length", "sample_lens", "nested_attention_masks", "split_lens", "attn_modes")
@@ -61,7 +61,7 @@ class Recording:
             self.packs += 1
 
 
-def record(path: str | Path) -> Recording:
+def record(path: str | Path, *, trainer: Literal["bagel", "nemo"] | None = None) -> Recording:
     """Append every pack that Bagel.forward trains on to `path`, one JSON object a line, until `stop()`.
 
     A line has sample_lens, split_lens, attn_modes, used (real tokens) and vit_lens (lengths of the images in
@@ -69,18 +69,19 @@ def record(path: str | Path) -> Recording:
     mask, though perhaps not the ones that were packed. Works with and without `patch()`; costs a host sync a
     step. Ranks on one machine may share a file.
 
-    Raises RuntimeError if modeling.bagel.bagel cannot be imported or its forward is not as known.
+    trainer: as for `patch`. Raises RuntimeError if it cannot be imported or its forward is not as known.
     """
+    port = pick(trainer)
     try:
-        owner: Any = importlib.import_module(BAGEL).Bagel
+        owner: Any = getattr(importlib.import_module(port.bagel), port.model)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"record: cannot import Bagel from {BAGEL} ({error}); put the root of the Bagel repository on "
-            "sys.path, and call attnforge.bagel.patch() first where flash-attn is absent"
+            f"record: cannot import {port.model} from {port.bagel} ({error}); {port.remedy}, and call "
+            "attnforge.bagel.patch() first where flash-attn is absent"
         ) from error
     names = inspect.signature(owner.forward).parameters
     if missing := [name for name in _NEEDED if name not in names]:
-        raise RuntimeError(f"record: {BAGEL}.Bagel.forward has no argument {', '.join(missing)}")
+        raise RuntimeError(f"record: {port.bagel}.{port.model}.forward has no argument {', '.join(missing)}")
     return Recording(Path(path), owner)
 
 

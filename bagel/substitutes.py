@@ -66,7 +66,7 @@ def create_sparse_mask(
 
 def create_block_mask(mask_mod: Pack, *args: object, **kwargs: object) -> Pack:
     """Instead of a BlockMask: what the substitute of create_sparse_mask made."""
-    return _expect_pack("mask_mod", mask_mod)
+    return expect_pack("mask_mod", mask_mod)
 
 
 def pad_sequence(tensor: Tensor, pad_size: int) -> Tensor:
@@ -87,7 +87,7 @@ def flex_attention(
 
     Raises TypeError if `block_mask` was not made while patched, ValueError for a score_mod.
     """
-    pack = _expect_pack("block_mask", block_mask)
+    pack = expect_pack("block_mask", block_mask)
     if score_mod is not None:
         raise ValueError(
             "score_mod: not supported; call torch's flex_attention after attnforge.bagel.unpatch()"
@@ -170,7 +170,8 @@ def _columns(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return start, count, good
 
 
-def _expect_pack(name: str, value: Pack | None) -> Pack:
+def expect_pack(name: str, value: Any) -> Pack:
+    """`value`, a Pack; TypeError naming the argument if it is anything else."""
     if not isinstance(value, Pack):
         raise TypeError(
             f"{name}: got {type(value).__name__}, which attnforge's patch did not make; patch before the "

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attnforge
-from attnforge.bagel import substitutes
-from attnforge.bagel.official import BAGEL, FLASH, QWEN, SIGLIP
+from attnforge.bagel import layers, substitutes
+from attnforge.bagel.official import FLASH
 from attnforge.bagel.packing import visible_from_definition
+from attnforge.bagel.ports import BAGEL, NEMO, OFFICIAL, QWEN, SIGLIP, Port
 
 STANDIN = Path(__file__).parent / "bagel_standin"
 # Text, a ViT image (full), a clean image, text, a noise image; text and a noise image; padding.
@@ -38,7 +39,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     attnforge.bagel.unpatch()
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("modeling", FLASH):
+        if name.partition(".")[0] in ("modeling", "nemo_automodel", FLASH):
             del sys.modules[name]
 
 
@@ -114,9 +115,34 @@ def train(
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def make_model() -> Any:
+def make_model(port: Port = OFFICIAL) -> Any:
     torch.manual_seed(0)
-    return importlib.import_module(BAGEL).Bagel().train()
+    return vars(importlib.import_module(port.bagel))[port.model]().train()
+
+
+@pytest.fixture
+def nemo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Port:
+    """NeMo Automodel's port: here the same stand-in, under the names that the port has for things."""
+    renamed = (
+        ("from modeling.bagel.", f"from {NEMO.bagel.rpartition('.')[0]}."),
+        ("qwen2_navit", "modeling_qwen2_packed"),
+        ("siglip_navit", "modeling_siglip_navit"),
+        ("class Bagel(", f"class {NEMO.model}("),
+        ("def flex_attention(", f"def {NEMO.flex}("),
+        (" = flex_attention(", f" = {NEMO.flex}("),
+        ("pad_sequence(", f"{NEMO.pad}("),
+        (" = flash_attn_varlen_func(", f" = {NEMO.varlen}("),
+        ("import flash_attn_varlen_func", f"import flash_attn_varlen_func as {NEMO.varlen}"),
+    )
+    for source, module in zip((OFFICIAL.bagel, OFFICIAL.qwen, OFFICIAL.siglip), NEMO.modules, strict=True):
+        text = STANDIN.joinpath(*source.split(".")).with_suffix(".py").read_text()
+        for old, new in renamed:
+            text = text.replace(old, new)
+        path = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return NEMO
 
 
 @pytest.mark.parametrize(
@@ -131,7 +157,9 @@ def make_model() -> Any:
         pytest.param(False, 0, True, torch.bfloat16, 4e-2, "cuda", id="nested-gpu", marks=pytest.mark.gpu),
     ],
 )
+@pytest.mark.parametrize("deep", [False, True], ids=["shallow", "deep"])
 def test_training_is_the_same(
+    deep: bool,
     use_flex: bool,
     pad: int,
     with_vit: bool,
@@ -143,16 +171,96 @@ def test_training_is_the_same(
     model = make_model().to(device)
     data = batch(use_flex, pad, with_vit)
     loss, gradients = train(model, data, dtype, device)
-    with attnforge.bagel.patch():
+    with attnforge.bagel.patch(deep=deep):
         our_loss, ours = train(model, data, dtype, device)
     again, _ = train(model, data, dtype, device)
     assert again == pytest.approx(loss, rel=0 if device == "cpu" else 1e-5)
     assert our_loss == pytest.approx(loss, rel=tolerance)
-    assert set(ours) == set(gradients)
     assert any("vit_model" in name for name in ours) == with_vit
-    for name, gradient in gradients.items():
+    same_gradients(ours, gradients, tolerance)
+
+
+def same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert set(ours) == set(theirs)
+    for name, gradient in theirs.items():
         scale = max(gradient.abs().max().item(), 1e-3)
         assert (ours[name] - gradient).abs().max().item() < tolerance * scale, name
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["shallow", "deep"])
+@pytest.mark.parametrize("use_flex", [True, False], ids=["flex", "nested"])
+def test_nemo_automodel_is_the_same(deep: bool, use_flex: bool, nemo: Port, flash_attn: object) -> None:
+    model, data = make_model(nemo), batch(use_flex, PAD, True)
+    loss, gradients = train(model, data, torch.bfloat16)
+    with attnforge.bagel.patch(trainer="nemo", deep=deep):
+        our_loss, ours = train(model, data, torch.bfloat16)
+        assert vars(sys.modules[nemo.qwen])[nemo.flex] is substitutes.flex_attention
+    assert vars(sys.modules[nemo.qwen])[nemo.flex] is not substitutes.flex_attention
+    assert our_loss == pytest.approx(loss, rel=2e-2)
+    same_gradients(ours, gradients, 2e-2)
+
+
+def test_which_trainer(nemo: Port, flash_attn: object) -> None:
+    importlib.import_module(nemo.bagel)
+    with attnforge.bagel.patch():  # the one that is imported, not the other that could be
+        assert vars(sys.modules[nemo.qwen])[nemo.flex] is substitutes.flex_attention
+        assert QWEN not in sys.modules
+    with pytest.raises(ValueError, match="trainer: got 'megatron', accepted are 'bagel', 'nemo' and None"):
+        attnforge.bagel.patch(trainer="megatron")  # type: ignore[arg-type]
+
+
+def test_a_frozen_expert_gets_no_gradients_from_deep_mode_either(flash_attn: object) -> None:
+    model, data = make_model(), batch(True, PAD, False)
+    for layer in model.language_model.layers:
+        layer.config.freeze_und = True
+    _, gradients = train(model, data, torch.float32)
+    with attnforge.bagel.patch(deep=True):
+        _, ours = train(model, data, torch.float32)
+    name = "language_model.layers.1.v_proj.weight"
+    assert name not in ours or not ours[name].any()
+    for unused in [name for name in gradients if not gradients[name].any()]:
+        gradients.pop(unused)
+        ours.pop(unused, None)
+    same_gradients(ours, gradients, 1e-5)
+
+
+def test_deep_mode_passes_packed_views_and_pads_nothing(
+    flash_attn: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strides: list[tuple[int, ...]] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        strides.extend((q.stride(), k.stride(), v.stride()))
+        return attnforge.attention(q, k, v, mask)
+
+    def forbidden(*args: object) -> None:
+        raise AssertionError("something is padded")
+
+    monkeypatch.setattr(layers, "attention", spy)
+    monkeypatch.setattr(F, "pad", forbidden)
+    with attnforge.bagel.patch(deep=True):
+        train(make_model(), batch(True, PAD, False), torch.float32)
+    assert {stride[1:] for stride in strides} == {(16, 64, 1), (16, 32, 1)}
+
+
+def test_deep_mode_refuses_layers_that_do_more(flash_attn: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = vars(importlib.import_module(QWEN))["PackedAttentionMoT"]
+
+    def forward_train(
+        self: Any,
+        packed_sequence: Tensor,
+        sample_lens: Any,
+        attention_mask: Any,
+        packed_position_embeddings: Any,
+    ) -> None:
+        pad_sequence, flex_attention = layer.pad_sequence, layer.flex_attention
+        self.output_gate(flex_attention(pad_sequence(packed_sequence)))
+
+    monkeypatch.setattr(layer, "forward_train", forward_train)
+    with pytest.raises(RuntimeError, match="uses output_gate, which attnforge's deep mode does not know"):
+        attnforge.bagel.patch(deep=True)
+    with attnforge.bagel.patch():
+        pass
 
 
 def test_ours_is_called_once_a_layer_without_padding_or_repeats(
