@@ -1,0 +1,172 @@
+"""An exported package as text: chosen kernels, the host code that launches them, setup.py and checks.
+
+The package needs a compiler and torch where it is built and nothing of attnforge. Its files, by relative path:
+
+    setup.py verify.py README.md [run.sh]
+    <name>/__init__.py  binding.cpp (torch operators)  <name>.cu | .cpp (table and launches)  kernels.h (types)
+    <name>/kernels/<slug>.cu | .cpp
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from attnforge.codegen.plan import Launch, Plan
+from attnforge.codegen.render import Source, environment, render
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
+
+DTYPES = {DType.FLOAT32: "float32", DType.FLOAT16: "float16", DType.BFLOAT16: "bfloat16"}
+MASKS = ("full", "causal", "spans", "dense")  # numbered as `enum Mask` in templates/export/kernels.h.jinja
+# Names of the values in kernels.h.
+CODES = {
+    "fp32": "kFloat32",
+    "bf16": "kBFloat16",
+    "fp16": "kFloat16",
+    **{name: f"k{name.capitalize()}" for name in MASKS},
+}
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
+_RESERVED = {"attnforge", "torch", "setup", "verify", "std", "at", "c10", "kernels", "binding"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One exported kernel: `size` query rows it was chosen for, and why it was taken."""
+
+    spec: Spec
+    size: int
+    reason: str
+
+    @cached_property
+    def source(self) -> Source:
+        return render(self.spec)
+
+    @property
+    def plan(self) -> Plan:
+        return self.source.plan
+
+    @property
+    def columns(self) -> int:
+        """Of a row of dq_accum."""
+        return self.plan.columns or self.spec.problem.head_dim
+
+    @property
+    def columns_v(self) -> int:
+        """Of a row of dv's sums."""
+        return self.plan.columns_v or self.spec.problem.head_dim_v
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What to write: a package called `name` with these kernels. `contract`: the OpenKernel challenge's interface.
+
+    Raises ValueError for a name that is no module's, for no kernels, or for kernels of several targets.
+    """
+
+    name: str
+    arch: Arch  # compiled for; its kernels may be those of a target that it runs as well (sm90a runs sm90)
+    items: tuple[Item, ...]
+    contract: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or self.name in _RESERVED:
+            raise ValueError(f"name: got {self.name!r}, expected a module name of its own, such as my_attention")
+        if not self.items:
+            raise ValueError("export: no kernel was chosen")
+        alien = [i.spec.slug for i in self.items if i.spec.problem.arch.is_gpu is not self.arch.is_gpu]
+        if alien:
+            raise ValueError(f"export: {alien[0]} does not run on {self.arch.value}")
+
+    @property
+    def gpu(self) -> bool:
+        return self.arch.is_gpu
+
+    @property
+    def suffix(self) -> str:
+        return ".cu" if self.gpu else ".cpp"
+
+    @property
+    def capability(self) -> str:
+        """As TORCH_CUDA_ARCH_LIST wants it: 8.9, 9.0a."""
+        digits = self.arch.value[2:]
+        number = digits.rstrip("a")
+        return f"{number[:-1]}.{number[-1]}{digits[len(number) :]}"
+
+    @property
+    def launches(self) -> list[Launch]:
+        return [x for item in self.items for x in (*item.plan.schedule, *item.plan.launches)]
+
+    @property
+    def tensor_maps(self) -> bool:
+        """Does any kernel take descriptors for the copy engine?"""
+        return any(item.plan.tensor_maps for item in self.items)
+
+    @property
+    def masks(self) -> list[str]:
+        present = {item.spec.problem.mask.value for item in self.items}
+        return [name for name in MASKS if name in present]
+
+    @property
+    def listed(self) -> bool:
+        """Does any kernel walk lists of tiles?"""
+        return any(item.plan.schedule for item in self.items)
+
+    @property
+    def backward(self) -> bool:
+        return any(item.spec.problem.direction is Direction.BACKWARD for item in self.items)
+
+    @property
+    def head_dims(self) -> list[str]:
+        pairs = {(i.spec.problem.head_dim, i.spec.problem.head_dim_v) for i in self.items}
+        return [str(d) if d == dv else f"{d} (v: {dv})" for d, dv in sorted(pairs)]
+
+    @property
+    def dtype_names(self) -> str:
+        present = {item.spec.problem.dtype for item in self.items}
+        names = [name for dtype, name in DTYPES.items() if dtype in present]
+        return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+    @property
+    def cases(self) -> list[tuple[str, int, int, str, bool]]:
+        """What verify.py checks: (dtype, head_dim, head_dim_v, mask, has gradients) of every forward kernel."""
+        found: dict[tuple[str, int, int, str], set[Direction]] = {}
+        for item in self.items:
+            p = item.spec.problem
+            found.setdefault((DTYPES[p.dtype], p.head_dim, p.head_dim_v, p.mask.value), set()).add(p.direction)
+        both = ((key, present) for key, present in sorted(found.items()) if Direction.FORWARD in present)
+        return [(*key, Direction.BACKWARD in present) for key, present in both]
+
+    def files(self, command: str) -> dict[str, str]:
+        """Text of every file by relative path; `command` is named as what wrote them."""
+        inner = {
+            "__init__.py": "init.py.jinja",
+            "binding.cpp": "binding.cpp.jinja",
+            "kernels.h": "kernels.h.jinja",
+            f"{self.name}{self.suffix}": "table.jinja",
+        }
+        outer = {"setup.py": "setup.py.jinja", "verify.py": "verify.py.jinja", "README.md": "README.md.jinja"}
+        if self.contract and self.gpu:
+            outer["run.sh"] = "run.sh.jinja"
+        paths = {f"{self.name}/{path}": template for path, template in inner.items()} | outer
+        texts = {path: self._render(template, command) for path, template in paths.items()}
+        kernels = {f"{self.name}/kernels/{item.source.file_name}": item.source.text for item in self.items}
+        return texts | kernels
+
+    def _render(self, template: str, command: str) -> str:
+        values = {"codes": CODES, "numbers": {name: i for i, name in enumerate(MASKS)}, "command": command}
+        return environment().get_template(f"export/{template}").render(tree=self, **values)
+
+
+def unique(items: list[Item]) -> tuple[Item, ...]:
+    """Each spec once, in order of its slug; the sizes it was chosen for are reported, the first one counts."""
+    kept: dict[str, Item] = {}
+    for item in items:
+        before = kept.setdefault(item.spec.slug, item)
+        if before is not item and item.size > before.size:
+            kept[item.spec.slug] = dataclasses.replace(item)
+    return tuple(kept[slug] for slug in sorted(kept))
+
+
+assert {mask.value for mask in Mask} <= set(MASKS)

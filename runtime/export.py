@@ -1,0 +1,124 @@
+"""Which kernels an exported package gets, and writing it (codegen/tree.py makes its text)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tree import Item, Tree, unique
+from attnforge.runtime import tables
+
+ALIGN_GPU = 16  # bytes: the widest copy of the kernels
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A call to export for: q (batch, heads, rows, head_dim), k and v the same but for `group` and head_dim_v."""
+
+    batch: int
+    heads: int
+    rows: int
+    head_dim: int
+    head_dim_v: int = 0  # 0: head_dim
+    group: int = 1  # heads of q / heads of k and v
+
+
+def read_shapes(path: Path) -> list[Shape]:
+    """Shapes of a text file: `B H S D` or `B H S D Dv` a line, # starts a comment. ValueError names a bad line."""
+    shapes = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        words = line.partition("#")[0].replace(",", " ").strip("() \t").split()
+        if not words:
+            continue
+        if len(words) not in (4, 5) or not all(word.isdigit() and int(word) > 0 for word in words):
+            raise ValueError(f"{path}, line {number}: expected B H S D, such as 2 14 4096 64, got {line!r}")
+        shapes.append(Shape(*map(int, words)))
+    if not shapes:
+        raise ValueError(f"{path}: holds no shape")
+    return shapes
+
+
+def collect(
+    arch: Arch,
+    shapes: Iterable[Shape],
+    dtypes: Sequence[DType],
+    masks: Sequence[Mask],
+    directions: Sequence[Direction],
+) -> tuple[Item, ...]:
+    """A kernel for every combination, each once: what dispatch would take for compact tensors on `arch`.
+
+    Raises Infeasible, saying for which, where there is no kernel.
+    """
+    chosen = []
+    for shape, dtype, mask, direction in product(shapes, dtypes, masks, directions):
+        dim_v = shape.head_dim_v or shape.head_dim
+        problem = Problem(
+            direction, arch, dtype, shape.head_dim, mask, alignment(arch, dtype, shape.head_dim, dim_v), dim_v
+        )
+        spec, reason = _first(problem, shape)
+        chosen.append(Item(spec, shape.rows, reason))
+    return unique(chosen)
+
+
+def alignment(arch: Arch, dtype: DType, *columns: int) -> int:
+    """Bytes that rows of so many columns are aligned to in compact tensors, as kernels count them."""
+    bits = ALIGN_GPU if arch.is_gpu else 4
+    for count in columns:
+        bits |= count * dtype.bytes
+    return bits & -bits
+
+
+def _first(problem: Problem, shape: Shape) -> tuple[Spec, str]:
+    for offer in _offers(problem, shape):
+        return offer
+    raise Infeasible(
+        f"export: no {problem.arch.value} {problem.direction.value} kernel for {problem.dtype.value}, head_dim "
+        f"{problem.head_dim}, mask {problem.mask.value}: {why_infeasible(problem)}"
+    )
+
+
+def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
+    """As dispatch has them, but for an architecture instead of a device."""
+    here = tables.device_name(torch.device("cpu")) if problem.arch is Arch.CPU else ""
+    archs = (Arch.SM90A, Arch.SM90) if problem.arch is Arch.SM90A else (problem.arch,)
+    for arch in archs:
+        there = dataclasses.replace(problem, arch=arch)
+        yield from tables.choose(there, shape.group, shape.rows, here)
+        for spec in candidates(there):
+            yield spec, "first of the search space"
+
+
+def read_specs(path: Path) -> tuple[Item, ...]:
+    """Items of a JSON list of specs (`Spec.to_json`), or of a tuned table. ValueError names what is wrong."""
+    data = json.loads(path.read_text())
+    if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
+        raise ValueError(f"{path}: expected a JSON list of specs or a tuned table")
+    items = []
+    for entry in data:
+        spec = Spec.from_json(entry.get("spec", entry))
+        items.append(Item(spec, int(entry.get("size", 4096)), f"named in {path.name}"))
+    return unique(items)
+
+
+def write(tree: Tree, directory: Path, command: str) -> list[Path]:
+    """Write the package into `directory`, which must be empty or not exist yet (else ValueError). Returns its files."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not an empty directory; remove it or name another one")
+    paths = []
+    for name, text in tree.files(command).items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if path.suffix == ".sh":
+            path.chmod(0o755)
+        paths.append(path)
+    return paths
