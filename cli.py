@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 from rich.syntax import Syntax
 
+from attnforge.bagel.openkernel_commands import challenge, export
 from attnforge.bagel.shell import Commands
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
@@ -294,6 +295,9 @@ def doctor() -> None:
     if any(finding.status == FAILURE for finding in findings):
         raise click.ClickException("something is missing: see the remedies above")
 
+
+for command in (challenge, export):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main()

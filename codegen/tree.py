@@ -9,8 +9,8 @@ The package needs a compiler and torch where it is built and nothing of attnforg
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from attnforge.codegen.render import Source, environment, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
 
 DTYPES = {DType.FLOAT32: "float32", DType.FLOAT16: "float16", DType.BFLOAT16: "bfloat16"}
-MASKS = ("full", "causal", "spans", "dense")  # numbered as `enum Mask` in templates/export/kernels.h.jinja
+MASKS = tuple(mask.value for mask in Mask)  # numbered by `enum Mask` of templates/export/kernels.h.jinja, too
 # Names of the values in kernels.h.
 CODES = {
     "fp32": "kFloat32",
@@ -72,7 +72,9 @@ class Tree:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name in _RESERVED:
-            raise ValueError(f"name: got {self.name!r}, expected a module name of its own, such as my_attention")
+            raise ValueError(
+                f"name: got {self.name!r}, expected a module name of its own, such as my_attention"
+            )
         if not self.items:
             raise ValueError("export: no kernel was chosen")
         alien = [i.spec.slug for i in self.items if i.spec.problem.arch.is_gpu is not self.arch.is_gpu]
@@ -134,7 +136,9 @@ class Tree:
         found: dict[tuple[str, int, int, str], set[Direction]] = {}
         for item in self.items:
             p = item.spec.problem
-            found.setdefault((DTYPES[p.dtype], p.head_dim, p.head_dim_v, p.mask.value), set()).add(p.direction)
+            found.setdefault((DTYPES[p.dtype], p.head_dim, p.head_dim_v, p.mask.value), set()).add(
+                p.direction
+            )
         both = ((key, present) for key, present in sorted(found.items()) if Direction.FORWARD in present)
         return [(*key, Direction.BACKWARD in present) for key, present in both]
 
@@ -159,14 +163,9 @@ class Tree:
         return environment().get_template(f"export/{template}").render(tree=self, **values)
 
 
-def unique(items: list[Item]) -> tuple[Item, ...]:
-    """Each spec once, in order of its slug; the sizes it was chosen for are reported, the first one counts."""
+def unique(items: Iterable[Item]) -> tuple[Item, ...]:
+    """Each spec once, by slug; of several sizes that it was chosen for, the largest."""
     kept: dict[str, Item] = {}
-    for item in items:
-        before = kept.setdefault(item.spec.slug, item)
-        if before is not item and item.size > before.size:
-            kept[item.spec.slug] = dataclasses.replace(item)
+    for item in sorted(items, key=lambda item: item.size):
+        kept[item.spec.slug] = item
     return tuple(kept[slug] for slug in sorted(kept))
-
-
-assert {mask.value for mask in Mask} <= set(MASKS)

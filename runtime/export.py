@@ -18,6 +18,7 @@ from attnforge.codegen.tree import Item, Tree, unique
 from attnforge.runtime import tables
 
 ALIGN_GPU = 16  # bytes: the widest copy of the kernels
+ROWS = 4096  # that a kernel is chosen for when no shape says otherwise
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def read_specs(path: Path) -> tuple[Item, ...]:
     items = []
     for entry in data:
         spec = Spec.from_json(entry.get("spec", entry))
-        items.append(Item(spec, int(entry.get("size", 4096)), f"named in {path.name}"))
+        items.append(Item(spec, int(entry.get("size", ROWS)), f"named in {path.name}"))
     return unique(items)
 
 

@@ -1,0 +1,273 @@
+"""Exported packages: what is written, that it builds and is right on the CPU, and what it says when it cannot run."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from exported import COMMAND, DIRECTIONS, NAME, built, load, make_tree, run
+from torch import Tensor
+
+from attnforge.cli import main
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.spec import Arch, Direction, DType, Mask
+from attnforge.codegen.tree import Tree
+from attnforge.runtime import export
+from attnforge.runtime.reference import reference
+
+
+@pytest.fixture(scope="session")
+def tree() -> Tree:
+    """Few kernels, for the time that they take to compile."""
+    shapes = [export.Shape(1, 2, 96, 40)]
+    items = export.collect(Arch.CPU, shapes, (DType.FLOAT32,), (Mask.CAUSAL, Mask.SPANS), DIRECTIONS)
+    items += export.collect(Arch.CPU, shapes, (DType.BFLOAT16,), (Mask.SPANS,), DIRECTIONS)
+    return Tree(NAME, Arch.CPU, items)
+
+
+@pytest.fixture(scope="session")
+def directory(tree: Tree) -> Path:
+    return built(tree)
+
+
+@pytest.fixture(scope="session")
+def package(directory: Path) -> ModuleType:
+    return load(directory)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
+    return torch.randn(*shape, dtype=dtype).requires_grad_(grad)
+
+
+# ---- The text
+
+
+def test_every_file_is_readable_text(tree: Tree) -> None:
+    for contract in (False, True):
+        for path, text in dataclasses.replace(tree, contract=contract).files(COMMAND).items():
+            assert "\n\n\n\n" not in text, path
+            assert text.endswith("\n"), path
+            assert not text.endswith("\n\n"), path
+            if path.endswith(".py"):
+                ast.parse(text)
+            if path.endswith((".cpp", ".h", ".cu")):
+                wide = [line for line in text.splitlines() if len(line) > 120]
+                assert all(
+                    line.lstrip().startswith(('extern "C"', "asm", '"', ":", "{address")) for line in wide
+                ), wide
+            assert not re.search(r"[ \t]$", text, re.MULTILINE), path
+
+
+def test_nothing_of_attnforge_is_imported(tree: Tree) -> None:
+    for path, text in tree.files(COMMAND).items():
+        if path.endswith(".py"):
+            names = [
+                n for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for n in node.names
+            ]
+            assert "attnforge" not in {name.name.partition(".")[0] for name in names}
+
+
+def test_gpu_package_has_a_slurm_job_and_names_its_architecture() -> None:
+    shapes = [export.Shape(1, 2, 4096, 64)]
+    tree = make_tree(Arch.SM89, shapes, (DType.BFLOAT16,), (Mask.SPANS,))
+    files = dataclasses.replace(tree, contract=True).files(COMMAND)
+    assert "TORCH_CUDA_ARCH_LIST=8.9" in files["run.sh"]
+    assert "-gencode=arch=compute_89,code=sm_89" in files["setup.py"]
+    assert subprocess.run(("bash", "-n"), input=files["run.sh"], text=True).returncode == 0
+    assert {
+        f"{NAME}/{name}" for name in ("__init__.py", "binding.cpp", f"{NAME}.cu", "kernels.h")
+    } <= files.keys()
+    assert sum(path.startswith(f"{NAME}/kernels/") for path in files) == len(tree.items)
+
+
+def test_hopper_takes_the_other_family_where_tma_cannot_go() -> None:
+    tree = make_tree(
+        Arch.SM90A, [export.Shape(1, 2, 4096, 8)], (DType.BFLOAT16,), (Mask.FULL,), (Direction.FORWARD,)
+    )
+    assert [item.spec.problem.arch for item in tree.items] == [Arch.SM90]
+
+
+@pytest.mark.parametrize("name", ["attnforge", "torch", "my-attention", "2nd", ""])
+def test_names_that_are_no_module_of_their_own(tree: Tree, name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        dataclasses.replace(tree, name=name)
+
+
+def test_shapes_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "shapes"
+    path.write_text("# B H S D\n1 5 2651 56\n(2, 13, 2872, 44)\n1 2 64 192 128  # with D of v\n")
+    found = export.read_shapes(path)
+    assert found == [
+        export.Shape(1, 5, 2651, 56),
+        export.Shape(2, 13, 2872, 44),
+        export.Shape(1, 2, 64, 192, 128),
+    ]
+    for bad in ("1 2 3", "1 2 3 x", "1 2 0 4", "# nothing"):
+        path.write_text(bad)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            export.read_shapes(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "bytes_"),
+    [
+        ((64,), DType.FLOAT32, 16),
+        ((41,), DType.FLOAT32, 4),
+        ((41,), DType.FLOAT16, 2),
+        ((44,), DType.FLOAT16, 8),
+    ],
+)
+def test_alignment_of_compact_rows(columns: tuple[int, ...], dtype: DType, bytes_: int) -> None:
+    assert export.alignment(Arch.SM80, dtype, *columns) == bytes_
+
+
+def test_what_has_no_kernel_is_said() -> None:
+    with pytest.raises(Infeasible, match=r"export: no cpu fwd kernel for fp32, head_dim 600"):
+        make_tree(Arch.CPU, [export.Shape(1, 1, 64, 600)], (DType.FLOAT32,), (Mask.FULL,))
+
+
+# ---- The built package
+
+
+def test_its_own_checks_pass(directory: Path) -> None:
+    assert run(directory, "verify.py").endswith("all right\n")
+
+
+def spans(rows: int) -> tuple[Tensor, Tensor]:
+    starts = torch.arange(rows, dtype=torch.int32) // 20 * 20
+    return starts, (starts + 20).clamp(max=rows)
+
+
+def test_any_strides_and_gradients_in_any_layout(package: ModuleType) -> None:
+    base = draw(2, 50, 3, 41)  # (batch, rows, heads, 41): rows of 40 that no kernel's alignment fits
+    q, k = (base[..., i : i + 40].transpose(1, 2).requires_grad_() for i in (0, 1))
+    v = draw(2, 3, 40, 50).transpose(2, 3).requires_grad_()
+    out = package.attention(q, k, v, spans(50))
+    assert isinstance(out, Tensor)
+    (dq, dk, dv) = torch.autograd.grad(out.sum(), (q, k, v))  # the gradient is one number, expanded
+    from attnforge.runtime.masks import Spans
+
+    exact = reference(q.detach(), k.detach(), v.detach(), Spans(*spans(50)), dout=torch.ones_like(out))
+    for ours, theirs in ((out, exact.out), (dq, exact.dq), (dk, exact.dk), (dv, exact.dv)):
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
+
+
+def test_it_can_be_compiled(package: ModuleType) -> None:
+    x = [draw(1, 2, 33, 40, grad=True) for _ in range(3)]
+    mask = spans(33)
+    compiled = torch.compile(
+        lambda q, k, v: package.attention(q, k, v, mask) * 2, fullgraph=True, backend="aot_eager"
+    )
+    ours, expected = compiled(*x), package.attention(*x, mask) * 2
+    torch.testing.assert_close(ours, expected)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), x) for y in (ours, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_schema_and_fakes_are_right(package: ModuleType) -> None:
+    q, k, v = (draw(1, 4, 20, 40, grad=True) for _ in range(3))
+    op = getattr(torch.ops, NAME).forward.default
+    torch.library.opcheck(op, (q, k, v, list(spans(20)), 2, None))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"q": draw(1, 2, 8, 48)}, r"no forward kernel for Float, head_dim 48.*export again"),
+        ({"q": draw(1, 2, 8, 40, dtype=torch.float64)}, r"no forward kernel for Double"),
+        ({"q": draw(2, 8, 40)}, r"q: got shape \[2, 8, 40\]"),
+        ({"k": draw(1, 2, 8, 24)}, r"k: got head_dim 24, but q has 40"),
+        ({"k": draw(1, 3, 8, 40), "v": draw(1, 3, 8, 40)}, r"multiple of the 3 heads"),
+        ({"v": draw(1, 2, 9, 40)}, r"v: got shape"),
+        ({"v": draw(1, 2, 8, 40, dtype=torch.bfloat16)}, r"v: is BFloat16, but q is Float"),
+        ({"mask": None}, r"no forward kernel .* mask full.*\n +fwd_cpu"),
+        ({"mask": tuple(x[:7] for x in spans(8))}, r"vectors of length 8"),
+        ({"mask": "banded"}, r"mask: got 'banded'"),
+        ({"scale": -1.0}, r"scale: got -1"),
+    ],
+)
+def test_what_it_cannot_run_is_said(package: ModuleType, call: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"mask": spans(8)} | call
+    q = given.pop("q", draw(1, 2, 8, 40))
+    k, v = (given.pop(name, torch.randn_like(q)) for name in ("k", "v"))
+    with pytest.raises(RuntimeError, match=re.compile(message, re.DOTALL)):
+        package.attention(q, k, v, **given)
+
+
+# ---- The command
+
+
+def test_command_writes_what_was_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = (
+        "export",
+        "--arch",
+        "cpu",
+        "--head-dim",
+        "24",
+        "--dtype",
+        "fp32",
+        "--mask",
+        "causal",
+        "--direction",
+        "fwd",
+    )
+    done = CliRunner().invoke(main, (*words, "--name", "mine", str(out)))
+    assert done.exit_code == 0, done.output
+    assert [path.name[:28] for path in (out / "mine" / "kernels").iterdir()] == [
+        "fwd_cpu_fp32_d24_causal_a4_m"
+    ]
+    again = CliRunner().invoke(main, (*words, str(out)))
+    assert again.exit_code == 2
+    assert "is not an empty directory" in again.output
+
+
+def test_command_takes_specs(tree: Tree, tmp_path: Path) -> None:
+    path = tmp_path / "specs.json"
+    path.write_text(json.dumps([tree.items[0].spec.to_json()]))
+    done = CliRunner().invoke(main, ("export", "--arch", "cpu", "--specs", str(path), str(tmp_path / "out")))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / NAME / "kernels" / tree.items[0].source.file_name).read_text() == tree.items[
+        0
+    ].source.text
+
+
+# ---- The GPU's package, as far as a compiler alone goes
+
+
+@pytest.mark.nvcc
+def test_gpu_package_compiles_and_links(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not on the PATH; this links, which NVRTC cannot")
+    tree = make_tree(Arch.SM89, [export.Shape(1, 2, 4096, 64)], (DType.BFLOAT16,), (Mask.SPANS,))
+    export.write(tree, tmp_path / "out", COMMAND)
+    sources = sorted(map(str, (tmp_path / "out").rglob("*.cu")))
+    code = "-gencode=arch=compute_89,code=sm_89"
+    library = tmp_path / "kernels.so"
+    command = (
+        nvcc,
+        "-shared",
+        "-Xcompiler",
+        "-fPIC",
+        "-Werror",
+        "all-warnings",
+        code,
+        "-o",
+        str(library),
+        *sources,
+    )
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    undefined = subprocess.run(("nm", "-u", str(library)), capture_output=True, text=True, check=True).stdout
+    assert "attnforge_" not in undefined
