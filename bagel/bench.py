@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from attnforge.bagel.peers import NAMES, Unavailable, time_peer
+from attnforge.bagel.fa4 import Unavailable
+from attnforge.bagel.peers import present, time_peer
 from attnforge.codegen.spec import Direction
 from attnforge.runtime import ops
 from attnforge.runtime.case import Case, Inputs
@@ -35,26 +36,32 @@ class Row:
 
 def time_ours(case: Case, direction: Direction) -> Timing:
     """Time what `attention` runs: the variant that dispatch chooses; backward alone."""
-    sets = []
-    for tensors in rotate(tuple(case.inputs()), case.device):
-        x = Inputs(*tensors)
-        saved: tuple[Any, ...] = ()
-        if direction is Direction.BACKWARD:
-            saved = ops.forward(x.q, x.k, x.v, case.mask, case.scale)
-        sets.append((x, saved))
+    sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), case.device)]
+    return measure(ours(case, direction, sets), [(index,) for index in range(len(sets))], case.device)
 
-    def call(x: Inputs, saved: tuple[torch.Tensor, ...]) -> Any:
-        if direction is Direction.FORWARD:
-            return ops.forward(x.q, x.k, x.v, case.mask, case.scale)
-        out, lse = saved
+
+def ours(case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[int], Any]:
+    """A call that runs ours on the set of inputs of that index: (out, lse), or (dq, dk, dv) of backward alone."""
+
+    def forward(index: int) -> Any:
+        x = sets[index]
+        return ops.forward(x.q, x.k, x.v, case.mask, case.scale)
+
+    if direction is Direction.FORWARD:
+        return forward
+    saved = [forward(index) for index in range(len(sets))]
+
+    def backward(index: int) -> Any:
+        x = sets[index]
+        out, lse = saved[index]
         return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale)
 
-    return measure(call, sets, case.device)
+    return backward
 
 
 def peers_of(case: Case, direction: Direction, names: Iterable[str] | None = None) -> Iterator[Row]:
-    """Rows of torch's attentions; those that cannot do the case carry a note."""
-    for name in NAMES[case.device.type] if names is None else names:
+    """Rows of the other attentions; those that cannot do the case carry a note."""
+    for name in present(case.device) if names is None else names:
         try:
             yield _row(case, direction, name, time_peer(name, case, direction))
         except Unavailable as reason:

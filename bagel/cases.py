@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import torch
 
-from attnforge.bagel.models import MODELS
+from attnforge.bagel.models import MODELS, Model
+from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.workloads import names, workload
 from attnforge.codegen.spec import DType
 from attnforge.runtime.case import Case, causal_case, full_case
 
+_IMAGES = re.compile(r"images/(\d+)")
+IMAGE_TOKENS, IMAGE_SIZES = 8 * 4096, (256, 4900)  # in all, and of one image in the vision encoder
+_HEADS = re.compile(r"([1-9]\d*)/([1-9]\d*)/([1-9]\d*)")
 _DENSE = re.compile(r"(full|causal)/(?:([1-9]\d*)x)?([1-9]\d*)")
 
 # (pack, model) rows of `bench`, by suite and kind of device: a GPU's milliseconds are a CPU's seconds.
@@ -43,23 +48,26 @@ SUITES = {
 def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case:
     """The case called `pack`: a workload ("pretrain/0") or a dense shape ("full/4x8192", "causal/2048").
 
-    "packs.jsonl:7" is line 7 of a recorded file. With model "vit" a workload stands for its images in the
-    vision encoder. Raises ValueError for names that do not exist.
+    "packs.jsonl:7" is line 7 of a recorded file, "images/3" random images, 8 x 4096 tokens in all, each of which
+    sees itself. With model "vit" a workload stands for its images in the vision encoder; a model may also be given
+    as its heads, "8/8/64". Raises ValueError for names that do not exist.
     """
-    if model not in MODELS:
-        raise ValueError(f"model: there is no {model!r}; models are {', '.join(MODELS)}")
-    heads = MODELS[model]
+    heads = _heads(model)
     name = f"{pack} {model}"
     if match := _DENSE.fullmatch(pack):
         make = full_case if match[1] == "full" else causal_case
         shape = (int(match[2] or 1), heads.heads_q, heads.heads_kv, int(match[3]), heads.head_dim)
         return make(name, shape, dtype, device)
-    if pack not in names() and ".jsonl:" not in pack:
+    if pack not in names() and ".jsonl:" not in pack and not _IMAGES.fullmatch(pack):
         raise ValueError(
             f"pack: there is no {pack!r}; packs are {', '.join(names())}, "
             "or a dense shape such as full/4x8192 or causal/2048"
         )
-    mask = workload(pack).vit_mask(device) if model == "vit" else workload(pack).mask(device)
+    if match := _IMAGES.fullmatch(pack):
+        lengths = _image_lengths(int(match[1]))
+        mask = PackedMask(lengths, lengths, ["full"] * len(lengths), device)
+    else:
+        mask = workload(pack).vit_mask(device) if model == "vit" else workload(pack).mask(device)
     length = mask.starts.numel()
     return Case(
         name,
@@ -74,3 +82,23 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
         mask.pairs,
         device,
     )
+
+
+def _heads(model: str) -> Model:
+    if match := _HEADS.fullmatch(model):
+        return Model(model, int(match[1]), int(match[2]), int(match[3]), 1, "heads as given")
+    if model not in MODELS:
+        raise ValueError(
+            f"model: there is no {model!r}; models are {', '.join(MODELS)}, or heads and head_dim such as 8/8/64"
+        )
+    return MODELS[model]
+
+
+def _image_lengths(seed: int) -> list[int]:
+    """Tokens of each image: uniform in IMAGE_SIZES, the last cut off at IMAGE_TOKENS."""
+    draw = random.Random(seed)
+    lengths, rest = [], IMAGE_TOKENS
+    while rest:
+        lengths.append(min(rest, draw.randint(*IMAGE_SIZES)))
+        rest -= lengths[-1]
+    return lengths

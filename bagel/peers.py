@@ -1,10 +1,10 @@
-"""torch's own attentions on a case: SDPA by backend, BAGEL's per-sample SDPA loop, compiled FlexAttention."""
+"""Other attentions on a case: SDPA by backend, BAGEL's per-sample SDPA loop, compiled FlexAttention, FA4."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnforge.bagel import fa4
+from attnforge.bagel.fa4 import Attention, Unavailable
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.case import Case, Inputs
@@ -21,37 +23,48 @@ from attnforge.runtime.timing import Effort, Timing, effort, measure, rotate
 
 log = logging.getLogger("attnforge")
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
-NAMES = {"cuda": (*BACKENDS, "sdpa-samples", "flex"), "cpu": ("sdpa-flash", "sdpa-samples", "flex")}
+FA4 = ("fa4", "fa4-nopack", "flex-fa4")  # with flash-attn-4; nopack: without its packing of grouped heads
+NAMES = {
+    "cuda": (*BACKENDS, "sdpa-samples", "flex", *FA4),
+    "cpu": ("sdpa-flash", "sdpa-samples", "flex"),
+}
+EXTRA: dict[str, Callable[[Case], Attention]] = {}  # peers that a benchmark brings along, by name
 
 
-class Unavailable(RuntimeError):
-    """The peer cannot do this case; the message says why, and goes into the table in place of a number."""
+def present(device: torch.device) -> tuple[str, ...]:
+    """The peers that are installed here, in the order of tables."""
+    return tuple(name for name in NAMES[device.type] if name not in FA4 or fa4.installed())
 
 
 def time_peer(name: str, case: Case, direction: Direction) -> Timing:
-    """Time one peer (one of NAMES) on a case; backward is timed alone. Raises Unavailable."""
-    with _memory_freed(case.device), _as_unavailable():
-        call = _peer(name, case)
+    """Time one peer (of NAMES or EXTRA) on a case; backward is timed alone. Raises Unavailable."""
+    with memory_freed(case.device), as_unavailable():
         sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), case.device)]
+        call = contestant(name, case, direction, sets)
         how = effort(case.device)
         if case.device.type == "cpu":  # masked SDPA takes many seconds there, and has nothing to warm up
             how = Effort(seconds=2.0, repeats=5, least=1, warmups=int(name == "flex"))
-        if direction is Direction.FORWARD:
-            return measure(call, [(x.q, x.k, x.v) for x in sets], case.device, how)
-        graphs = [_graph(call, x) for x in sets]
+        return measure(call, [(index,) for index in range(len(sets))], case.device, how)
 
-        def backward(out: Tensor, leaves: tuple[Tensor, ...], dout: Tensor) -> Any:
-            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-        return measure(backward, graphs, case.device, how)
+def contestant(name: str, case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[int], Any]:
+    """A call that runs the peer on the set of inputs of that index: out, or (dq, dk, dv) of backward alone."""
+    call = attention_of(name, case)
+    if direction is Direction.FORWARD:
+        return lambda index: call(*sets[index][:3])
+    graphs = [_graph(call, x) for x in sets]
+
+    def backward(index: int) -> Any:
+        out, leaves, dout = graphs[index]
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return backward
 
 
 def _graph(call: Attention, x: Inputs) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
@@ -60,7 +73,8 @@ def _graph(call: Attention, x: Inputs) -> tuple[Tensor, tuple[Tensor, ...], Tens
 
 
 @contextlib.contextmanager
-def _memory_freed(device: torch.device) -> Iterator[None]:
+def memory_freed(device: torch.device) -> Iterator[None]:
+    """Afterwards what is no longer in use is the device's again."""
     try:
         yield
     finally:
@@ -69,8 +83,8 @@ def _memory_freed(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_unavailable() -> Iterator[None]:
-    """What torch raises when a backend cannot do something is a fact for the table, not the end of a run."""
+def as_unavailable() -> Iterator[None]:
+    """What a peer raises when it cannot do something is a fact for the table, not the end of a run."""
     try:
         yield
     except Unavailable:
@@ -81,9 +95,16 @@ def _as_unavailable() -> Iterator[None]:
         raise Unavailable(f"{type(error).__name__}: {words[:200]}") from error
 
 
-def _peer(name: str, case: Case) -> Attention:
+def attention_of(name: str, case: Case) -> Attention:
+    """The peer as a function of q, k and v, its mask made. Raises Unavailable, or what the peer raises."""
+    if name in EXTRA:
+        return EXTRA[name](case)
     if name == "flex":
         return _flex(case)
+    if name == "flex-fa4":
+        return _flex(case, "FLASH")
+    if name in FA4:
+        return fa4.attention(case, False if name == "fa4-nopack" else None)
     if name == "sdpa-samples":
         return _samples(case)
     return _sdpa(name, case)
@@ -171,7 +192,8 @@ def _samples(case: Case) -> Attention:
     return call
 
 
-def _flex(case: Case) -> Attention:
+def _flex(case: Case, backend: str | None = None) -> Attention:
+    """Compiled; `backend` "FLASH" is FA4's kernels under FlexAttention's interface, None torch's Triton ones."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     mod = _mask_mod(case)
@@ -180,9 +202,12 @@ def _flex(case: Case) -> Attention:
     compiled = case.device.type == "cuda"
     block_mask = mod and create_block_mask(mod, None, None, *lengths, case.device, _compile=compiled)
     flex = _compiled_flex()
+    options = {"BACKEND": backend} if backend else None
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = flex(q, k, v, block_mask=block_mask, scale=case.scale, enable_gqa=True)
+        out: Tensor = flex(
+            q, k, v, block_mask=block_mask, scale=case.scale, enable_gqa=True, kernel_options=options
+        )
         return out
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,11 @@ def measure_interleaved(
     device: torch.device,
     how: Effort | None = None,
 ) -> dict[str, Timing]:
-    """Time several calls in turns, so that drifts of clock and load hit all of them alike."""
+    """Time several calls in turns, so that drifts of clock and load hit all of them alike.
+
+    Every turn has an order of its own (the same in every run): no call always follows the same other one, whose
+    power draw and cache contents it would inherit.
+    """
     how = how or effort(device)
     run = _run_cuda if device.type == "cuda" else _run_cpu
     samples: dict[str, list[float]] = {}
@@ -89,7 +94,13 @@ def measure_interleaved(
             run([call] * how.warmups, [inputs[0]] * how.warmups, device)
         samples[name] = run([call], [inputs[-1]], device)
     counts = {name: how.count(times[0]) for name, times in samples.items()}
-    order = [name for turn in range(1, max(counts.values())) for name in calls if turn < counts[name]]
+    mixer = random.Random(0)
+    order = [
+        name
+        for turn in range(1, max(counts.values()))
+        for name in mixer.sample(list(calls), len(calls))
+        if turn < counts[name]
+    ]
     turns = dict.fromkeys(calls, 0)
     arguments = []
     for name in order:

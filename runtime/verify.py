@@ -112,6 +112,15 @@ def verify(check: Check, run: Callable[[Inputs], Outputs]) -> dict[str, Error]:
     return errors
 
 
+def distances(check: Check, results: Outputs) -> dict[str, float]:
+    """RMS error of each tensor on the sample, relative to the exact one's RMS; holds nobody to a limit."""
+    return {
+        name: _distance(_sampled(check, name, value), check.exact[name])[0]
+        / float(check.exact[name].square().mean().sqrt().clamp(min=1e-30))
+        for name, value in results.items()
+    }
+
+
 def _finite_lse(got: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
     empty = torch.isinf(exact)
     if not torch.equal(got == -torch.inf, empty):

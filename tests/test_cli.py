@@ -16,8 +16,9 @@ from PIL import Image
 
 from attnforge.bagel.bench import OURS, Row, best_peer
 from attnforge.bagel.cases import SUITES, make_case
+from attnforge.bagel.fa4 import Unavailable
 from attnforge.bagel.packing import PackedMask
-from attnforge.bagel.peers import NAMES, Unavailable, _mask_mod, _peer
+from attnforge.bagel.peers import NAMES, _mask_mod, attention_of
 from attnforge.bagel.report import bench_markdown
 from attnforge.cli import main
 from attnforge.codegen.render import render
@@ -175,7 +176,7 @@ def pack() -> Case:
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-samples"])
 def test_peers_agree_with_the_reference(name: str, pack: Case) -> None:
     x = pack.inputs()
-    got = _peer(name, pack)(x.q, x.k, x.v)
+    got = attention_of(name, pack)(x.q, x.k, x.v)
     exact = reference(x.q, x.k, x.v, pack.mask, pack.scale).out
     torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=1e-5, rtol=1e-5)
 
@@ -186,7 +187,7 @@ def test_peers_agree_with_the_reference_on_a_gpu(name: str) -> None:
     case = documents(torch.device("cuda"), DType.BFLOAT16)
     x = case.inputs()
     try:
-        got = _peer(name, case)(x.q, x.k, x.v)
+        got = attention_of(name, case)(x.q, x.k, x.v)
     except (Unavailable, RuntimeError) as reason:
         pytest.skip(f"{name}: {reason}")
     exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
@@ -230,7 +231,7 @@ def test_flex_sees_the_same_mask(pack: Case) -> None:
 def test_peers_say_what_they_cannot(pack: Case) -> None:
     dense = make_case("full/64", "0.5B", DType.FLOAT32, CPU)
     with pytest.raises(Unavailable, match="only for packs"):
-        _peer("sdpa-samples", dense)
+        attention_of("sdpa-samples", dense)
 
 
 def test_suites_name_real_cases() -> None:

@@ -1,0 +1,165 @@
+"""All goals of `bagel/goals.py` in one run: ours and the peers in turns, floors, ratios, errors.
+
+    python benchmarks/goals.py [--suite forward] [--only "28/4/128"] [--seeds 2] [--out DIR]
+
+Compiles first, in processes of its own; then one line a case in DIR/goals.jsonl as it is measured, the first seed of
+everything before the second of anything, and DIR/goals.md. Started again with the same DIR it goes on where it was;
+a case that ended the process is reported as such and not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from attnforge.bagel.bench import OURS, machine
+from attnforge.bagel.cases import make_case
+from attnforge.bagel.fa4 import Attention, Unavailable
+from attnforge.bagel.goal_report import markdown, missed, one_line
+from attnforge.bagel.goals import GOALS, SEEDS, Goal
+from attnforge.bagel.peers import EXTRA
+from attnforge.bagel.rounds import Entry, Line, play
+from attnforge.codegen.spec import DType, Mask
+from attnforge.runtime.case import Case
+from attnforge.runtime.launcher import launcher
+
+
+def triton_peer(case: Case) -> Attention:
+    """Our Triton attention as a peer."""
+    if case.mask_kind is Mask.SPANS:
+        raise Unavailable("takes no mask")
+    try:
+        from attnforge.benchmarks.triton_attention import attention
+    except ImportError as error:
+        raise Unavailable(f"Triton is not installed: {error}") from None
+    causal = case.mask_kind is Mask.CAUSAL
+    return lambda q, k, v: attention(q, k, v, causal, case.scale)
+
+
+def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
+    """(goal, pack, model) in the order of the run."""
+    goals = [goal for suite in args.suite or GOALS for goal in GOALS[suite] if args.only in goal.label]
+    return [
+        (goal, *goal.cases[seed]) for seed in range(args.seeds) for goal in goals if seed < len(goal.cases)
+    ]
+
+
+def warm(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> None:
+    """Compile what the rows need, `--jobs` processes at a time; what fails there fails again when measured."""
+    alike: dict[tuple[object, ...], tuple[str, str, str]] = {}  # rows that share their compiled kernels
+    for goal, pack, model in rows:
+        case = make_case(pack, model, DType.BFLOAT16, torch.device("cpu"))
+        shape = (case.batch, case.seq_q, case.mask_kind, model, goal.work, goal.peers)
+        alike.setdefault(shape, (goal.label, goal.work, pack))
+    jobs = sorted(alike.values(), key=lambda job: job[1])  # backward first: it takes longest
+
+    def one(job: tuple[str, str, str]) -> None:
+        command = [sys.executable, __file__, "--one", *job, "--device", args.device]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            print(f"compiling {job}: status {done.returncode}: {done.stdout[-500:]}", flush=True)
+
+    begin = time.time()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, jobs))
+    print(f"compiled for {len(jobs)} cases in {time.time() - begin:.0f} s", flush=True)
+
+
+def compile_one(label: str, work: str, pack: str, device: torch.device) -> None:
+    """Run every contestant of one case once or twice."""
+    goal, model = next(
+        (goal, model)
+        for goals in GOALS.values()
+        for goal in goals
+        for name, model in goal.cases
+        if (goal.label, goal.work, name) == (label, work, pack)
+    )
+    play(goal, make_case(pack, model, DType.BFLOAT16, device), seconds=0.0, errors=False)
+
+
+def history(path: Path) -> tuple[list[Line], set[tuple[str, str, str]]]:
+    """Lines of an earlier run, and the cases that were begun. Those without a line ended their process."""
+    lines, begun = {}, []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        data = json.loads(text)
+        if "begin" in data:
+            begun.append(tuple(data["begin"]))
+        else:
+            line = Line.from_json(data)
+            lines[line.label, line.work, line.case] = line
+    for label, work, case in begun:
+        dead = Entry(note="the process died")
+        lines.setdefault((label, work, case), Line(label, work, case, {OURS: dead}))
+    return list(lines.values()), set(lines)
+
+
+def measure(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> list[Line]:
+    """Play the rows that are not in the log; stop at the time limit."""
+    device, path = torch.device(args.device), args.out / "goals.jsonl"
+    lines, done = history(path)
+    begin = time.time()
+    with path.open("a") as log:
+        for goal, pack, model in rows:
+            if time.time() - begin > args.limit:
+                print(f"time is up: {pack} {goal.work} and what follows was not measured", flush=True)
+                break
+            key = (goal.label, goal.work, f"{pack} {model}")
+            if key in done:
+                continue
+            log.write(json.dumps({"begin": key}) + "\n")
+            log.flush()
+            since = time.time()
+            case = make_case(pack, model, DType.BFLOAT16, device)
+            line = play(
+                goal, case, args.seconds, args.turns, errors=pack == goal.cases[0][0] and not args.no_errors
+            )
+            lines.append(line)
+            log.write(json.dumps(line.to_json()) + "\n")
+            log.flush()
+            print(f"{one_line(line)} [{time.time() - since:.1f} s]", flush=True)
+    return lines
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="All goals in one run.")
+    parser.add_argument("--suite", action="append", choices=list(GOALS))
+    parser.add_argument("--only", default="", help="part of a label")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seconds", type=float, default=0.6, help="of timed calls per case")
+    parser.add_argument("--turns", type=int, default=40, help="at most")
+    parser.add_argument("--limit", type=float, default=420.0, help="seconds after which no case is begun")
+    parser.add_argument("--jobs", type=int, default=10, help="processes that compile")
+    parser.add_argument("--no-warm", action="store_true", help="everything is compiled already")
+    parser.add_argument("--no-errors", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    EXTRA["triton"] = triton_peer
+    if args.one:
+        compile_one(*args.one, torch.device(args.device))
+        return
+    launcher()  # once, before the processes that need it
+    rows = chosen(args)
+    if not args.no_warm:
+        warm(rows, args)
+    lines = measure(rows, args)
+    text = markdown(lines, machine(torch.device(args.device)))
+    (args.out / "goals.md").write_text(text)
+    print(text)
+    print("\n".join(("missed:", *(missed(lines) or ["nothing"]))))
+
+
+if __name__ == "__main__":
+    main()
