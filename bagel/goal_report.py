@@ -12,6 +12,9 @@ from attnforge.bagel.rounds import LAYER, MATMUL, Line
 
 LAYERS = MODELS["7B"].layers
 MERGED = {"fa4-nopack": "fa4"}  # two settings of one peer: the better one counts
+UNFUSED = (
+    "sdpa-math",
+)  # keeps the weights in float32, in memory: no measure for the errors of fused kernels
 
 
 def markdown(lines: Sequence[Line], facts: dict[str, str]) -> str:
@@ -49,13 +52,15 @@ def ratio(group: Iterable[Line], names: Sequence[str]) -> float | None:
 
 
 def error_ratios(group: Iterable[Line]) -> dict[str, float]:
-    """Tensor -> our RMS error over the best peer's, the worst of the lines."""
+    """Tensor -> our RMS error over the best fused peer's, the worst of the lines."""
     worst: dict[str, float] = {}
     for line in group:
         mine = line.entries[OURS].errors if OURS in line.entries else {}
         for tensor, error in mine.items():
             theirs = [
-                x.errors[tensor] for name, x in line.entries.items() if name != OURS and tensor in x.errors
+                entry.errors[tensor]
+                for name, entry in line.entries.items()
+                if name not in (OURS, *UNFUSED) and tensor in entry.errors
             ]
             if theirs:
                 worst[tensor] = max(worst.get(tensor, 0.0), error / max(min(theirs), 1e-30))
