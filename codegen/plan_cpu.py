@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import CpuBackward, CpuForward, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import CpuBackward, CpuForward, DType, Mask, Problem, Spec
 
 # Vector registers by float lanes: SSE/NEON (the larger of the two), AVX2, AVX-512.
 REGISTERS = {4: 32, 8: 16, 16: 32}
 SCRATCH_LIMIT = 1 << 20  # bytes on the stack of a thread; beyond it the tiles leave any L2 anyway
-HEAD_DIM_LIMIT = {Direction.FORWARD: 256, Direction.BACKWARD: 128}
+HEAD_DIM_LIMIT = 256
 
 # 2^f on [-1/2, 1/2], minimax in relative error with the constant term 1; highest power first.
 # Relative errors 2e-9 (below half an ulp of fp32) and 2.8e-6 (weights are then rounded to bf16, 2e-3).
@@ -36,7 +36,7 @@ def make_plan(spec: Spec) -> Plan:
     scratch = _forward_scratch(spec, t) if isinstance(t, CpuForward) else _backward_scratch(spec, t)
     if scratch > SCRATCH_LIMIT:
         raise Infeasible(f"scratch: {scratch} bytes of a thread, {scratch - SCRATCH_LIMIT} too many")
-    schedule = spec.problem.mask is Mask.SPANS
+    schedule = spec.problem.mask.listed
     return Plan(
         spec=spec,
         template=f"cpu/{'forward' if forward else 'backward'}.cpp.jinja",
@@ -48,6 +48,7 @@ def make_plan(spec: Spec) -> Plan:
         dq_accum=not forward,
         ordered=not forward,
         deterministic=True,
+        bits=("q" if forward else "k") if spec.problem.mask is Mask.DENSE else "",
         constants=_constants(spec, t, scratch),
     )
 
@@ -56,7 +57,7 @@ def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[st
     forward = isinstance(t, CpuForward)
     cols_dq, width_dq = (0, 0) if isinstance(t, CpuForward) else _dq_blocks(spec.problem.head_dim, t)
     includes = {"cmath"} if forward else {"algorithm", "cmath", "thread"}
-    if spec.problem.mask is Mask.SPANS:
+    if spec.problem.mask.listed:
         includes |= {"algorithm", "numeric"} if forward else {"numeric", "vector"}
     # vdpbf16ps exists for 8 and 16 lanes; other widths multiply the halves one by one.
     dot = {16: "_mm512_dpbf16_ps", 8: "_mm256_dpbf16_ps"}.get(t.lanes) if t.pairs else None
@@ -68,19 +69,16 @@ def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[st
         "exp2_error": "3e-6" if t.pairs else "2e-7",
         "includes": sorted(includes),
         "scratch_bytes": scratch,
+        "value_functions": not forward and bool(spec.problem.dim_v),
         "cols_dq": cols_dq,
         "width_dq": width_dq,
     }
 
 
 def _require_problem(p: Problem, t: CpuForward | CpuBackward) -> None:
-    limit = HEAD_DIM_LIMIT[p.direction]
-    if p.head_dim % 8 or not 8 <= p.head_dim <= limit:
-        raise Infeasible(
-            f"head_dim {p.head_dim}: the cpu {p.direction.value} kernel takes multiples of 8 up to {limit}"
-        )
-    if p.dim_v or p.mask is Mask.DENSE:
-        raise Infeasible(f"head_dim {p.dim_v} of v, {p.mask.value} mask: not yet")
+    for dim in (p.head_dim, p.head_dim_v):
+        if not 1 <= dim <= HEAD_DIM_LIMIT:
+            raise Infeasible(f"head_dim {dim}: the cpu kernels take 1 to {HEAD_DIM_LIMIT}")
     if p.align < p.dtype.bytes:
         raise Infeasible(f"align {p.align}: elements of {p.dtype.value} are aligned to {p.dtype.bytes} bytes")
     if t.pairs and p.dtype is not DType.BFLOAT16:
@@ -102,13 +100,16 @@ def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
         raise Infeasible(f"{in_lanes} {getattr(t, in_lanes)} is not a multiple of lanes * cols = {panel}")
     if getattr(t, in_rows) % t.rows or getattr(t, in_rows) % 2:
         raise Infeasible(f"{in_rows} {getattr(t, in_rows)} is not an even multiple of rows = {t.rows}")
-    if spec.problem.head_dim % t.rows:
-        raise Infeasible(f"head_dim {spec.problem.head_dim} is not a multiple of rows {t.rows}")
+
+
+def _columns(head_dim: int, t: CpuForward | CpuBackward) -> int:
+    """Columns in whole register blocks: kColumns of templates/cpu/constants.h.jinja."""
+    return -(-head_dim // t.rows) * t.rows
 
 
 def _words(head_dim: int, t: CpuForward | CpuBackward) -> int:
-    """Words of one row: see `word` in templates/cpu/vector.h.jinja."""
-    return head_dim // (2 if t.pairs else 1)
+    """Words of one row, kDepth there: see `word` in templates/cpu/vector.h.jinja."""
+    return -(-head_dim // 2) if t.pairs else _columns(head_dim, t)
 
 
 def _aligned(size: int) -> int:
@@ -117,20 +118,25 @@ def _aligned(size: int) -> int:
 
 def _forward_scratch(spec: Spec, t: CpuForward) -> int:
     """sizeof(Scratch) of templates/cpu/forward.cpp.jinja."""
-    d, words, width = spec.problem.head_dim, _words(spec.problem.head_dim, t), t.lanes * t.cols
-    panel = _aligned(4 * width * (words + d + 2) + 12)
+    words, width = _words(spec.problem.head_dim, t), t.lanes * t.cols
+    columns = _columns(spec.problem.head_dim_v, t)
+    panel = _aligned(4 * width * (words + columns + 2) + 12)
     weights = t.tile_n // 2 * width if t.pairs else 0
-    tiles = 4 * (t.tile_n * (width + 2 * words) + weights)
+    values = t.tile_n // (2 if t.pairs else 1) * columns
+    tiles = 4 * (t.tile_n * (width + words) + values + weights)
     return t.heads * t.tile_m // width * panel + _aligned(tiles)
 
 
 def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
     """sizeof(Scratch) of templates/cpu/backward_task.h.jinja."""
-    d, width, pairs = spec.problem.head_dim, t.lanes * t.cols, int(t.pairs)
-    words = _words(d, t)
-    _, width_dq = _dq_blocks(d, t)
-    queries = t.tile_m * (2 * words + 2 * width + width_dq + 3) + pairs * t.tile_m * (d + width + width // 2)
-    panel = width * (2 * words + 2 * d + 2) + width * width_dq // (1 + pairs) + 2
+    dims = (spec.problem.head_dim, spec.problem.head_dim_v)
+    width, pairs = t.lanes * t.cols, int(t.pairs)
+    words, columns = (sum(size(dim, t) for dim in dims) for size in (_words, _columns))
+    _, width_dq = _dq_blocks(dims[0], t)
+    queries = t.tile_m * (words + 2 * width + width_dq + 3)
+    queries += pairs * t.tile_m // 2 * (columns + 3 * width)
+    spans = 0 if spec.problem.mask is Mask.DENSE else 2  # starts and ends
+    panel = width * (words + columns + spans) + width * width_dq // (1 + pairs) + 2
     return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel)
 
 

@@ -34,6 +34,7 @@ class Shape:
     heads_kv: int = 2
     group: int = 1
     batch: int = 1
+    dim_v: int = 0  # head_dim of v if it has its own
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,13 @@ def draw(shape: Shape, dtype: torch.dtype, device: str, layout: str = "bshd", se
     generator = torch.Generator().manual_seed(seed)
     heads_q = shape.heads_kv * shape.group
 
-    def one(heads: int, length: int) -> Tensor:
-        values = torch.randn(
-            shape.batch, heads, length, shape.head_dim, generator=generator, dtype=torch.float64
-        )
+    def one(heads: int, length: int, columns: int = shape.head_dim) -> Tensor:
+        values = torch.randn(shape.batch, heads, length, columns, generator=generator, dtype=torch.float64)
         return place(values.to(dtype).to(device), layout).requires_grad_()
 
     q, k = one(heads_q, shape.seq_q), one(shape.heads_kv, shape.seq_k)
-    return Inputs(q, k, one(shape.heads_kv, shape.seq_k), one(heads_q, shape.seq_q).detach())
+    dim_v = shape.dim_v or shape.head_dim
+    return Inputs(q, k, one(shape.heads_kv, shape.seq_k, dim_v), one(heads_q, shape.seq_q, dim_v).detach())
 
 
 def place(x: Tensor, layout: str) -> Tensor:
@@ -102,15 +102,35 @@ def spans(seq_q: int, seq_k: int, device: str, seed: int = 0) -> attnforge.Spans
     return attnforge.Spans(starts.to(device), ends.to(device))
 
 
-def make_mask(kind: str, seq_q: int, seq_k: int, device: str) -> Mask:
+def dense(
+    seq_q: int, seq_k: int, device: str, seed: int = 0, planes: tuple[int, int] | None = None
+) -> attnforge.DenseMask:
+    """Blocks that are seen whole, in part or not at all; a row and a key of each plane that see and show nothing.
+
+    `planes` (batch or 1, heads_q or 1): a mask for each; None: one mask without these axes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*(planes or ()), seq_q, seq_k)
+    share = torch.rand((*shape[:-2], seq_q // 48 + 1, seq_k // 80 + 1), generator=generator).mul(3).sub(1)
+    share = share.repeat_interleave(48, -2)[..., :seq_q, :].repeat_interleave(80, -1)[..., :seq_k]
+    mask = torch.rand(shape, generator=generator) < share
+    if seq_q > 1 and seq_k > 1:
+        mask[..., seq_q // 3, :] = False
+        mask[..., seq_k // 2] = False
+    return attnforge.DenseMask(mask.to(device))
+
+
+def make_mask(kind: str, seq_q: int, seq_k: int, device: str, seed: int = 0) -> Mask:
     """A mask by the name of its kind."""
     if kind == "full":
         return None
-    return attnforge.Causal() if kind == "causal" else spans(seq_q, seq_k, device)
+    if kind == "dense":
+        return dense(seq_q, seq_k, device, seed)
+    return attnforge.Causal() if kind == "causal" else spans(seq_q, seq_k, device, seed)
 
 
 def visible(mask: Mask, seq_q: int, seq_k: int, device: str) -> Tensor:
-    """Dense bool (seq_q, seq_k)."""
+    """Dense bool (seq_q, seq_k), with two more axes in front if the mask has them."""
     if mask is None:
         return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
     return mask.visible(seq_q, seq_k, device)

@@ -25,7 +25,7 @@ TARGETS = [
     pytest.param(GPU, torch.bfloat16, id="gpu-bf16", marks=ON_GPU),
     pytest.param(GPU, torch.float16, id="gpu-fp16", marks=ON_GPU),
 ]
-MASKS = ("full", "causal", "spans")
+MASKS = ("full", "causal", "spans", "dense")
 
 targets = pytest.mark.parametrize(("device", "dtype"), TARGETS)
 masks = pytest.mark.parametrize("kind", MASKS)
@@ -55,20 +55,10 @@ def test_masks_and_groups(device: str, dtype: torch.dtype, kind: str, group: int
 
 
 @targets
-@pytest.mark.parametrize("head_dim", [8, 40, 72, 96, 128])
+@pytest.mark.parametrize("head_dim", [8, 72, 128])
 def test_head_dims(device: str, dtype: torch.dtype, head_dim: int) -> None:
     x = draw(Shape(head_dim=head_dim, group=2, seq_q=70, seq_k=100), dtype, device)
     check(x, spans(70, 100, device))
-
-
-@targets
-@pytest.mark.parametrize("head_dim", [136, 256])
-def test_large_head_dims_forward(device: str, dtype: torch.dtype, head_dim: int) -> None:
-    x = draw(Shape(head_dim=head_dim), dtype, device)
-    with torch.no_grad():
-        out = attnforge.attention(x.q, x.k, x.v, attnforge.Causal())
-    exact = reference(x.q.detach(), x.k.detach(), x.v.detach(), attnforge.Causal())
-    assert (out - exact.out).abs().max().item() < (2e-6 if dtype == torch.float32 else 2e-2)
 
 
 @targets
@@ -234,7 +224,7 @@ def test_anything(
 ) -> None:
     device = GPU if torch.cuda.is_available() else CPU
     shape = Shape(seq_q, seq_k, 64, heads_kv, group, batch)
-    mask = spans(seq_q, seq_k, device, seed) if kind == "spans" else make_mask(kind, seq_q, seq_k, device)
+    mask = make_mask(kind, seq_q, seq_k, device, seed)
     check(draw(shape, torch.bfloat16, device, layout, seed), mask)
 
 

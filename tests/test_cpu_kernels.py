@@ -164,8 +164,8 @@ def test_limits_of_head_dim(tmp_path: Path) -> None:
     widest = problem(Direction.FORWARD, DType.FLOAT32, 256, Mask.FULL)
     kernel = Kernel(Spec(widest, CpuForward(48, 64, 1, 16, 8, 3, False)), tmp_path)
     check_forward(kernel, inputs(SHAPES[0], 256, DType.FLOAT32, Mask.FULL))
-    with pytest.raises(Infeasible, match="multiples of 8 up to 128"):
-        make_plan(Spec(replace(widest, direction=Direction.BACKWARD), BACKWARD[DType.FLOAT32]))
+    with pytest.raises(Infeasible, match="head_dim 257: the cpu kernels take 1 to 256"):
+        make_plan(Spec(replace(widest, dim_v=257), CpuForward(48, 64, 1, 16, 8, 3, False)))
     with pytest.raises(Infeasible, match="more than there are"):
         make_plan(Spec(widest, CpuForward(64, 64, 1, 16, 8, 4, False)))
     with pytest.raises(Infeasible, match="bytes of a thread"):
