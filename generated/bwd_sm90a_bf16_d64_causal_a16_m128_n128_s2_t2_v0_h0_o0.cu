@@ -674,7 +674,6 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
-    const bool leader = threadIdx.x % 128 == 0;
     const unsigned k = base + kOffsetK + group * 64 * kSpan;  // its rows of every panel
     const unsigned v = base + kOffsetV + group * 64 * kSpan;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
@@ -742,7 +741,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         barrier_wait(base + kFullDs, step & 1);
         wgmma_wait_all();
         accumulator_fence(s);
-        if (leader) {
+        if (lane == 0) {
+            // Every warp for itself: it also hands back what it has read of the row statistics. The __syncwarp above
+            // comes after the reads of all its lanes.
             barrier_arrive(base + kEmptyDo + do_ring.stage * 8);
             barrier_arrive(empty_q);
         }
@@ -776,7 +777,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
     const int key0 = work.tile * kTileN + group * 64;
-    if (leader && key0 < p.seq_k) {
+    if (threadIdx.x % 128 == 0 && key0 < p.seq_k) {
         store_tile(maps.dk, base + kOffsetK + part, key0, work.head_kv, work.batch);
         store_tile(maps.dv, base + kOffsetV + part, key0, work.head_kv, work.batch);
         tma_store_commit();
@@ -805,11 +806,11 @@ attnforge_bwd_sm90a_bf16_d64_causal_a16_m128_n128_s2_t2_v0_h0_o0(
         barrier_init(base + kFullDs, kConsumers * 4);  // warps
         for (int i = 0; i < kStagesQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
-            barrier_init(base + kEmptyQ + i * 8, kConsumers);
+            barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
         }
         for (int i = 0; i < kStagesDo; ++i) {
             barrier_init(base + kFullDo + i * 8, 1);
-            barrier_init(base + kEmptyDo + i * 8, kConsumers);
+            barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
         }
         for (int i = 0; i < kConsumers; ++i) {
             barrier_init(base + kFullDq + i * 8, 4);  // warps

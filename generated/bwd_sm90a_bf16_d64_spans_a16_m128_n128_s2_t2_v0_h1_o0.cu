@@ -722,7 +722,6 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
 __device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
-    const bool leader = threadIdx.x % 128 == 0;
     const unsigned k = base + kOffsetK + group * 64 * kSpan;  // its rows of every panel
     const unsigned v = base + kOffsetV + group * 64 * kSpan;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
@@ -791,7 +790,9 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         barrier_wait(base + kFullDs, step & 1);
         wgmma_wait_all();
         accumulator_fence(s);
-        if (leader) {
+        if (lane == 0) {
+            // Every warp for itself: it also hands back what it has read of the row statistics. The __syncwarp above
+            // comes after the reads of all its lanes.
             barrier_arrive(base + kEmptyDo + do_ring.stage * 8);
             barrier_arrive(empty_q);
         }
@@ -845,11 +846,11 @@ attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0(
         barrier_init(base + kFullDs, kConsumers * 4);  // warps
         for (int i = 0; i < kStagesQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
-            barrier_init(base + kEmptyQ + i * 8, kConsumers);
+            barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
         }
         for (int i = 0; i < kStagesDo; ++i) {
             barrier_init(base + kFullDo + i * 8, 1);
-            barrier_init(base + kEmptyDo + i * 8, kConsumers);
+            barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
         }
         for (int i = 0; i < kConsumers; ++i) {
             barrier_init(base + kFullDq + i * 8, 4);  // warps
