@@ -53,7 +53,7 @@ BACKWARD_GRIDS = (
 
 def candidates(problem: Problem) -> Iterator[Spec]:
     """Feasible specs of `problem`, best guesses first, none twice; none if the family lacks the direction."""
-    if (problem.arch.family, problem.direction) not in TUNINGS:
+    if (problem.family, problem.direction) not in TUNINGS:
         return
     seen = set()
     for tuning in _tunings(problem):
@@ -70,8 +70,8 @@ def candidates(problem: Problem) -> Iterator[Spec]:
 
 def why_infeasible(problem: Problem) -> str:
     """The reason given for the first guess; for the message when `candidates` yields nothing."""
-    if (problem.arch.family, problem.direction) not in TUNINGS:
-        return f"{problem.arch.value} has no {problem.direction.value} kernel"
+    if (problem.family, problem.direction) not in TUNINGS:
+        return f"{problem.arch.value} has no {problem.dtype.value} {problem.direction.value} kernel"
     for tuning in _tunings(problem):
         try:
             make_plan(Spec(problem, tuning))
@@ -86,6 +86,11 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
 
         forward = problem.direction is Direction.FORWARD
         yield from (space_cpu.forward if forward else space_cpu.backward)(problem)
+    elif problem.family == "sm80_fp32":
+        from attnforge.codegen import space_fp32
+
+        forward = problem.direction is Direction.FORWARD
+        yield from (space_fp32.forward if forward else space_fp32.backward)(problem)
     elif problem.arch.family == "sm90a":
         forward = problem.direction is Direction.FORWARD
         yield from (_hopper_forward if forward else _hopper_backward)(problem.head_dim)

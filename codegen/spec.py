@@ -155,7 +155,45 @@ class Sm90Backward:
     ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
 
 
-Tuning = CpuForward | CpuBackward | Sm80Forward | Sm80Backward | Sm90Forward | Sm90Backward
+@dataclass(frozen=True)
+class Fp32Forward:
+    """Tuning of the float32 forward kernel (mma.sync on tf32 parts)."""
+
+    tile_m: int = knob("m", "query rows per block")
+    tile_n: int = knob("n", "keys per step of the main loop")
+    warps: int = knob("w", "warps per block; each owns tile_m / warps query rows")
+    stages: int = knob("s", "shared-memory buffers for K and for V")
+    apart: int = knob("p", "at most so many groups of 8 columns of O are summed at a time in a step")
+    blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
+
+
+@dataclass(frozen=True)
+class Fp32Backward:
+    """Tuning of the float32 backward kernel (one block owns a key tile and walks the query tiles)."""
+
+    tile_m: int = knob("m", "query rows per step of the main loop")
+    tile_n: int = knob("n", "keys per block")
+    warps: int = knob("w", "warps per block")
+    stages: int = knob("s", "shared-memory buffers for Q and for dO")
+    warps_sdp: int = knob("a", "warps along the queries in S and dP; the rest split the keys")
+    warps_dkv: int = knob("c", "warps along the keys in dK and dV; the rest split head_dim")
+    warps_dq: int = knob("d", "warps along the queries in dQ; the rest split head_dim")
+    apart: int = knob("p", "at most so many groups of 8 columns of dK, dV and dQ are summed at a time in a step")
+    blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
+    split_heads: bool = knob("h", "a block per q head (dK, dV summed in memory), not per kv head")
+    ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
+
+
+Tuning = (
+    CpuForward
+    | CpuBackward
+    | Sm80Forward
+    | Sm80Backward
+    | Sm90Forward
+    | Sm90Backward
+    | Fp32Forward
+    | Fp32Backward
+)
 
 TUNINGS: dict[tuple[str, Direction], type[Tuning]] = {
     ("cpu", Direction.FORWARD): CpuForward,
@@ -164,6 +202,8 @@ TUNINGS: dict[tuple[str, Direction], type[Tuning]] = {
     ("sm80", Direction.BACKWARD): Sm80Backward,
     ("sm90a", Direction.FORWARD): Sm90Forward,
     ("sm90a", Direction.BACKWARD): Sm90Backward,
+    ("sm80_fp32", Direction.FORWARD): Fp32Forward,
+    ("sm80_fp32", Direction.BACKWARD): Fp32Backward,
 }
 
 
@@ -193,6 +233,12 @@ class Problem:
         """The larger of the two head dims: what guesses and limits go by."""
         return max(self.head_dim, self.head_dim_v)
 
+    @property
+    def family(self) -> str:
+        """Kernels that share templates and knobs: the key of TUNINGS."""
+        fp32 = self.dtype is DType.FLOAT32 and self.arch.is_gpu
+        return self.arch.family + ("_fp32" if fp32 else "")
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -202,7 +248,7 @@ class Spec:
     tuning: Tuning
 
     def __post_init__(self) -> None:
-        expected = TUNINGS[self.problem.arch.family, self.problem.direction]
+        expected = TUNINGS[self.problem.family, self.problem.direction]
         if type(self.tuning) is not expected:
             raise TypeError(
                 f"tuning: got {type(self.tuning).__name__}, but {self.problem.arch.value} "
@@ -280,7 +326,7 @@ class Spec:
 
 def make_tuning(problem: Problem, values: dict[str, int]) -> Tuning:
     """Build the tuning of `problem`'s family from integers by field name (all required, none unknown)."""
-    cls = TUNINGS[problem.arch.family, problem.direction]
+    cls = TUNINGS[problem.family, problem.direction]
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown, missing = values.keys() - fields.keys(), fields.keys() - values.keys()
     if unknown or missing:

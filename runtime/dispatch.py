@@ -23,7 +23,7 @@ log = logging.getLogger("attnforge")
 
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
-_ON_GPU = (DType.BFLOAT16, DType.FLOAT16)
+_ON_GPU = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def check_forward(
     """Raises ValueError for the first argument that `attention` cannot take (see there)."""
     if q.dtype not in DTYPES:
         raise ValueError(
-            f"q: got dtype {q.dtype}, accepted are float32 (CPU only), bfloat16 and float16 (GPU only)"
+            f"q: got dtype {q.dtype}, accepted are float32, bfloat16 and float16 (GPU only)"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_input(name, x, q)
