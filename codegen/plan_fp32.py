@@ -62,6 +62,7 @@ def _common(spec: Spec, loads: tuple[tuple[str, str, str, int, int], ...], stage
         "pitch_v": pitch(dim_v),
         "pitches": {"q_tile": "Pitch", "k_tile": "Pitch", "v_tile": "PitchV", "do_tile": "PitchV"},
         "loads": loads,
+        "even": dim % 2 == 0 and dim_v % 2 == 0,
         "tails": bool(dim % 8 or dim_v % 8),
         "pending": max(0, stages - 2),
     }
@@ -73,7 +74,7 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
     _require_split("tile_m", t.tile_m, t.warps, 16, "warps")
     _require_split("tile_n", t.tile_n, 1, 16, "two n8 fragments")
     groups = padded(dim_v) // 8
-    apart = next(n for n in range(min(t.apart, groups), 0, -1) if groups % n == 0)
+    apart = _divisor(groups, t.apart)
     shared = 4 * (t.tile_m * pitch(dim) + t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)))
     frags = t.tile_m // t.warps // 16
     # O, S, the part of O that is summed, and the parts of one left operand.
@@ -99,7 +100,74 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
 
 
 def _backward(spec: Spec, t: Fp32Backward) -> Plan:
-    raise Infeasible("not yet")
+    dim = dim_v = spec.problem.head_dim
+    _check_grids(t)
+    spans = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
+    floats = (t.tile_n + t.stages * t.tile_m) * (pitch(dim) + pitch(dim_v)) + 2 * t.tile_m * (t.tile_n + 4)
+    shared = 4 * floats + t.stages * t.tile_m * 8 + spans
+    warps_d, warps_d_dq = t.warps // t.warps_dkv, t.warps // t.warps_dq
+    frags_dk, frags_dv = (-(-padded(width) // 8 // warps_d) for width in (dim, dim_v))
+    frags_dq = -(-padded(dim) // 8 // warps_d_dq)
+    apart = {"dk": _divisor(frags_dk, t.apart), "dv": _divisor(frags_dv, t.apart), "dq": _divisor(frags_dq, t.apart)}
+    frags_n, frags_m = t.tile_n // t.warps_dkv // 16, t.tile_m // t.warps_dq // 16
+    threads = t.warps * 32
+    # dK and dV, and beside them S and dP, or a part of a gradient and its operands.
+    sdp = 2 * t.tile_m * t.tile_n // threads
+    sums = 4 * max(frags_n * max(apart["dk"], apart["dv"]), frags_m * apart["dq"])
+    registers = 4 * frags_n * (frags_dk + frags_dv) + max(sdp, sums)
+    _require_fit(spec, shared, registers, threads, t.blocks)
+    loads = (
+        _load(spec, "q_tile", "kTileM", dim, t.warps),
+        _load(spec, "do_tile", "kTileM", dim_v, t.warps),
+        _load(spec, "k_tile", "kTileN", dim, t.warps),
+        _load(spec, "v_tile", "kTileN", dim_v, t.warps),
+    )
+    constants = _common(spec, loads, t.stages) | {
+        "shared_bytes": shared,
+        "frags_dk": frags_dk,
+        "frags_dv": frags_dv,
+        "frags_dq": frags_dq,
+        "vector_red": spec.problem.arch in (Arch.SM90, Arch.SM120) and dim % 2 == 0 and dim_v % 2 == 0,
+    }
+    constants |= {f"apart_{name}": number for name, number in apart.items()}
+    queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
+    return Plan(
+        spec=spec,
+        template="sm80/backward_fp32.cu.jinja",
+        suffix=".cu",
+        launches=(
+            Launch(f"{spec.symbol}_prepare", queries, threads),
+            Launch(spec.symbol, ("tiles_n", "batch", heads), threads, shared),
+        ),
+        schedule=schedule_launches(spec, "tiles_n", t.ordered),
+        owner="n",
+        registers=registers + REGISTERS_BESIDES,
+        ordered=t.ordered,
+        deterministic=t.ordered,
+        constants=constants,
+    )
+
+
+def _check_grids(t: Fp32Backward) -> None:
+    _require_positive(
+        t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq, t.apart, t.blocks
+    )
+    if t.stages > 2:
+        raise Infeasible(f"stages {t.stages}: the backward kernel has 1 or 2")
+    if t.split_heads and t.ordered:
+        raise Infeasible("ordered: with split_heads the sums of dK and dV have no fixed order")
+    for name in ("warps_sdp", "warps_dkv", "warps_dq"):
+        if t.warps % getattr(t, name):
+            raise Infeasible(f"{name} {getattr(t, name)} does not divide warps {t.warps}")
+    _require_split("tile_m", t.tile_m, t.warps_sdp, 16, "warps_sdp")
+    _require_split("tile_n", t.tile_n, t.warps // t.warps_sdp, 8, "warps / warps_sdp")
+    _require_split("tile_n", t.tile_n, t.warps_dkv, 16, "warps_dkv")
+    _require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
+
+
+def _divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(n for n in range(min(limit, number), 0, -1) if number % n == 0)
 
 
 def _require_positive(*values: int) -> None:
