@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.plan_sm80 import REGISTER_FILE, REGISTER_LIMIT, SHARED_LIMIT, schedule_launches
+from attnforge.codegen.plan_sm80 import (
+    REGISTER_FILE,
+    REGISTER_LIMIT,
+    SHARED_LIMIT,
+    require_words,
+    schedule_launches,
+)
 from attnforge.codegen.spec import Arch, Fp32Backward, Fp32Forward, Mask, Spec
 
 # A multiprocessor has 1 KiB of shared memory more than one block may use, and keeps 1 KiB for itself per block.
@@ -18,12 +24,12 @@ MAX_HEAD_DIM = 256
 def make_plan(spec: Spec) -> Plan:
     """Plan of a spec of this family, or `Infeasible`."""
     p = spec.problem
-    if not 1 <= p.head_dim <= MAX_HEAD_DIM:
-        raise Infeasible(
-            f"head_dim {p.head_dim}: the {p.arch.value} fp32 kernels take 1 to {MAX_HEAD_DIM}"
-        )
+    for name, dim in (("head_dim", p.head_dim), ("head_dim of v", p.head_dim_v)):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise Infeasible(f"{name} {dim}: the {p.arch.value} fp32 kernels take 1 to {MAX_HEAD_DIM}")
     if p.align not in (4, 8, 16):
         raise Infeasible(f"align {p.align}: must be 4, 8 or 16 bytes")
+    require_words(spec)
     if isinstance(spec.tuning, Fp32Forward):
         return _forward(spec, spec.tuning)
     assert isinstance(spec.tuning, Fp32Backward)
@@ -52,7 +58,7 @@ def _load(spec: Spec, suffix: str, rows: str, width: int, warps: int) -> tuple[s
 
 
 def _common(spec: Spec, loads: tuple[tuple[str, str, str, int, int], ...], stages: int) -> dict[str, Any]:
-    dim = dim_v = spec.problem.head_dim
+    dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     return {
         "dim": dim,
         "dim_v": dim_v,
@@ -69,7 +75,7 @@ def _common(spec: Spec, loads: tuple[tuple[str, str, str, int, int], ...], stage
 
 
 def _forward(spec: Spec, t: Fp32Forward) -> Plan:
-    dim = dim_v = spec.problem.head_dim
+    dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.apart, t.blocks)
     _require_split("tile_m", t.tile_m, t.warps, 16, "warps")
     _require_split("tile_n", t.tile_n, 1, 16, "two n8 fragments")
@@ -94,13 +100,14 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         registers=registers + REGISTERS_BESIDES,
+        bits="k" if spec.problem.mask is Mask.DENSE else "",
         deterministic=True,
         constants=constants | {"shared_bytes": shared, "frags_apart": apart},
     )
 
 
 def _backward(spec: Spec, t: Fp32Backward) -> Plan:
-    dim = dim_v = spec.problem.head_dim
+    dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     _check_grids(t)
     spans = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
     floats = (t.tile_n + t.stages * t.tile_m) * (pitch(dim) + pitch(dim_v)) + 2 * t.tile_m * (t.tile_n + 4)
@@ -142,6 +149,7 @@ def _backward(spec: Spec, t: Fp32Backward) -> Plan:
         schedule=schedule_launches(spec, "tiles_n", t.ordered),
         owner="n",
         registers=registers + REGISTERS_BESIDES,
+        bits="k" if spec.problem.mask is Mask.DENSE else "",
         ordered=t.ordered,
         deterministic=t.ordered,
         constants=constants,
@@ -161,6 +169,8 @@ def _check_grids(t: Fp32Backward) -> None:
             raise Infeasible(f"{name} {getattr(t, name)} does not divide warps {t.warps}")
     _require_split("tile_m", t.tile_m, t.warps_sdp, 16, "warps_sdp")
     _require_split("tile_n", t.tile_n, t.warps // t.warps_sdp, 8, "warps / warps_sdp")
+    if (frags := t.tile_n // (t.warps // t.warps_sdp) // 8) % 4 and frags not in (1, 2):
+        raise Infeasible(f"tile_n {t.tile_n}: the {8 * frags} keys of a warp neither share nor fill words of 32")
     _require_split("tile_n", t.tile_n, t.warps_dkv, 16, "warps_dkv")
     _require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
 

@@ -81,6 +81,6 @@ def _check(text: str, template: str) -> None:
     for number, line in enumerate(text.splitlines(), 1):
         if line != line.rstrip() or "\t" in line:
             raise RenderError(f"{template}: line {number} has trailing space or a tab: {line!r}")
-        # Operand lists of inline PTX cannot be broken.
-        if len(line) > MAX_COLUMNS and not line.lstrip().startswith(("asm", '"', ":")):
+        # Operand lists of inline PTX cannot be broken, and names of kernels are as long as their specs.
+        if len(line) > MAX_COLUMNS and not line.lstrip().startswith(("asm", '"', ":", "attnforge_")):
             raise RenderError(f"{template}: line {number} is {len(line)} columns wide: {line!r}")
