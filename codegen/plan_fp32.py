@@ -76,11 +76,11 @@ def _common(spec: Spec, loads: tuple[tuple[str, str, str, int, int], ...], stage
 
 def _forward(spec: Spec, t: Fp32Forward) -> Plan:
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
-    _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.apart, t.blocks)
+    _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.parts, t.blocks)
     _require_split("tile_m", t.tile_m, t.warps, 16, "warps")
     _require_split("tile_n", t.tile_n, 1, 16, "two n8 fragments")
     groups = padded(dim_v) // 8
-    apart = _divisor(groups, t.apart)
+    apart = _part("O", groups, t.parts)
     shared = 4 * (t.tile_m * pitch(dim) + t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)))
     frags = t.tile_m // t.warps // 16
     # O, S, the part of O that is summed, and the parts of one left operand.
@@ -115,7 +115,8 @@ def _backward(spec: Spec, t: Fp32Backward) -> Plan:
     warps_d, warps_d_dq = t.warps // t.warps_dkv, t.warps // t.warps_dq
     frags_dk, frags_dv = (-(-padded(width) // 8 // warps_d) for width in (dim, dim_v))
     frags_dq = -(-padded(dim) // 8 // warps_d_dq)
-    apart = {"dk": _divisor(frags_dk, t.apart), "dv": _divisor(frags_dv, t.apart), "dq": _divisor(frags_dq, t.apart)}
+    _part("a gradient", max(frags_dk, frags_dv, frags_dq), t.parts)
+    apart = {name: -(-n // t.parts) for name, n in (("dk", frags_dk), ("dv", frags_dv), ("dq", frags_dq))}
     frags_n, frags_m = t.tile_n // t.warps_dkv // 16, t.tile_m // t.warps_dq // 16
     threads = t.warps * 32
     # dK and dV, and beside them S and dP, or a part of a gradient and its operands.
@@ -158,7 +159,7 @@ def _backward(spec: Spec, t: Fp32Backward) -> Plan:
 
 def _check_grids(t: Fp32Backward) -> None:
     _require_positive(
-        t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq, t.apart, t.blocks
+        t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq, t.parts, t.blocks
     )
     if t.stages > 2:
         raise Infeasible(f"stages {t.stages}: the backward kernel has 1 or 2")
@@ -170,14 +171,21 @@ def _check_grids(t: Fp32Backward) -> None:
     _require_split("tile_m", t.tile_m, t.warps_sdp, 16, "warps_sdp")
     _require_split("tile_n", t.tile_n, t.warps // t.warps_sdp, 8, "warps / warps_sdp")
     if (frags := t.tile_n // (t.warps // t.warps_sdp) // 8) % 4 and frags not in (1, 2):
-        raise Infeasible(f"tile_n {t.tile_n}: the {8 * frags} keys of a warp neither share nor fill words of 32")
+        raise Infeasible(
+            f"tile_n {t.tile_n}: the {8 * frags} keys of a warp neither share nor fill words of 32"
+        )
     _require_split("tile_n", t.tile_n, t.warps_dkv, 16, "warps_dkv")
     _require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
 
 
-def _divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
-    return next(n for n in range(min(limit, number), 0, -1) if number % n == 0)
+def _part(what: str, groups: int, parts: int) -> int:
+    """Groups of 8 columns in each of `parts` parts, the last of which may be smaller but not empty."""
+    size = -(-groups // parts)
+    if -(-groups // size) != parts:
+        raise Infeasible(
+            f"parts {parts}: {what} has {groups} groups of columns, which do not fill so many parts"
+        )
+    return size
 
 
 def _require_positive(*values: int) -> None:
@@ -192,12 +200,15 @@ def _require_split(name: str, size: int, parts: int, unit: int, by: str) -> None
 
 def _require_fit(spec: Spec, shared: int, registers: int, threads: int, blocks: int) -> None:
     arch = spec.problem.arch
-    if threads * blocks > (1024 if blocks == 1 else 1536 if arch in (Arch.SM86, Arch.SM89, Arch.SM120) else 2048):
+    if threads * blocks > (
+        1024 if blocks == 1 else 1536 if arch in (Arch.SM86, Arch.SM89, Arch.SM120) else 2048
+    ):
         raise Infeasible(f"{blocks} blocks of {threads} threads: more than a block or multiprocessor has")
     limit = (SHARED_LIMIT[arch] + RESERVED) // blocks - RESERVED
     if shared > limit:
         raise Infeasible(
-            f"shared memory: {shared} bytes, {shared - limit} more than a block of {blocks} on {arch.value} has ({limit})"
+            f"shared memory: {shared} bytes, {shared - limit} more than each of {blocks} blocks "
+            f"on {arch.value} has ({limit})"
         )
     fits = min(REGISTER_LIMIT, REGISTER_FILE // (threads * blocks) // 8 * 8) - REGISTERS_BESIDES
     if registers > fits:

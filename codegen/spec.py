@@ -163,7 +163,7 @@ class Fp32Forward:
     tile_n: int = knob("n", "keys per step of the main loop")
     warps: int = knob("w", "warps per block; each owns tile_m / warps query rows")
     stages: int = knob("s", "shared-memory buffers for K and for V")
-    apart: int = knob("p", "at most so many groups of 8 columns of O are summed at a time in a step")
+    parts: int = knob("p", "parts of the columns of O, which a step computes in turn")
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
 
 
@@ -178,7 +178,7 @@ class Fp32Backward:
     warps_sdp: int = knob("a", "warps along the queries in S and dP; the rest split the keys")
     warps_dkv: int = knob("c", "warps along the keys in dK and dV; the rest split head_dim")
     warps_dq: int = knob("d", "warps along the queries in dQ; the rest split head_dim")
-    apart: int = knob("p", "at most so many groups of 8 columns of dK, dV and dQ are summed at a time in a step")
+    parts: int = knob("p", "parts of a warp's columns of dK, dV and dQ, which a step computes in turn")
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in memory), not per kv head")
     ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")

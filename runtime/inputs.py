@@ -33,9 +33,7 @@ def check_forward(
 ) -> None:
     """Raises ValueError for the first argument that `attention` cannot take (see there)."""
     if q.dtype not in DTYPES:
-        raise ValueError(
-            f"q: got dtype {q.dtype}, accepted are float32, bfloat16 and float16 (GPU only)"
-        )
+        raise ValueError(f"q: got dtype {q.dtype}, accepted are float32, bfloat16 and float16 (GPU only)")
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_input(name, x, q)
     _check_shapes(q, k, v)

@@ -41,6 +41,10 @@ PROBLEMS = [
     Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS),
     Problem(FORWARD, Arch.SM90A, DType.FLOAT16, 72, Mask.FULL),
     Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.SPANS),
+    Problem(FORWARD, Arch.SM80, DType.FLOAT32, 64, Mask.SPANS),
+    Problem(FORWARD, Arch.SM89, DType.FLOAT32, 41, Mask.DENSE, 4, 200),
+    Problem(BACKWARD, Arch.SM90, DType.FLOAT32, 64, Mask.SPANS),
+    Problem(BACKWARD, Arch.SM120, DType.FLOAT32, 52, Mask.CAUSAL, 8, 9),
 ]
 # Knobs with one feasible value so far.
 ONE_VALUE = {("sm90a", Direction.BACKWARD, "tile_n")}
@@ -55,7 +59,7 @@ problems = pytest.mark.parametrize("problem", PROBLEMS, ids=name)
 
 
 def specs(problem: Problem) -> list[Spec]:
-    if (problem.arch.family, problem.direction) not in TUNINGS:
+    if (problem.family, problem.direction) not in TUNINGS:
         pytest.skip(f"{problem.arch.value} has no {problem.direction.value} kernel")
     return list(candidates(problem))
 
@@ -83,7 +87,7 @@ def test_specs_survive_json_and_the_command_line(problem: Problem) -> None:
 @pytest.mark.parametrize(("family", "direction"), TUNINGS, ids=lambda part: getattr(part, "value", part))
 def test_every_knob_changes_name_and_kernel(family: str, direction: Direction) -> None:
     """For each problem with a choice; and each knob is a choice for some problem."""
-    mine = [p for p in PROBLEMS if (p.arch.family, p.direction) == (family, direction)]
+    mine = [p for p in PROBLEMS if (p.family, p.direction) == (family, direction)]
     for knob in fields(TUNINGS[family, direction]):
         pairs = [pair for pair in (changed(problem, knob.name) for problem in mine) if pair]
         alone = (family, direction, knob.name) in ONE_VALUE
