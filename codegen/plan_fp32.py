@@ -17,7 +17,7 @@ from attnforge.codegen.spec import Arch, Fp32Backward, Fp32Forward, Mask, Spec
 # A multiprocessor has 1 KiB of shared memory more than one block may use, and keeps 1 KiB for itself per block.
 RESERVED = 1024
 # Addresses, loop counters, operands in flight: what a kernel of this family uses beyond its tiles.
-REGISTERS_BESIDES = 50
+REGISTERS_BESIDES = 40
 MAX_HEAD_DIM = 256
 
 
@@ -83,8 +83,8 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
     apart = _part("O", groups, t.parts)
     shared = 4 * (t.tile_m * pitch(dim) + t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)))
     frags = t.tile_m // t.warps // 16
-    # O, S, the part of O that is summed, and the parts of one left operand.
-    registers = frags * 4 * (groups + t.tile_n // 8 + apart + 2)
+    # O and S, beside them the other sums of S or both of a part of O, and the parts of a left operand.
+    registers = frags * 4 * (groups + t.tile_n // 8 + max(t.tile_n // 8, 2 * apart) + 2)
     _require_fit(spec, shared, registers, t.warps * 32, t.blocks)
     loads = (
         _load(spec, "q_tile", "kTileM", dim, t.warps),
@@ -119,9 +119,9 @@ def _backward(spec: Spec, t: Fp32Backward) -> Plan:
     apart = {name: -(-n // t.parts) for name, n in (("dk", frags_dk), ("dv", frags_dv), ("dq", frags_dq))}
     frags_n, frags_m = t.tile_n // t.warps_dkv // 16, t.tile_m // t.warps_dq // 16
     threads = t.warps * 32
-    # dK and dV, and beside them S and dP, or a part of a gradient and its operands.
-    sdp = 2 * t.tile_m * t.tile_n // threads
-    sums = 4 * max(frags_n * max(apart["dk"], apart["dv"]), frags_m * apart["dq"])
+    # dK and dV, and beside them S, dP and its other sums, or both sums of a part of a gradient.
+    sdp = 3 * t.tile_m * t.tile_n // threads
+    sums = 8 * max(frags_n * max(apart["dk"], apart["dv"]), frags_m * apart["dq"])
     registers = 4 * frags_n * (frags_dk + frags_dv) + max(sdp, sums)
     _require_fit(spec, shared, registers, threads, t.blocks)
     loads = (

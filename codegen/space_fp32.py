@@ -11,15 +11,15 @@ from attnforge.codegen.spec import Fp32Backward, Fp32Forward, Problem
 # Tried first when nothing was measured: (largest head_dim, tuning), in order of preference. The first ones fill
 # multiprocessors of 164 and 228 KB, the others those of 100 KB. Modelled, not measured.
 FORWARD_GUESSES = (
-    (64, Fp32Forward(128, 32, 4, 2, 1, 2)),
+    (64, Fp32Forward(128, 32, 4, 2, 2, 2)),
     (64, Fp32Forward(64, 32, 4, 2, 1, 3)),
-    (64, Fp32Forward(128, 16, 4, 1, 1, 2)),
-    (64, Fp32Forward(64, 64, 4, 1, 1, 3)),
-    (64, Fp32Forward(128, 64, 4, 1, 4, 2)),
-    (64, Fp32Forward(256, 32, 8, 2, 1, 1)),
+    (64, Fp32Forward(128, 16, 4, 2, 1, 2)),
+    (64, Fp32Forward(64, 64, 4, 1, 2, 2)),
+    (64, Fp32Forward(64, 32, 4, 1, 1, 2)),
+    (64, Fp32Forward(256, 32, 8, 2, 2, 1)),
     (128, Fp32Forward(64, 32, 4, 2, 2, 2)),
     (128, Fp32Forward(64, 32, 4, 1, 2, 1)),
-    (256, Fp32Forward(64, 32, 4, 1, 4, 1)),
+    (256, Fp32Forward(64, 32, 4, 1, 8, 1)),
     (256, Fp32Forward(64, 16, 4, 1, 4, 1)),
 )
 BACKWARD_GUESSES = (
@@ -27,15 +27,14 @@ BACKWARD_GUESSES = (
     (64, Fp32Backward(32, 64, 4, 1, 2, 4, 2, 1, 2, False, False)),
     (64, Fp32Backward(32, 64, 4, 1, 2, 4, 2, 1, 1, False, False)),
     (64, Fp32Backward(64, 128, 8, 1, 2, 4, 2, 1, 1, False, False)),
-    (64, Fp32Backward(64, 64, 8, 1, 4, 4, 4, 1, 2, False, False)),
+    (64, Fp32Backward(64, 64, 8, 1, 4, 4, 4, 1, 1, False, False)),
     (64, Fp32Backward(32, 128, 8, 2, 2, 4, 2, 1, 1, False, False)),
-    (64, Fp32Backward(32, 64, 4, 1, 2, 4, 2, 2, 3, False, False)),
     (128, Fp32Backward(64, 64, 8, 1, 4, 4, 4, 1, 1, False, False)),
-    (128, Fp32Backward(32, 64, 4, 1, 2, 4, 2, 2, 1, False, False)),
+    (128, Fp32Backward(32, 64, 4, 1, 2, 4, 2, 4, 1, False, False)),
     (128, Fp32Backward(32, 32, 4, 1, 2, 2, 2, 1, 1, False, False)),
-    (256, Fp32Backward(32, 32, 4, 1, 2, 2, 2, 2, 1, False, False)),
+    (256, Fp32Backward(32, 32, 4, 1, 2, 2, 2, 4, 1, False, False)),
     (256, Fp32Backward(32, 16, 2, 1, 2, 1, 2, 4, 1, False, False)),
-    (256, Fp32Backward(16, 16, 2, 1, 1, 1, 1, 2, 1, False, False)),
+    (256, Fp32Backward(16, 16, 2, 1, 1, 1, 1, 4, 1, False, False)),
 )
 # (tile_m, tile_n, warps, warps_sdp, warps_dkv, warps_dq) of the backward kernel.
 BACKWARD_GRIDS = (
@@ -58,7 +57,7 @@ def forward(problem: Problem) -> Iterator[Fp32Forward]:
     """Forward tunings of `problem`."""
     yield from (tuning for limit, tuning in FORWARD_GUESSES if problem.head_dim <= limit)
     for tile_n, (tile_m, warps), stages, blocks, parts in product(
-        (32, 64, 16), ((128, 4), (64, 4), (256, 8), (128, 8), (32, 2)), (2, 1), (2, 3, 1, 4), (1, 2, 4)
+        (32, 64, 16), ((128, 4), (64, 4), (256, 8), (128, 8), (32, 2)), (2, 1), (2, 3, 1, 4), (1, 2, 4, 8)
     ):
         yield Fp32Forward(tile_m, tile_n, warps, stages, parts, blocks)
 
@@ -68,7 +67,7 @@ def backward(problem: Problem) -> Iterator[Fp32Backward]:
     guesses = [tuning for limit, tuning in BACKWARD_GUESSES if problem.head_dim <= limit]
     yield from guesses
     for split, grid, stages, blocks, parts in product(
-        (True, False), BACKWARD_GRIDS, (1, 2), (2, 1, 3), (1, 2)
+        (True, False), BACKWARD_GRIDS, (1, 2), (2, 1, 3), (1, 2, 4)
     ):
         tile_m, tile_n, warps, sdp, dkv, dq = grid
         yield Fp32Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, parts, blocks, split, False)

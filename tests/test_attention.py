@@ -24,6 +24,7 @@ TARGETS = [
     pytest.param(CPU, torch.bfloat16, id="cpu-bf16"),
     pytest.param(GPU, torch.bfloat16, id="gpu-bf16", marks=ON_GPU),
     pytest.param(GPU, torch.float16, id="gpu-fp16", marks=ON_GPU),
+    pytest.param(GPU, torch.float32, id="gpu-fp32", marks=ON_GPU),
 ]
 MASKS = ("full", "causal", "spans", "dense")
 

@@ -262,3 +262,15 @@ def test_every_promised_head_dim_has_a_kernel(arch: Arch) -> None:
         for head_dim, dtype, mask, align in product(range(least, limit + 1, 8), dtypes, MASKS, aligns):
             problem = Problem(direction, arch, dtype, head_dim, mask, align)
             assert next(candidates(problem), None), f"{problem}: {why_infeasible(problem)}"
+
+
+@pytest.mark.parametrize(
+    "arch", [arch for arch in Arch if arch.family == "sm80"], ids=lambda arch: arch.value
+)
+def test_every_head_dim_has_a_float32_kernel(arch: Arch) -> None:
+    for direction, head_dim, mask in product(Direction, range(1, 257), MASKS):
+        problem = Problem(direction, arch, DType.FLOAT32, head_dim, mask, 4)
+        assert next(candidates(problem), None), f"{problem}: {why_infeasible(problem)}"
+    for head_dim in range(1, 129):  # a word of a dense mask covers 32 keys: less shared memory is left
+        for direction in Direction:
+            assert next(candidates(Problem(direction, arch, DType.FLOAT32, head_dim, Mask.DENSE, 4)), None)
