@@ -190,11 +190,3 @@ def test_mixed_devices() -> None:
             call(good | {name: good[name].cpu()})
     with pytest.raises(ValueError, match="mask: starts is on cpu, but q is on cuda:0"):
         call(good | {"mask": attnforge.Spans(vector(), vector())})
-
-
-@pytest.mark.gpu
-def test_dtype_of_a_gpu() -> None:
-    with pytest.raises(
-        ValueError, match=r"torch.float32, accepted on a GPU are torch.bfloat16 and torch.float16"
-    ):
-        call({n: tensor(1, 2, S, D).cuda() for n in "qkv"})
