@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from attnforge.runtime.context_parallel import context_parallel as context_parallel
     from attnforge.runtime.dropins import flash_attn_func as flash_attn_func
     from attnforge.runtime.dropins import flash_attn_varlen_func as flash_attn_varlen_func
+    from attnforge.runtime.flex import flex_attention as flex_attention
+    from attnforge.runtime.flex import from_block_mask as from_block_mask
     from attnforge.runtime.masks import Causal as Causal
     from attnforge.runtime.masks import DenseMask as DenseMask
     from attnforge.runtime.masks import Spans as Spans
@@ -34,6 +36,8 @@ __all__ = [
     "enable",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flex_attention",
+    "from_block_mask",
     "sdpa",
 ]
 
@@ -48,6 +52,8 @@ _HOME = {
     "sdpa": "attnforge.runtime.sdpa",
     "flash_attn_func": "attnforge.runtime.dropins",
     "flash_attn_varlen_func": "attnforge.runtime.dropins",
+    "flex_attention": "attnforge.runtime.flex",
+    "from_block_mask": "attnforge.runtime.flex",
 }
 
 
