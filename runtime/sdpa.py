@@ -213,7 +213,9 @@ def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
         dtype = torch.get_autocast_dtype(q.device.type)  # which the operator casts to, as torch's does
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     kind = Mask.CAUSAL if is_causal else Mask.FULL if mask is None else Mask.DENSE
-    return _missing(q.device, dtype, int(q.shape[3]), int(v.shape[3]), MASKS.index(kind), grad)
+    # len(range()): a trace with dynamic shapes settles on a number there, and the lookup needs one.
+    dim, dim_v = len(range(q.shape[3])), len(range(v.shape[3]))
+    return _missing(q.device, dtype, dim, dim_v, MASKS.index(kind), grad)
 
 
 def _missing(

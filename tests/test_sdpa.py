@@ -189,7 +189,7 @@ def test_a_wrapper_around_ours_survives(calls: list[Any], monkeypatch: pytest.Mo
     wrapper(q, k, v)
     assert not calls
     with attnforge.sdpa():
-        F.scaled_dot_product_attention(q, k, v, torch.ones(33, 33, dtype=torch.bool))
+        F.scaled_dot_product_attention(q, k, v, torch.zeros(33, 33))
         F.scaled_dot_product_attention(q, k, v)
     assert len(calls) == 1
     monkeypatch.undo()
@@ -212,13 +212,16 @@ def test_checkpointing(reentrant: bool, calls: list[Any]) -> None:
         assert (x.grad - gradient).abs().max() < 1e-5
 
 
-def test_compiled(calls: list[Any]) -> None:
-    q, k, v = (x.detach() for x in inputs())
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic: bool, calls: list[Any]) -> None:
+    def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None) * 2
 
     with attnforge.sdpa():
-        out = torch.compile(block, fullgraph=True, backend="eager")(q, k, v)
-    assert (out - 2 * TORCH(q, k, v, is_causal=True)).abs().max() < 1e-5
-    assert len(calls) == 1
+        compiled = torch.compile(block, fullgraph=True, backend="eager", dynamic=dynamic)
+        for length in (33, 41):
+            q, k, v = (x.detach() for x in inputs(seq_q=length, seq_k=length))
+            mask = torch.rand(length, length) < 0.7
+            assert (compiled(q, k, v) - 2 * TORCH(q, k, v, is_causal=True)).abs().max() < 1e-5
+            assert (compiled(q, k, v, mask) - 2 * TORCH(q, k, v, mask)).abs().max() < 1e-5
+    assert {type(mask) for mask in calls} == {attnforge.Causal, attnforge.DenseMask}
