@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
 from attnforge.codegen.spec import Arch, DType, Mask, Problem, Sm90Forward, Spec
@@ -51,40 +53,66 @@ def require_plain(p: Problem) -> None:
         raise Infeasible("dense mask: the sm90a kernels take full, causal and spans")
 
 
-def panel_columns(head_dim: int) -> int:
-    """Columns of a panel: the widest swizzle whose panels tile the row (72 is stored as 80, its tail zero)."""
-    padded = -(-head_dim // 16) * 16
-    return next(columns for columns in (64, 32, 16) if padded % columns == 0)
+@dataclass(frozen=True)
+class Panels:
+    """How a row of `head_dim` columns lies in shared memory: `count` panels of `columns`, then one of `tail` columns.
+
+    The copy engine takes its time by the row of a box, not by the byte, so panels are as wide as a swizzle can be
+    (64 columns). 72 is stored as 64 + 16 columns; what is more than 32 gets a whole panel. Tails are zeros.
+    """
+
+    columns: int
+    count: int
+    tail: int
+
+    @property
+    def row(self) -> int:
+        """Columns of a stored row."""
+        return self.columns * self.count + self.tail
+
+
+def panels_of(head_dim: int) -> Panels:
+    """The panels of a tile with rows of `head_dim` columns."""
+    whole, rest = divmod(head_dim, 64)
+    if rest == 0 or rest > 32:
+        return Panels(64, whole + (rest > 0), 0)
+    narrow = 16 if rest <= 16 else 32
+    return Panels(64, whole, narrow) if whole else Panels(narrow, 1, 0)
+
+
+def tensor_maps(tensor: str, head_dim: int, rows: int, together: int) -> tuple[TensorMap, ...]:
+    """Descriptors that copy `rows` rows of `tensor`: `together` panels at once, and the tail if there is one."""
+    panels = panels_of(head_dim)
+    maps = (TensorMap(tensor, panels.columns, rows, together),)
+    return (*maps, TensorMap(tensor, panels.tail, rows, 1)) if panels.tail else maps
 
 
 def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     d = spec.problem.head_dim
-    padded = -(-d // 16) * 16
-    columns = panel_columns(d)
-    panels = padded // columns
-    q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
+    panels = panels_of(d)
+    q_bytes, kv_bytes = t.tile_m * panels.row * 2, t.tile_n * panels.row * 2
     if q_bytes // consumers % ALIGNMENT or kv_bytes % ALIGNMENT:
         raise Infeasible(f"tiles of {q_bytes} and {kv_bytes} bytes: must be multiples of {ALIGNMENT} bytes")
     spans = spec.problem.mask is Mask.SPANS
     bounds = t.stages * t.tile_n * 8 if spans else 0
-    shared = q_bytes + 2 * t.stages * kv_bytes + bounds + 8 * (2 + 4 * t.stages)
+    shared = 2 * t.stages * kv_bytes + bounds + 8 * 4 * t.stages
     limit = SHARED_LIMIT[Arch.SM90]
-    separate_out = shared + q_bytes <= limit
-    shared += q_bytes if separate_out else 0
+    # With two, the next tile is begun before O of this one has left.
+    q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= limit else 1
+    shared += q_buffers * (q_bytes + 16)
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
-    if t.q_in_regs and not separate_out:
-        raise Infeasible(
-            f"q_in_regs: {shared + q_bytes - limit} bytes are missing for a buffer of O beside that of Q"
-        )
     producer_registers, consumer_registers = REGISTERS[consumers]
-    live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (padded // 4 if t.q_in_regs else 0)
+    live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
     if live > consumer_registers - REGISTERS_BESIDES:
         over = live - consumer_registers + REGISTERS_BESIDES
         raise Infeasible(f"registers: S, P, O and Q take {live} of a consumer thread, {over} more than fit")
-    whole = 1 if d % 16 else panels  # a row that is padded must be copied panel by panel
     threads = 128 * (consumers + 1)
     grid = ("tiles_m", "batch", "heads_q")
+    # Panels go in one copy, except where the last reaches past head_dim: there only a copy of its own ends in time.
+    # O leaves from 64 rows of a tile, whose panels are not next to each other.
+    together = panels.count if panels.columns * panels.count <= d else 1
+    tiles = (("q", t.tile_m, together), ("k", t.tile_n, together), ("v", t.tile_n, together), ("out", 64, 1))
     return Plan(
         spec=spec,
         template="sm90a/forward.cu.jinja",
@@ -95,22 +123,18 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=spans,
-        tensor_maps=(
-            TensorMap("q", columns, t.tile_m, whole),
-            TensorMap("k", columns, t.tile_n, whole),
-            TensorMap("v", columns, t.tile_n, whole),
-            TensorMap("out", columns, 64, whole),
-        ),
+        tensor_maps=sum((tensor_maps(name, d, *tile) for name, *tile in tiles), ()),
         constants={
             "consumers": consumers,
             "type": "bf16" if spec.problem.dtype is DType.BFLOAT16 else "f16",
-            "padded": padded,
-            "columns": columns,
-            "panels": panels,
-            "copies": panels // whole,
-            "swizzle": SWIZZLE_CODE[columns * 2],
+            "columns": panels.columns,
+            "panels": panels.count,
+            "tail": panels.tail,
+            "copies": panels.count // together,
+            "swizzle": SWIZZLE_CODE[panels.columns * 2],
+            "tail_swizzle": SWIZZLE_CODE[panels.tail * 2] if panels.tail else 0,
             "shared_bytes": shared,
-            "separate_out": separate_out,
+            "q_buffers": q_buffers,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },

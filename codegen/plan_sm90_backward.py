@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
-from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, panel_columns, require_plain
+from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, require_plain
 from attnforge.codegen.spec import Arch, DType, Sm90Backward, Spec
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 # Addresses, loop counters, operands in flight: what a consumer uses beyond its tiles.
 REGISTERS_BESIDES = 24
 HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
+
+
+def panel_columns(head_dim: int) -> int:
+    """Columns of a panel: the widest swizzle whose panels tile the row (72 is stored as 80, its tail zero)."""
+    padded = -(-head_dim // 16) * 16
+    return next(columns for columns in (64, 32, 16) if padded % columns == 0)
 
 
 def make_plan(spec: Spec) -> Plan:

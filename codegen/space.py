@@ -113,11 +113,10 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
 
 def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
     tiles = (192, 128, 64) if head_dim <= 96 else (128, 192, 64)
-    for tile_m, tile_n, stages, persistent, overlap, ping_pong in product(
-        tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), (True, False), (False, True), (False, True)
+    for tile_m, tile_n, stages, persistent, ping_pong, q_in_regs in product(
+        tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), (True, False), (True, False), (True, False)
     ):
-        for q_in_regs in (False, True):
-            yield Sm90Forward(tile_m, tile_n, stages, ping_pong, overlap, persistent, q_in_regs)
+        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, q_in_regs)
 
 
 def _hopper_backward(head_dim: int) -> Iterator[Tuning]:

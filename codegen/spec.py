@@ -135,7 +135,6 @@ class Sm90Forward:
     tile_n: int = knob("n", "keys per step of the main loop")
     stages: int = knob("s", "shared-memory buffers for K and for V")
     ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
-    overlap: bool = knob("o", "softmax runs while the product P V of the step before is still going on")
     persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
     q_in_regs: bool = knob(
         "q", "keep the fragments of Q in registers; its buffer is free for the next tile at once"

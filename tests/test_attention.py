@@ -157,6 +157,19 @@ def test_large_logits(device: str, dtype: torch.dtype) -> None:
 
 
 @targets
+@masks
+@pytest.mark.parametrize("rise", [0.2, 3.0, -3.0])
+def test_scores_that_rise_with_the_key(device: str, dtype: torch.dtype, kind: str, rise: float) -> None:
+    """Maxima that move a little, far, or never again from one tile to the next; many tiles, one of them a stub."""
+    x = draw(Shape(seq_q=530, seq_k=530, group=2), dtype, device)
+    k = x.k.detach() * 0.1
+    k[..., 0] = torch.linspace(0, rise * 8, 530, device=device).to(dtype)
+    q = x.q.detach() * 0.5
+    q[..., 0] = 8.0
+    check(Inputs(q.requires_grad_(), k.requires_grad_(), x.v, x.dout), make_mask(kind, 530, 530, device))
+
+
+@targets
 def test_gradient_of_a_sum(device: str, dtype: torch.dtype) -> None:
     """sum() sends one number expanded to all of out: strides of 0, the last one too."""
     x = draw(Shape(), dtype, device)

@@ -1,14 +1,13 @@
-// attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s2_p0_o1_r1_q1
+// attnforge_fwd_sm90a_bf16_d128_full_a16_m128_n128_s2_p0_r1_q1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
-//     16 --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0 --set
-//     overlap=1 --set persistent=1 --set q_in_regs=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
+//     --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0 --set
+//     persistent=1 --set q_in_regs=1
 //
 //   tile_m       128   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       128   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
 //   ping_pong      0   consumer warpgroups take turns with the tensor cores
-//   overlap        1   softmax runs while the product P V of the step before is still going on
 //   persistent     1   one block per multiprocessor walks many tiles
 //   q_in_regs      1   keep the fragments of Q in registers; its buffer is free for the next tile at once
 
@@ -88,41 +87,47 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds the tensors; encoded by the host for each call.
+// How the copy engine finds a tensor. Encoded by the host for each call.
+struct Map {
+    TensorMap main;
+};
 struct TensorMaps {
-    TensorMap q, k, v, out;
+    Map q, k, v, out;
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDim = 128;
-constexpr int kPadded = 128;  // columns of a stored row
 constexpr int kTileM = 128;  // query rows of a tile
 constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr float kLimit = 256.0f;  // of P: until then, row maxima that grow are not followed
 constexpr int kStages = 2;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
-constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
-constexpr int kTileBytesM = kTileM * kPadded * 2;
-constexpr int kTileBytesN = kTileN * kPadded * 2;
+constexpr int kPanels = 2;
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row
+constexpr int kRowBytes = (kMain) * 2;
+constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
+constexpr int kTileBytesM = kTileM * kRowBytes;
+constexpr int kTileBytesN = kTileN * kRowBytes;
+constexpr int kBuffersQ = 2;  // O leaves through the buffer that Q came in
 constexpr int kOffsetQ = 0;
-constexpr int kOffsetK = kOffsetQ + kTileBytesM;
+constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
-constexpr int kOffsetOut = kOffsetV + kStages * kTileBytesN;
-constexpr int kOffsetBounds = kOffsetOut + kTileBytesM;
+constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
 constexpr int kOffsetBarriers = kOffsetBounds;
 // Barriers: full = the tile has landed, empty = its consumers are done with it.
 constexpr int kFullQ = kOffsetBarriers;
-constexpr int kEmptyQ = kFullQ + 8;
-constexpr int kFullK = kEmptyQ + 8;
+constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
+constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
 constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 196688, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 196704, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -146,6 +151,17 @@ __device__ __forceinline__ void barrier_init_fence() {
 // Thread: arrive.
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Thread: arrive if `condition`; no branch, as divergence would make ptxas take the wgmma around it one by one.
+__device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %0, 0;\n"
+        "@p mbarrier.arrive.shared::cta.b64 _, [%1];\n"
+        "}" ::"r"(static_cast<int>(condition)), "r"(barrier)
+        : "memory");
 }
 
 // Thread: arrive and announce `bytes` of copies that must land before the phase ends.
@@ -231,10 +247,10 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
+// Thread: 2^x, about 2 ulp.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
-    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -277,7 +293,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], const unsig
     // clang-format on
 }
 
-// Warpgroup: O (64 x head_dim) = or += P V over 16 keys, P from registers, V as it lies in memory.
+// Warpgroup: O (64 x 128) = or += P V over 16 keys, P from registers, V as it lies in memory.
 __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
@@ -288,28 +304,24 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// ---- Mask: causal ---------------------------------------------------------------------------
+// ---- Mask: full ---------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
-    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return p.tiles_m - 1 - rank;
+    return rank;
 }
 
 // How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    const int keys = (tile + 1) * kTileM + p.seq_k - p.seq_q;
-    return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
+    return p.tiles_n;
 }
 
 // Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int keys = min(p.seq_k, tile * kTileM + 1 + p.seq_k - p.seq_q);
-    return index * 2 + ((index + 1) * kTileN > keys);
+    return index * 2 + ((index + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -338,25 +350,50 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Tiles ---------------------------------------------------------------------------------------------------------
+// ---- Panels --------------------------------------------------------------------------------------------------------
 
-// wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
-__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride) {
+// wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned code) {
     const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
-    const unsigned high = stride >> 4 | 1u << 30;
-    return static_cast<unsigned long long>(high) << 32 | low;
+    return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
+}
+constexpr unsigned kSwizzle = 1;
+
+// Rows from `row` on of a tile of `rows` rows, as operands of wgmma, whether columns or rows are what it sums over
+// (where it is columns, the distance of panels is ignored).
+__device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
+    return descriptor(tile + row * kSpan, rows * kSpan, 8 * kSpan, kSwizzle);
 }
 
-// Byte offset of k16 step `step` in a tile of `rows` rows whose columns are the reduced dimension.
-__device__ __forceinline__ constexpr int step_offset(int step, int rows) {
-    return step / kStepsPerPanel * rows * kSpan + step % kStepsPerPanel * 32;
+// Where k16 step `step` along the columns starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
 }
 
-// Thread: start copying a tile.
-__device__ __forceinline__ void load_tile(unsigned dst, const TensorMap& map, unsigned barrier, int row, int head,
-                                          int batch) {
-    tma_load(dst, map, barrier, 0, row, 0, head, batch);
+// Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: the chunk's number is XORed
+// with the place of the row in the pattern.
+__device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
+    const int place = chunk % 8 ^ row / 1 % 8;
+    return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
 }
+
+// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
+__device__ __forceinline__ void load_tile(unsigned tile, const Map& map, unsigned barrier, int row, int head, int batch,
+                                          int rows) {
+    tma_load(tile, map.main, barrier, 0, row, 0, head, batch);
+}
+
+// Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on.
+__device__ __forceinline__ void store_rows(const Map& map, unsigned tile, int from, int row, int head, int batch,
+                                           int rows) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_store(map.main, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
+    }
+    tma_store_commit();
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
 
 // One piece of work: a query tile of a head.
 struct Work {
@@ -377,13 +414,12 @@ __device__ __forceinline__ int work_index(const Params& p, int round) {
     return index < total ? index : -1;
 }
 
-// ---- Producer ------------------------------------------------------------------------------------------------------
-
 // Thread: feed the consumers of this block.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base) {
     unsigned stage = 0;
     unsigned phase = 0;    // of the K and V buffers
-    unsigned q_phase = 0;  // of the Q buffer
+    unsigned q_buffer = 0;
+    unsigned q_phase = 0;
     for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
         const Work work = work_at(p, index);
         const int head_kv = work.head / (p.heads_q / p.heads_kv);
@@ -397,17 +433,21 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
             barrier_expect(base + kFullK + stage * 8, kTileBytesN);
             load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
-                      work.batch);
+                      work.batch, kTileN);
             if (i == 0) {
-                barrier_wait(base + kEmptyQ, q_phase ^ 1);
-                barrier_expect(base + kFullQ, kTileBytesM);
-                load_tile(base + kOffsetQ, maps.q, base + kFullQ, work.tile * kTileM, work.head, work.batch);
-                q_phase ^= 1;
+                barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
+                barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
+                load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
+                          work.tile * kTileM, work.head, work.batch, kTileM);
+                if (++q_buffer == kBuffersQ) {
+                    q_buffer = 0;
+                    q_phase ^= 1;
+                }
             }
             barrier_wait(base + kEmptyV + stage * 8, phase ^ 1);
             barrier_expect(base + kFullV + stage * 8, kTileBytesN);
             load_tile(base + kOffsetV + stage * kTileBytesN, maps.v, base + kFullV + stage * 8, key0, head_kv,
-                      work.batch);
+                      work.batch, kTileN);
             if (++stage == kStages) {
                 stage = 0;
                 phase ^= 1;
@@ -416,38 +456,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     }
 }
 
-// ---- Consumers -----------------------------------------------------------------------------------------------------
-
-// Warp: its 16 rows of Q as fragments of wgmma's A. `q` is where the rows of its warpgroup start.
-__device__ __forceinline__ void load_q(unsigned (&fragments)[kPadded / 16][4], unsigned q) {
-    const int lane = threadIdx.x % 32;
-    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-    const int twist = row / 1 % 8;
-#pragma unroll
-    for (int step = 0; step < kPadded / 16; ++step) {
-        const int chunk = step % kStepsPerPanel * 2 + lane / 16;
-        ldmatrix(fragments[step], q + step / kStepsPerPanel * kTileM * kSpan + row * kSpan + ((chunk ^ twist) << 4));
-    }
-}
-
-// Warpgroup: start S = Q K^T.
-__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], const unsigned (&q)[kPadded / 16][4], unsigned k) {
-    const unsigned long long b = descriptor(k, 0, 8 * kSpan);
-#pragma unroll
-    for (int step = 0; step < kPadded / 16; ++step) {
-        wgmma_scores(s, q[step], b + (step_offset(step, kTileN) >> 4), step > 0);
-    }
-}
-
-// Warpgroup: start O += P V; O is overwritten if `add` is 0.
-__device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsigned (&p)[kTileN / 16][4], unsigned v,
-                                          int add) {
-    const unsigned long long b = descriptor(v, kTileN * kSpan, 8 * kSpan);
-#pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
-    }
-}
+// ---- Softmax -------------------------------------------------------------------------------------------------------
 
 // Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
 __device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 2], int row, int key0) {
@@ -465,45 +474,75 @@ __device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 
 
 // Statistics of the two query rows of a thread.
 struct Rows {
-    float top[2];  // maximum of S so far
+    float top[2];  // what P is relative to: a maximum of S so far, not always the latest
     float sum[2];  // of P so far, this thread's columns only
+    bool known;    // whether all rows of the warp have a maximum
 };
 
-// Warpgroup: S becomes P relative to the new row maxima; returns what O must be multiplied by.
-__device__ __forceinline__ float2 softmax(float (&s)[kTileN / 2], Rows& rows, float scale_log2) {
+// Warp: where the maximum of a row has grown so much that P would pass kLimit, move all rows to their new maxima;
+// then the result is true and O must be multiplied by `factor`.
+__device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows, float scale_log2, float2& factor) {
     const float empty = __int_as_float(0xff800000);
+    float top[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        top[half] = s[half * 2];
+#pragma unroll
+        for (int i = half * 2; i < kTileN / 2; i += 4) {
+            top[half] = fmaxf(top[half], fmaxf(s[i], s[i + 1]));
+        }
+        top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+        top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
+    }
+    const bool grown = exp2_approx((top[0] - rows.top[0]) * scale_log2) > kLimit ||
+                       exp2_approx((top[1] - rows.top[1]) * scale_log2) > kLimit;
+    if (!__any_sync(~0u, grown)) {
+        return false;
+    }
     float rescale[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float top = rows.top[half];
-#pragma unroll
-        for (int i = half * 2; i < kTileN / 2; i += 4) {
-            top = fmaxf(top, fmaxf(s[i], s[i + 1]));
-        }
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        const float base = top == empty ? 0.0f : top * scale_log2;
-        rescale[half] = exp2_approx(rows.top[half] * scale_log2 - base);
-        rows.top[half] = top;
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = half * 2; i < kTileN / 2; i += 4) {
-            s[i] = exp2_approx(s[i] * scale_log2 - base);
-            s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - base);
-            sum += s[i] + s[i + 1];
-        }
-        rows.sum[half] = rows.sum[half] * rescale[half] + sum;
+        const float next = fmaxf(rows.top[half], top[half]);
+        rescale[half] = next == empty ? 1.0f : exp2_approx((rows.top[half] - next) * scale_log2);
+        rows.top[half] = next;
+        rows.sum[half] *= rescale[half];
     }
-    return make_float2(rescale[0], rescale[1]);
+    factor = make_float2(rescale[0], rescale[1]);
+    rows.known = __all_sync(~0u, rows.top[0] != empty && rows.top[1] != empty);
+    return true;
 }
 
-// Thread: P in the registers and precision that wgmma takes as its A operand.
-__device__ __forceinline__ void pack_scores(unsigned (&p)[kTileN / 16][4], const float (&s)[kTileN / 2]) {
+// Warp: P = 2^(scale log2(e) (S - top)) in the registers and precision that wgmma takes as its A operand. The result
+// is as that of `follow`. Unless `careful`, P is computed from the maxima there are, in the hope that it stays small:
+// that spares the search for new ones, except where the sums show that it was needed.
+__device__ __forceinline__ bool softmax(const float (&s)[kTileN / 2], unsigned (&p)[kTileN / 16][4], Rows& rows,
+                                        bool careful, float scale_log2, float2& factor) {
+    const float empty = __int_as_float(0xff800000);
+    bool moved = false;
+    float sum[2];
+    for (bool again = true; again;) {
+        if (careful) {
+            moved = follow(s, rows, scale_log2, factor);
+        }
+        const float base[2] = {rows.top[0] == empty ? 0.0f : rows.top[0] * scale_log2,
+                               rows.top[1] == empty ? 0.0f : rows.top[1] * scale_log2};
+        sum[0] = sum[1] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kTileN / 4; ++i) {
-        p[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
+        for (int i = 0; i < kTileN / 2; i += 2) {
+            const float left = exp2_approx(s[i] * scale_log2 - base[i / 2 % 2]);
+            const float right = exp2_approx(s[i + 1] * scale_log2 - base[i / 2 % 2]);
+            sum[i / 2 % 2] += left + right;
+            p[i / 8][i / 2 % 4] = pack(left, right);
+        }
+        again = !careful && __any_sync(~0u, !(sum[0] <= kLimit && sum[1] <= kLimit));
+        careful = true;
     }
+    rows.sum[0] += sum[0];
+    rows.sum[1] += sum[1];
+    return moved;
 }
+
+// ---- Results -------------------------------------------------------------------------------------------------------
 
 // Thread: O times the factors of its two rows.
 __device__ __forceinline__ void rescale_out(float (&o)[kHeadDim / 2], float2 factor) {
@@ -513,9 +552,9 @@ __device__ __forceinline__ void rescale_out(float (&o)[kHeadDim / 2], float2 fac
     }
 }
 
-// Warpgroup: write its 64 rows of O and their lse. `out` is its part of the staging buffer.
+// Warpgroup: write its 64 rows of O and their lse, O through its rows of the buffer `q`.
 __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, const Work& work, const Rows& rows,
-                                      float (&o)[kHeadDim / 2], unsigned out, int group) {
+                                      float (&o)[kHeadDim / 2], unsigned q, int group) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32 % 4;
     const int query0 = work.tile * kTileM + group * 64;
@@ -535,21 +574,16 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
         }
     }
     rescale_out(o, make_float2(inverse[0], inverse[1]));
-    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
-    const int row = warp * 16 + lane % 16;
-    const int twist = row / 1 % 8;
+    const int row = group * 64 + warp * 16 + lane % 16;
 #pragma unroll
     for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
-        const int chunk = i / 4 % (kColumns / 8) + lane / 16;
-        const unsigned target = out + i * 2 / kColumns * 64 * kSpan + row * kSpan + ((chunk ^ twist) << 4);
-        stmatrix(target, pack(o[i], o[i + 1]), pack(o[i + 2], o[i + 3]), pack(o[i + 4], o[i + 5]),
-                 pack(o[i + 6], o[i + 7]));
+        stmatrix(q + chunk_at(row, i / 4 + lane / 16, kTileM), pack(o[i], o[i + 1]), pack(o[i + 2], o[i + 3]),
+                 pack(o[i + 4], o[i + 5]), pack(o[i + 6], o[i + 7]));
     }
     proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
     if (threadIdx.x % 128 == 0 && query0 < p.seq_q) {
-        tma_store(maps.out, out, 0, query0, 0, work.head, work.batch);
-        tma_store_commit();
+        store_rows(maps.out, q, group * 64, query0, work.head, work.batch, kTileM);
     }
 }
 
@@ -570,55 +604,96 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
     }
 }
 
+// ---- Consumers -----------------------------------------------------------------------------------------------------
+
+// Warp: its 16 rows of Q, from row `row` of the tile on, as fragments of wgmma's A.
+__device__ __forceinline__ void load_q(unsigned (&fragments)[kSteps][4], unsigned q, int row) {
+    const int lane = threadIdx.x % 32;
+    row += threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        ldmatrix(fragments[step], q + chunk_at(row, step * 2 + lane / 16, kTileM));
+    }
+}
+
+// Warpgroup: start S = Q K^T.
+__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], const unsigned (&q)[kSteps][4], unsigned k) {
+    const unsigned long long b = panels_at(k, kTileN, 0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        wgmma_scores(s, q[step], b + step_at(step, kTileN), step > 0);
+    }
+}
+
+// Warpgroup: start O += P V; O is overwritten if `add` is 0.
+__device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsigned (&p)[kTileN / 16][4], unsigned v,
+                                          int add) {
+    const unsigned long long b = panels_at(v, kTileN, 0);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+}
+
+// Warpgroup: the next piece of work of this block that has anything to visit, and how many visits; 0 if none is left.
+__device__ __forceinline__ int next_work(const Params& p, int& round, Work& work, int group) {
+    for (int index = work_index(p, round); index >= 0; index = work_index(p, round)) {
+        ++round;
+        work = work_at(p, index);
+        const int count = visits(p, work.tile);
+        if (count > 0) {
+            return count;
+        }
+        store_empty(p, work, group);
+    }
+    return 0;
+}
+
 // Warpgroup: work through the tiles of this block.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, int group) {
     const bool leader = threadIdx.x % 128 == 0;
-    const unsigned q_rows = base + kOffsetQ + group * 64 * kSpan;  // its rows of every panel
-    unsigned q[kPadded / 16][4];
-    const unsigned out = base + kOffsetOut + group * 64 * kPadded * 2;
     const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     unsigned stage = 0;  // of K; V follows one step behind
     unsigned phase = 0;
+    unsigned q_buffer = 0;
     unsigned q_phase = 0;
-    for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
-        const Work work = work_at(p, index);
-        const int count = visits(p, work.tile);
-        if (count == 0) {
-            store_empty(p, work, group);
-            continue;
-        }
-        const int row = work.tile * kTileM + row_in_tile;
-        int entry = visit(p, work.tile, 0);
-        Rows rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f} };
-        float s[kTileN / 2];
-        float o[kHeadDim / 2];
-        unsigned p_frags[kTileN / 16][4];
+    float s[kTileN / 2];
+    float o[kHeadDim / 2];
+    unsigned p_frags[kTileN / 16][4];
+    unsigned q[kSteps][4];
+    int round = 0;
+    Work work;
+    int count = next_work(p, round, work, group);
+    if (count == 0) {
+        return;
+    }
+    int row = work.tile * kTileM + row_in_tile;
+    int entry = visit(p, work.tile, 0);
+    Rows rows;
+    float2 factor;
+    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+    load_q(q, base + kOffsetQ + q_buffer * kTileBytesM, group * 64);
+    barrier_wait(base + kFullK + stage * 8, phase);
+    wgmma_fence();
+    start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+    wgmma_commit();
 
-        barrier_wait(base + kFullQ, q_phase);
-        q_phase ^= 1;
-        load_q(q, q_rows);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-            barrier_arrive(base + kEmptyQ);
-        }
-        barrier_wait(base + kFullK + stage * 8, phase);
-        wgmma_fence();
-        start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
-        wgmma_commit();
-        wgmma_wait_all();
-        accumulator_fence(s);
-        // Apply the mask where there is any, and hand the buffer of K back.
-        if (entry & 1) {
-            apply_mask(p, s, row, (entry >> 1) * kTileN);
-        }
-        if (leader) {
-            barrier_arrive(base + kEmptyK + stage * 8);
-        }
+    wgmma_wait_all();
+    accumulator_fence(s);
+    // Apply the mask where there is any, and hand the buffer of K back.
+    if (entry & 1) {
+        apply_mask(p, s, row, (entry >> 1) * kTileN);
+    }
+    if (leader) {
+        barrier_arrive(base + kEmptyK + stage * 8);
+    }
 
-        softmax(s, rows, p.scale_log2);
-        pack_scores(p_frags, s);
+    rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
+    softmax(s, p_frags, rows, true, p.scale_log2, factor);
 
+    while (true) {
         for (int i = 1; i < count; ++i) {
+            base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
             entry = visit(p, work.tile, i);
             const unsigned v_stage = stage;
             const unsigned v_phase = phase;
@@ -626,6 +701,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 stage = 0;
                 phase ^= 1;
             }
+
             barrier_wait(base + kFullK + stage * 8, phase);
             wgmma_fence();
             start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
@@ -643,33 +719,79 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 barrier_arrive(base + kEmptyK + stage * 8);
             }
 
-            const float2 factor = softmax(s, rows, p.scale_log2);
-            // Has long passed. Without a branch here ptxas moves the next wait up, before the softmax.
-            barrier_wait(base + kFullV + v_stage * 8, v_phase);
             wgmma_wait_all();
             accumulator_fence(o);
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            pack_scores(p_frags, s);
-            rescale_out(o, factor);
+            if (softmax(s, p_frags, rows, (entry & 1) || !rows.known, p.scale_log2, factor)) {
+                rescale_out(o, factor);
+            }
         }
+        const Work done = work;
+        const unsigned done_q = q_buffer;
+        const unsigned v_stage = stage;
+        const int add = count > 1;
         barrier_wait(base + kFullV + stage * 8, phase);
-        wgmma_fence();
-        start_out(o, p_frags, base + kOffsetV + stage * kTileBytesN, count > 1);
-        wgmma_commit();
-        wgmma_wait_all();
-        accumulator_fence(o);
-        if (leader) {
-            barrier_arrive(base + kEmptyV + stage * 8);
-            tma_store_wait();  // of the previous tile: its staging buffer is free
-        }
         if (++stage == kStages) {
             stage = 0;
             phase ^= 1;
         }
-        named_sync(kStoreOfFirst + group, 128);
-        store(p, maps, work, rows, o, out, group);
+
+        count = next_work(p, round, work, group);
+        if (count == 0) {
+            wgmma_fence();
+            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
+            wgmma_commit();
+
+            wgmma_wait_all();
+            accumulator_fence(o);
+            if (leader) {
+                barrier_arrive(base + kEmptyV + v_stage * 8);
+            }
+            store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
+
+            break;
+        }
+        row = work.tile * kTileM + row_in_tile;
+        entry = visit(p, work.tile, 0);
+        wgmma_fence();
+        start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
+        wgmma_commit();
+
+        if (++q_buffer == kBuffersQ) {
+            q_buffer = 0;
+            q_phase ^= 1;
+        }
+        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+        load_q(q, base + kOffsetQ + q_buffer * kTileBytesM, group * 64);
+        barrier_wait(base + kFullK + stage * 8, phase);
+        wgmma_fence();
+        start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+        wgmma_commit();
+
+        wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
+        accumulator_fence(o);
+        if (leader) {
+            barrier_arrive(base + kEmptyV + v_stage * 8);
+        }
+        store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
+
+        wgmma_wait_all();
+        accumulator_fence(s);
+        // Apply the mask where there is any, and hand the buffer of K back.
+        if (entry & 1) {
+            apply_mask(p, s, row, (entry >> 1) * kTileN);
+        }
+        if (leader) {
+            barrier_arrive(base + kEmptyK + stage * 8);
+        }
+
+        rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
+        softmax(s, p_frags, rows, true, p.scale_log2, factor);
+
+        tma_store_wait();
+        barrier_arrive_if(leader, base + kEmptyQ + done_q * 8);
     }
     if (leader) {
         tma_store_wait();
@@ -680,14 +802,16 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s2_p0_o1_r1_q1(
+attnforge_fwd_sm90a_bf16_d128_full_a16_m128_n128_s2_p0_r1_q1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int group = threadIdx.x / 128;
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // of a shuffle ptxas knows that the warp agrees on it
     if (threadIdx.x == 0) {
-        barrier_init(base + kFullQ, 1);
-        barrier_init(base + kEmptyQ, kConsumers * 4);
+        for (int i = 0; i < kBuffersQ; ++i) {
+            barrier_init(base + kFullQ + i * 8, 1);
+            barrier_init(base + kEmptyQ + i * 8, kConsumers);
+        }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
             barrier_init(base + kEmptyK + i * 8, kConsumers);
