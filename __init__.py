@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnforge import bagel as bagel
+    from attnforge.runtime.aten import register_torch as register_torch
     from attnforge.runtime.context_parallel import context_parallel as context_parallel
     from attnforge.runtime.dropins import flash_attn_func as flash_attn_func
     from attnforge.runtime.dropins import flash_attn_varlen_func as flash_attn_varlen_func
+    from attnforge.runtime.flex import flex_attention as flex_attention
+    from attnforge.runtime.flex import from_block_mask as from_block_mask
+    from attnforge.runtime.huggingface import register_huggingface as register_huggingface
     from attnforge.runtime.masks import Causal as Causal
     from attnforge.runtime.masks import DenseMask as DenseMask
     from attnforge.runtime.masks import Spans as Spans
@@ -34,6 +38,10 @@ __all__ = [
     "enable",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flex_attention",
+    "from_block_mask",
+    "register_huggingface",
+    "register_torch",
     "sdpa",
 ]
 
@@ -48,6 +56,10 @@ _HOME = {
     "sdpa": "attnforge.runtime.sdpa",
     "flash_attn_func": "attnforge.runtime.dropins",
     "flash_attn_varlen_func": "attnforge.runtime.dropins",
+    "flex_attention": "attnforge.runtime.flex",
+    "from_block_mask": "attnforge.runtime.flex",
+    "register_huggingface": "attnforge.runtime.huggingface",
+    "register_torch": "attnforge.runtime.aten",
 }
 
 

@@ -60,7 +60,8 @@ def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128
     return image
 
 
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """The font of all pictures."""
     return ImageFont.load_default(size)
 
 
@@ -91,7 +92,7 @@ def _matrix(mask: PackedMask, tiles: TileMap, cell: int) -> Image.Image:
 
 def _heading(draw: ImageDraw.ImageDraw, mask: PackedMask, title: str, tiles: TileMap) -> None:
     seq, full, partial = mask.starts.numel(), tiles.count(FULL), tiles.count(PARTIAL)
-    draw.text((MARGIN, 24), title, INK, _font(34))
+    draw.text((MARGIN, 24), title, INK, font(34))
     documents = len({split.sample for split in mask.splits if split.start < min(mask.used, split.end)})
     lines = (
         f"{seq:,} tokens, {mask.used:,} of them real, "
@@ -102,7 +103,7 @@ def _heading(draw: ImageDraw.ImageDraw, mask: PackedMask, title: str, tiles: Til
         f"{tiles.efficiency(mask.pairs):.1%} of the arithmetic in visited tiles is useful",
     )
     for number, line in enumerate(lines):
-        draw.text((MARGIN, 74 + 26 * number), line, FAINT, _font(19))
+        draw.text((MARGIN, 74 + 26 * number), line, FAINT, font(19))
 
 
 def _rulers(draw: ImageDraw.ImageDraw, mask: PackedMask, layout: Layout, seq: int) -> None:
@@ -122,11 +123,11 @@ def _rulers(draw: ImageDraw.ImageDraw, mask: PackedMask, layout: Layout, seq: in
             draw.line((layout.left - 24, y, layout.left - 2, y), INK)
         label = f"{end - start:,}" if real else "padding"
         if across[1] - across[0] > 12 * len(label):
-            draw.text((sum(across) / 2, layout.top - 34), label, INK, _font(17), anchor="mm")
+            draw.text((sum(across) / 2, layout.top - 34), label, INK, font(17), anchor="mm")
         if down[1] - down[0] > 22:
-            draw.text((layout.left - 22, sum(down) / 2), label, INK, _font(17), anchor="rm")
-    draw.text((layout.left, layout.top - 56), "keys", FAINT, _font(17), anchor="lm")
-    draw.text((MARGIN, layout.top - 20), "queries", FAINT, _font(17), anchor="lm")
+            draw.text((layout.left - 22, sum(down) / 2), label, INK, font(17), anchor="rm")
+    draw.text((layout.left, layout.top - 56), "keys", FAINT, font(17), anchor="lm")
+    draw.text((MARGIN, layout.top - 20), "queries", FAINT, font(17), anchor="lm")
     draw.rectangle(
         (layout.left - 1, layout.top - 1, layout.left + layout.width, layout.top + layout.height),
         outline=FAINT,
@@ -159,10 +160,10 @@ def _work(draw: ImageDraw.ImageDraw, tiles: TileMap, layout: Layout) -> None:
                     draw.rectangle((low, top + start, high, top + end - 1), shade)
         if axis:
             for number, line in enumerate(("forward:", "key tiles per query", f"tile, at most {most}")):
-                draw.text((left, layout.top - 58 + 19 * number), line, FAINT, _font(16))
+                draw.text((left, layout.top - 58 + 19 * number), line, FAINT, font(16))
         else:
             text = f"backward: query tiles per key tile, at most {most}"
-            draw.text((layout.left, top + room + 8), text, FAINT, _font(16))
+            draw.text((layout.left, top + room + 8), text, FAINT, font(16))
 
 
 def _legend(draw: ImageDraw.ImageDraw, layout: Layout) -> None:
@@ -170,11 +171,11 @@ def _legend(draw: ImageDraw.ImageDraw, layout: Layout) -> None:
     for mode, (solid, light) in MODE_COLOURS.items():
         draw.rectangle((x, y, x + 15, y + 15), solid)
         draw.rectangle((x + 18, y, x + 33, y + 15), light)
-        draw.text((x + 40, y + 8), MODE_TEXTS[mode], INK, _font(17), anchor="lm")
-        x += 62 + int(draw.textlength(MODE_TEXTS[mode], _font(17)))
+        draw.text((x + 40, y + 8), MODE_TEXTS[mode], INK, font(17), anchor="lm")
+        x += 62 + int(draw.textlength(MODE_TEXTS[mode], font(17)))
     for colour, text in ((HIDDEN_COLOUR, "hidden, in a visited tile"), (EMPTY_COLOUR, "skipped tile")):
         draw.rectangle((x, y, x + 15, y + 15), colour, outline=GRID)
-        draw.text((x + 22, y + 8), text, INK, _font(17), anchor="lm")
-        x += 46 + int(draw.textlength(text, _font(17)))
+        draw.text((x + 22, y + 8), text, INK, font(17), anchor="lm")
+        x += 46 + int(draw.textlength(text, font(17)))
     note = "colour: mode of the key; dark: full tile, light: visible pairs of a partial one; bars likewise"
-    draw.text((layout.left, y + 32), note, FAINT, _font(15), anchor="lm")
+    draw.text((layout.left, y + 32), note, FAINT, font(15), anchor="lm")

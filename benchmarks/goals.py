@@ -4,7 +4,7 @@
 
 Compiles first, in processes of its own; then one line a case in DIR/goals.jsonl as it is measured, the first seed of
 everything before the second of anything, and DIR/goals.md. Started again with the same DIR it goes on where it was;
-a case that ended the process is reported as such and not tried again.
+a case that ended the process is tried once more without the peers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -84,26 +86,31 @@ def compile_one(label: str, work: str, pack: str, device: torch.device) -> None:
     play(goal, make_case(pack, model, DType.BFLOAT16, device), seconds=0.0, errors=False)
 
 
-def history(path: Path) -> tuple[list[Line], set[tuple[str, str, str]]]:
-    """Lines of an earlier run, and the cases that were begun. Those without a line ended their process."""
-    lines, begun = {}, []
+Key = tuple[str, str, str]  # label, work, case
+DEAD = Entry(note="the process died")
+
+
+def history(path: Path) -> tuple[dict[Key, Line], set[Key]]:
+    """Lines of an earlier run, and the cases that ended their process: once, and with a line that says so, twice."""
+    lines: dict[Key, Line] = {}
+    begun: Counter[Key] = Counter()
     for text in path.read_text().splitlines() if path.exists() else []:
         data = json.loads(text)
         if "begin" in data:
-            begun.append(tuple(data["begin"]))
+            begun[tuple(data["begin"])] += 1
         else:
             line = Line.from_json(data)
             lines[line.label, line.work, line.case] = line
-    for label, work, case in begun:
-        dead = Entry(note="the process died")
-        lines.setdefault((label, work, case), Line(label, work, case, {OURS: dead}))
-    return list(lines.values()), set(lines)
+    once = {key for key, count in begun.items() if key not in lines and count == 1}
+    for key in begun.keys() - lines.keys() - once:
+        lines[key] = Line(*key, {OURS: DEAD})
+    return lines, once
 
 
 def measure(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> list[Line]:
     """Play the rows that are not in the log; stop at the time limit."""
     device, path = torch.device(args.device), args.out / "goals.jsonl"
-    lines, done = history(path)
+    lines, died = history(path)
     begin = time.time()
     with path.open("a") as log:
         for goal, pack, model in rows:
@@ -111,20 +118,27 @@ def measure(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> list
                 print(f"time is up: {pack} {goal.work} and what follows was not measured", flush=True)
                 break
             key = (goal.label, goal.work, f"{pack} {model}")
-            if key in done:
+            if key in lines:
                 continue
             log.write(json.dumps({"begin": key}) + "\n")
             log.flush()
             since = time.time()
             case = make_case(pack, model, DType.BFLOAT16, device)
-            line = play(
-                goal, case, args.seconds, args.turns, errors=pack == goal.cases[0][0] and not args.no_errors
-            )
-            lines.append(line)
+            line = one_case(goal, case, args, key in died)
+            lines[key] = line
             log.write(json.dumps(line.to_json()) + "\n")
             log.flush()
             print(f"{one_line(line)} [{time.time() - since:.1f} s]", flush=True)
-    return lines
+    return list(lines.values())
+
+
+def one_case(goal: Goal, case: Case, args: argparse.Namespace, alone: bool) -> Line:
+    """The line of a case; `alone`: without the peers, one of which ended the process. Raises if the device is lost."""
+    errors = case.name.split()[0] == goal.cases[0][0] and not args.no_errors
+    line = play(replace(goal, peers=()) if alone else goal, case, args.seconds, args.turns, errors)
+    if case.device.type == "cuda":
+        torch.cuda.synchronize()  # an error of a kernel that nobody has waited for must not meet the next case
+    return replace(line, entries={**line.entries, **dict.fromkeys(goal.peers, DEAD)}) if alone else line
 
 
 def arguments() -> argparse.Namespace:

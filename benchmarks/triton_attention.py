@@ -59,6 +59,11 @@ def _walk(
     return acc, top, total
 
 
+@triton.jit
+def nothing(q, k, v, out):
+    """For the cost of a launch."""
+
+
 @triton.autotune(FORWARD, key=KEY)
 @triton.jit
 def _forward(

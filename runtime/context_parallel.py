@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnforge.runtime import ops
 from attnforge.runtime.exchange import Attention, Call, all_gather
-from attnforge.runtime.masks import Spans
-from attnforge.runtime.shards import Layout, local_plain, local_spans, make_layout
+from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.shards import Layout, local_dense, local_plain, local_spans, make_layout
 
 
 def context_parallel(
@@ -63,7 +63,9 @@ class ContextParallel:
             raise ValueError(f"pieces: got {pieces}, expected at least 1")
         self._heads, self._pieces = heads, pieces
         self._layouts: dict[int, Layout] = {}
-        self._masks: weakref.WeakKeyDictionary[Spans, tuple[Any, Spans]] = weakref.WeakKeyDictionary()
+        self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, tuple[Any, Spans | DenseMask]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's rows of the whole `x`: ceil(S / W) along `dim`, zeros where the last ranks have none."""
@@ -101,8 +103,9 @@ class ContextParallel:
     ) -> Tensor:
         """`attnforge.attention` of the whole sequence, of which every rank passes and gets its rows.
 
-        q: (B, Hq, n, D); k, v: (B, Hkv, n, D): rows [rank n, (rank + 1) n), n the same on all ranks.
-        mask: of the whole sequence, the same on all ranks: None, Causal() or Spans of `total` keys.
+        q: (B, Hq, n, D); k: (B, Hkv, n, D); v: (B, Hkv, n, Dv): rows [rank n, (rank + 1) n), n the same on all ranks.
+        mask: of the whole sequence, the same on all ranks: None, Causal(), or Spans or DenseMask of `total` keys
+            (and queries).
         total: rows of the whole sequence if the last of the W n are padding: these see nothing, are seen by
             nothing, and their output is zero. Known from Spans; W n otherwise. n must be ceil(total / W).
 
@@ -129,13 +132,17 @@ class ContextParallel:
                     f"{name}: got shape {tuple(x.shape)}, expected (batch, heads, rows, head_dim)"
                 )
         rows = q.shape[2]
-        if k.shape != v.shape or k.shape[2] != rows:
+        if k.shape[:3] != v.shape[:3] or k.shape[2] != rows:
             raise ValueError(
                 f"k: got shapes {tuple(k.shape)} and {tuple(v.shape)} for k and v, expected equal ones with the "
                 f"{rows} rows of q"
             )
-        if isinstance(mask, Spans):
-            length = mask.starts.shape[0]
+        if isinstance(mask, (Spans, DenseMask)):
+            length = mask.starts.shape[0] if isinstance(mask, Spans) else mask.mask.shape[-1]
+            if isinstance(mask, DenseMask) and mask.mask.shape[-2] != length:
+                raise ValueError(
+                    f"mask: is of {tuple(mask.mask.shape[-2:])} queries and keys, expected as many"
+                )
             if total is not None and total != length:
                 raise ValueError(f"total: got {total}, but the mask is of {length} rows")
             total = length
@@ -166,15 +173,22 @@ class ContextParallel:
         if len(layout.queries) == self.world and total == self.world * rows:
             return mask
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        if not isinstance(mask, Spans):
+        if not isinstance(mask, (Spans, DenseMask)):
             return local_plain(mask is not None, layout.queries, layout.keys, rows, total, device, stream)
         # Once per mask, not per layer: tile schedules are cached by the tensors that are made here.
-        inference = mask.starts.is_inference() or mask.ends.is_inference()
-        versions = None if inference else (mask.starts._version, mask.ends._version)
-        key = (versions, layout.queries, layout.keys, rows, stream)
+        tensors = (mask.starts, mask.ends) if isinstance(mask, Spans) else (mask.mask,)
+        inference = any(x.is_inference() for x in tensors)
+        key = (
+            None if inference else [x._version for x in tensors],
+            layout.queries,
+            layout.keys,
+            rows,
+            stream,
+        )
         known = self._masks.get(mask)
         if known is not None and known[0] == key and not inference:
             return known[1]
-        local = local_spans(mask, layout.queries, layout.keys, rows, total)
+        make: Any = local_spans if isinstance(mask, Spans) else local_dense
+        local: Spans | DenseMask = make(mask, layout.queries, layout.keys, rows, total)
         self._masks[mask] = (key, local)
         return local

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnforge.runtime import ops
+from attnforge.runtime.masks import DenseMask
 from attnforge.runtime.shards import Layout
 
 # torch 2.13 renamed both, and warns of the names that 2.10 to 2.12 know.
@@ -102,18 +103,19 @@ class Attention(torch.autograd.Function):
         keys = _send_keys(k, v, shared, group)
         flights = [_send_heads(q, shared, piece.q0, piece.q1, group) for piece in pieces]
         kv = _gather_keys(keys.land().flatten(0, 1), call.layout.among_rows)
-        k_u, v_u = (_heads_view(x) for x in kv.chunk(2, dim=2))
-        out, saved, back = torch.empty_like(q), [], []
+        k_u, v_u = (_heads_view(x) for x in kv.split((k.shape[3], v.shape[3]), dim=3))
+        out, saved, back = _like(q, v.shape[3]), [], []
         for piece, flight in zip(pieces, flights, strict=True):
             q_u = _heads_view(flight.land().flatten(0, 1))
             heads = slice(piece.k0, piece.k1)
-            out_u, lse_u = ops.forward(q_u, k_u[:, heads], v_u[:, heads], call.mask, call.scale)
+            mask = _mask_of(call, piece, q.shape[1])
+            out_u, lse_u = ops.forward(q_u, k_u[:, heads], v_u[:, heads], mask, call.scale)
             saved += [q_u, out_u, lse_u]
             back.append(_return_rows(out_u, shared, group))
         for piece, flight in zip(pieces, back, strict=True):
             _take_heads(out, flight.land(), shared, piece.q0, piece.q1)
         ctx.save_for_backward(kv, *saved)
-        ctx.call, ctx.pieces = call, pieces
+        ctx.call, ctx.pieces, ctx.dims = call, pieces, (k.shape[3], v.shape[3])
         ctx.layouts = [torch.empty_like(x, device="meta") for x in (q, k, v)]
         return out
 
@@ -123,17 +125,17 @@ class Attention(torch.autograd.Function):
         shared, group = call.shared, call.layout.among_heads
         kv, *saved = ctx.saved_tensors
         flights = [_send_heads(dout, shared, piece.q0, piece.q1, group) for piece in pieces]
-        k_u, v_u = (_heads_view(x) for x in kv.chunk(2, dim=2))
+        k_u, v_u = (_heads_view(x) for x in kv.split(ctx.dims, dim=3))
         split = len(pieces) > pieces[-1].k1
         summed = split or call.layout.among_rows is not None
         dkv, back, begun = torch.empty_like(kv, dtype=torch.float32 if summed else None), [], set()
-        dk_u, dv_u = (_heads_view(x) for x in dkv.chunk(2, dim=2))
+        dk_u, dv_u = (_heads_view(x) for x in dkv.split(ctx.dims, dim=3))
         for index, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
             q_u, out_u, lse_u = saved[3 * index : 3 * index + 3]
             heads = slice(piece.k0, piece.k1)
             dq_u, dk, dv = ops.backward(
                 _heads_view(flight.land().flatten(0, 1)), q_u, k_u[:, heads], v_u[:, heads], out_u, lse_u,
-                call.mask, call.scale, call.deterministic,
+                _mask_of(call, piece, ctx.layouts[0].shape[1]), call.scale, call.deterministic,
             )  # fmt: skip
             back.append(_return_rows(dq_u, shared, group))
             for into, part in ((dk_u[:, heads], dk), (dv_u[:, heads], dv)):
@@ -143,7 +145,7 @@ class Attention(torch.autograd.Function):
         dq, dk, dv = (torch.empty_like(x, device=dout.device) for x in ctx.layouts)
         for piece, flight in zip(pieces, back, strict=True):
             _take_heads(dq, flight.land(), shared, piece.q0, piece.q1)
-        for into, part in zip((dk, dv), keys.land().chunk(2, dim=3), strict=True):
+        for into, part in zip((dk, dv), keys.land().split(ctx.dims, dim=4), strict=True):
             _take_heads(into, part, shared, 0, part.shape[3])
         return dq, dk, dv, None
 
@@ -153,16 +155,30 @@ def _return_rows(x: Tensor, shared: int, group: Any) -> _Flight:
     return _exchange(x.permute(2, 0, 1, 3).contiguous().unflatten(0, (shared, -1)), group)
 
 
+def _like(q: Tensor, dim: int) -> Tensor:
+    """A new tensor in the layout of q (B, H, n, D) with `dim` columns; packed if q's does not say."""
+    if dim == q.shape[3]:
+        return torch.empty_like(q)
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dim).transpose(1, 2)
+
+
+def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
+    """The mask of a piece: of a dense one with a plane for each of all `heads` query heads, their planes."""
+    if not isinstance(call.mask, DenseMask) or call.mask.mask.dim() == 2 or call.mask.mask.shape[1] == 1:
+        return call.mask
+    group = call.layout.among_heads
+    first = 0 if group is None else dist.get_rank(group) * (heads // call.shared)
+    return DenseMask(call.mask.mask[:, first + piece.q0 : first + piece.q1])
+
+
 def _send_keys(k: Tensor, v: Tensor, shared: int, group: Any) -> _Flight:
-    """k, v (B, U h, n, D) -> (U, n, B, 2 h, D), by rows, k's heads before v's."""
-    both = k.new_empty(shared, k.shape[2], k.shape[0], 2 * k.shape[1] // shared, k.shape[3])
-    for part, x in zip(both.chunk(2, dim=3), (k, v), strict=True):
-        part.copy_(x.unflatten(1, (shared, -1)).permute(1, 3, 0, 2, 4))
-    return _exchange(both, group)
+    """k (B, U h, n, D), v (B, U h, n, Dv) -> (U, n, B, h, D + Dv), by rows."""
+    both = torch.cat([k, v], dim=3)
+    return _send_heads(both, shared, 0, k.shape[1] // shared, group)
 
 
 def _gather_keys(kv: Tensor, group: Any) -> Tensor:
-    """(U n, B, 2 h, D) -> (W n, B, 2 h, D): this rank's heads of all keys."""
+    """(U n, B, h, D + Dv) -> (W n, B, h, D + Dv): this rank's heads of all keys."""
     if group is None:
         return kv
     whole = kv.new_empty(dist.get_world_size(group) * kv.shape[0], *kv.shape[1:])
@@ -171,7 +187,7 @@ def _gather_keys(kv: Tensor, group: Any) -> Tensor:
 
 
 def _return_keys(dkv: Tensor, dtype: torch.dtype, call: Call) -> _Flight:
-    """The inverse of both for gradients: (W n, B, 2 h, D) -> sums in `dtype` (U, n, B, 2 h, D)."""
+    """The inverse of both for gradients: (W n, B, h, D + Dv) -> sums in `dtype` (U, n, ...)."""
     group, mine = call.layout.among_rows, dkv
     if group is not None:
         mine = dkv.new_empty(dkv.shape[0] // dist.get_world_size(group), *dkv.shape[1:])

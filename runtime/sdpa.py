@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnforge.runtime import kernels
-from attnforge.runtime.masks import Causal
+from attnforge.codegen.spec import Direction, Mask, Problem
+from attnforge.runtime import dispatch, kernels
+from attnforge.runtime.inputs import MASKS
+from attnforge.runtime.masks import Causal, DenseMask
 from attnforge.runtime.ops import attention
 
 logger = logging.getLogger("attnforge")
 
-_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
-_MAX_DIM, _MAX_DIM_GRAD = 256, 128
+_DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 
 _lock = threading.RLock()
 _enabled = False  # by enable()
@@ -38,10 +39,10 @@ _told: set[str] = set()
 def enable() -> None:
     """Send F.scaled_dot_product_attention to our kernels, until `disable()`; a second call changes nothing.
 
-    Taken: no mask or is_causal with as many queries as keys, enable_gqa, scale; bfloat16 and float16 on a GPU,
-    float32 and bfloat16 on the CPU; head_dim a multiple of 8 up to 256 (128 with gradients). Torch runs the
-    rest: masks, dropout, is_causal with unequal lengths (which torch aligns top-left), tensor subclasses,
-    other shapes, strides, dtypes and devices. sdpa_kernel() has no say over what we take.
+    Taken: no mask, bool masks, is_causal with as many queries as keys, enable_gqa, scale; dtypes and head dims
+    that there are kernels for. Torch runs the rest: masks that are added, dropout, is_causal with unequal
+    lengths (which torch aligns top-left), tensor subclasses, other shapes, strides, dtypes and devices.
+    sdpa_kernel() has no say over what we take.
     """
     global _enabled
     with _lock:
@@ -106,7 +107,8 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if _current is scaled_dot_product_attention:
             reason = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             if reason is None:
-                return attention(query, key, value, Causal() if is_causal else None, scale=scale)
+                mask = _dense(attn_mask, query, key) if attn_mask is not None else None
+                return attention(query, key, value, Causal() if is_causal else mask, scale=scale)
             _tell(reason)
         return original(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -122,6 +124,13 @@ def _tell(reason: str) -> None:
     logger.warning("scaled_dot_product_attention runs on torch's own kernels: %s", reason)
 
 
+def _dense(mask: Tensor, q: Tensor, k: Tensor) -> DenseMask:
+    """torch's bool mask, of any shape that broadcasts to (B, Hq, Sq, Sk), as a view."""
+    if mask.dim() == 3:
+        mask = mask[None]
+    return DenseMask(mask.expand(*mask.shape[:-2], q.shape[2], k.shape[2]))
+
+
 def _why_not(
     q: Tensor,
     k: Tensor,
@@ -133,13 +142,16 @@ def _why_not(
     enable_gqa: bool,
 ) -> str | None:
     """Why torch must run this call; None if we can. Few texts: each is logged once."""
-    if attn_mask is not None:
-        return "attn_mask is given; attnforge.attention takes Causal and Spans masks"
     if dropout_p > 0:
         return "dropout_p is above 0"
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         return f"scale is {scale}, not above 0"
-    return _why_not_tensors(q, k, v) or _why_not_shapes(q, k, v, is_causal, enable_gqa)
+    return (
+        _why_not_tensors(q, k, v)
+        or _why_not_shapes(q, k, v, is_causal, enable_gqa)
+        or (attn_mask is not None and _why_not_mask(attn_mask, q, k, is_causal))
+        or _why_not_kernels(q, k, v, attn_mask, is_causal)
+    )
 
 
 def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -158,46 +170,84 @@ def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
             return "a tensor's last stride is not 1"
     if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
         return "a functorch transform (vmap, grad, ...) is active"
-    return _why_not_device(q)
-
-
-def _why_not_device(q: Tensor) -> str | None:
-    kind = q.device.type
-    dtype = q.dtype
-    if kind in _DTYPES and dtype.is_floating_point and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)  # which the operator casts to, as torch's does
-    if kind not in _DTYPES or not _has_kernels(q.device):
-        return f"there are no kernels for {q.device}"
-    if dtype not in _DTYPES[kind]:
-        return f"there are no kernels for {dtype} on {kind}"
     return None
-
-
-def _has_kernels(device: torch.device) -> bool:
-    if device not in _known:
-        try:
-            _known[device] = bool(kernels.targets(device))
-        except ValueError:
-            _known[device] = False
-    return _known[device]
-
-
-_known: dict[torch.device, bool] = {}
-_has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops._load
 
 
 def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> str | None:
     heads, seq_q, dim = q.shape[1:]
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != dim:
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != dim:
         return "query, key and value differ in batch or head_dim"
-    if 0 in q.shape or 0 in k.shape:
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return "a tensor is empty"
     if heads != k.shape[1] and not (enable_gqa and heads % k.shape[1] == 0):
         return "the heads of query and key differ, and enable_gqa does not cover it"
     if is_causal and seq_q != k.shape[2]:
         return "is_causal with unequal lengths: torch aligns top-left, our Causal bottom-right"
+    return None
+
+
+def _why_not_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> str | None:
+    if is_causal:
+        return "attn_mask and is_causal are both given"
+    if mask.dtype != torch.bool:
+        return "attn_mask is added to the scores; ours are bool, True where a key is visible"
+    plain = torch.compiler.is_compiling() or type(mask) is Tensor
+    if not plain or mask.layout is not torch.strided or mask.device != q.device:
+        return "attn_mask is a tensor subclass or on another device"
+    whole = (*q.shape[:3], k.shape[2])
+    sizes = (*(1,) * (4 - mask.dim()), *mask.shape)
+    if mask.dim() not in (2, 3, 4) or any(
+        size not in (1, full) for size, full in zip(sizes, whole, strict=True)
+    ):
+        return "attn_mask has a shape that does not broadcast to (batch, heads, queries, keys)"
+    return None
+
+
+def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
+    dtype = q.dtype
+    if (
+        dtype.is_floating_point
+        and torch.amp.is_autocast_available(q.device.type)
+        and torch.is_autocast_enabled(q.device.type)
+    ):
+        dtype = torch.get_autocast_dtype(q.device.type)  # which the operator casts to, as torch's does
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    limit = _MAX_DIM_GRAD if grad else _MAX_DIM
-    if dim % 8 or dim > limit:
-        return f"head_dim {dim} is not a multiple of 8 up to {limit}"
+    kind = Mask.CAUSAL if is_causal else Mask.FULL if mask is None else Mask.DENSE
+    # len(range()): a trace with dynamic shapes settles on a number there, and the lookup needs one.
+    dim, dim_v = len(range(q.shape[3])), len(range(v.shape[3]))
+    return _missing(q.device, dtype, dim, dim_v, MASKS.index(kind), grad)
+
+
+def _missing(
+    device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, mask: int, grad: bool
+) -> str | None:
+    """What there is no kernel for; None if there is one. For rows of any alignment."""
+    key = (device, dtype, dim, dim_v, mask, grad)
+    if key not in _known:
+        _known[key] = _find_missing(*key)
+    return _known[key]
+
+
+_known: dict[tuple[torch.device, torch.dtype, int, int, int, bool], str | None] = {}
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops._load
+
+
+def _find_missing(
+    device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, mask: int, grad: bool
+) -> str | None:
+    try:
+        arch = kernels.target(device)
+    except ValueError:
+        return f"there are no kernels for {device}"
+    if dtype not in _DTYPES:
+        return f"there are no kernels for {dtype}"
+    for direction in (Direction.FORWARD, Direction.BACKWARD)[: 2 if grad else 1]:
+        align = min(4, _DTYPES[dtype].bytes)
+        problem = Problem(direction, arch, _DTYPES[dtype], dim, MASKS[mask], align, dim_v)
+        try:
+            dispatch.choose(problem, 1, 1024, device)
+        except ValueError:
+            dims = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
+            what = f"{direction.value} kernels for {MASKS[mask].value} masks, {dtype} and head_dim {dims}"
+            return f"there are no {what} on {device.type}"
     return None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnforge.runtime.masks import Spans
+from attnforge.runtime.masks import DenseMask, Spans
 
 
 class Layout(NamedTuple):
@@ -59,11 +59,28 @@ def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], ro
 
     with torch.inference_mode(False), torch.no_grad():
         padding = torch.zeros(len(keys) * rows - total, dtype=torch.int32, device=device)
-        order = torch.cat([torch.arange(b * rows, (b + 1) * rows, device=device) for b in keys])
+        order = rows_of(keys, rows, device)
         starts, ends = (
             torch.cat([count(x).to(torch.int32), padding])[order] for x in (mask.starts, mask.ends)
         )
         return Spans(starts, ends)
+
+
+def local_dense(
+    mask: DenseMask, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int
+) -> DenseMask:
+    """As `local_spans`, for a mask of all heads."""
+    with torch.inference_mode(False), torch.no_grad():
+        row, column = (rows_of(blocks, rows, mask.mask.device) for blocks in (queries, keys))
+        local = mask.mask.index_select(-2, row.clamp(max=total - 1)).index_select(
+            -1, column.clamp(max=total - 1)
+        )
+        return DenseMask(local.logical_and_((row < total)[:, None] & (column < total)[None]))
+
+
+def rows_of(blocks: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """Row numbers in the whole sequence of the rows of some blocks, int64."""
+    return torch.cat([torch.arange(block * rows, (block + 1) * rows, device=device) for block in blocks])
 
 
 @lru_cache(maxsize=16)

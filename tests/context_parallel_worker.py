@@ -32,6 +32,7 @@ class Case:
     heads: int | None = None
     pieces: int = 2
     layout: str = "packed"
+    dim_v: int = 32
 
 
 CASES = (
@@ -46,6 +47,10 @@ CASES = (
     Case("none", 131, 8, 4, batch=2, layout="heads"),
     Case("none", 64, 6, 2),
     Case("window", 150, 14, 2),
+    Case("dense", 150, 14, 2, batch=2),
+    Case("dense heads", 147, 14, 2, pieces=3, layout="heads"),
+    Case("dense heads", 128, 8, 4, dim_v=48),
+    Case("packed", 77, 14, 2, dim_v=16),
 )
 
 
@@ -58,15 +63,22 @@ def make_mask(case: Case, device: torch.device) -> Mask:
     if case.mask == "window":
         key = torch.arange(total, dtype=torch.int32, device=device)
         return attnforge.Spans(key, (key + 40).clamp(max=total))
+    if case.mask.startswith("dense"):
+        heads = case.heads_q if case.mask == "dense heads" else 1
+        generator = torch.Generator().manual_seed(4)
+        mask = torch.rand(case.batch, heads, total, total, generator=generator) < 0.4
+        return attnforge.DenseMask(mask.to(device))
     return attnforge.Causal() if case.mask == "causal" else None
 
 
-def draw(case: Case, heads: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+def draw(
+    case: Case, heads: int, dim: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if case.layout == "heads":
-        x = torch.randn(case.batch, heads, case.total, case.head_dim, generator=generator)
+        x = torch.randn(case.batch, heads, case.total, dim, generator=generator)
     else:
-        x = torch.randn(case.batch, case.total, heads, case.head_dim, generator=generator).transpose(1, 2)
+        x = torch.randn(case.batch, case.total, heads, dim, generator=generator).transpose(1, 2)
     return x.to(device, dtype)
 
 
@@ -74,12 +86,18 @@ def check(case: Case, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device
     """Largest error of out, dq, dk, dv over that of one process, both against float64."""
     cp = attnforge.context_parallel(mesh, heads=case.heads, pieces=case.pieces)
     mask = make_mask(case, device)
-    heads = (case.heads_q, case.heads_kv, case.heads_kv)
-    q, k, v = (draw(case, h, dtype, device, seed).requires_grad_() for seed, h in enumerate(heads))
-    dout = draw(case, case.heads_q, dtype, device, 3)
+    sizes = (
+        (case.heads_q, case.head_dim),
+        (case.heads_kv, case.head_dim),
+        (case.heads_kv, case.dim_v),
+        (case.heads_q, case.dim_v),
+    )
+    q, k, v, dout = (draw(case, *size, dtype, device, seed) for seed, size in enumerate(sizes))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     a, b, c = (cp.shard(x.detach(), dim=2).requires_grad_() for x in (q, k, v))
     out = cp.attention(a, b, c, mask, total=case.total, scale=0.2)
-    assert out.stride() == torch.empty_like(a).stride(), "the output is not in q's layout"
+    if case.dim_v == case.head_dim:
+        assert out.stride() == torch.empty_like(a).stride(), "the output is not in q's layout"
     gradients = torch.autograd.grad(out, (a, b, c), cp.shard(dout, dim=2))
     ours = [cp.gather(x, dim=2, total=case.total) for x in (out, *gradients)]
     assert not cp.gather(out, dim=2)[:, :, case.total :].any(), "padding has an output"

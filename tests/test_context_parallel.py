@@ -12,7 +12,7 @@ import torch
 
 import attnforge
 from attnforge.runtime.exchange import _cut
-from attnforge.runtime.shards import divide, local_plain, local_spans
+from attnforge.runtime.shards import divide, local_dense, local_plain, local_spans, rows_of
 
 WORKER = Path(__file__).parent / "context_parallel_worker.py"
 SPLITS = [(world, shared) for world in (1, 2, 4, 6, 8, 16) for shared in (1, 2, 4) if world % shared == 0]
@@ -46,18 +46,21 @@ def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(world: int, shared
     splits = [total // 3, total // 4, total - total // 3 - total // 4]
     packed = attnforge.bagel.PackedMask([total], splits, ["full", "noise", "causal"], "cpu")
     device = torch.device("cpu")
-    for rank, mask in product(range(world), (packed, attnforge.Causal(), None)):
+    holes = attnforge.DenseMask(torch.rand(1, 3, total, total) < 0.5)
+    for rank, mask in product(range(world), (packed, attnforge.Causal(), None, holes)):
         queries, _, keys = divide(world, shared, rank)
-        padded = torch.zeros(rows * world, rows * world, dtype=torch.bool)
-        padded[:total, :total] = True if mask is None else mask.visible(total, total)
+        seen = torch.ones(total, total, dtype=torch.bool) if mask is None else mask.visible(total, total)
+        padded = torch.zeros(*seen.shape[:-2], rows * world, rows * world, dtype=torch.bool)
+        padded[..., :total, :total] = seen
+        local: attnforge.Spans | attnforge.DenseMask
         if isinstance(mask, attnforge.Spans):
             local = local_spans(mask, queries, keys, rows, total)
+        elif isinstance(mask, attnforge.DenseMask):
+            local = local_dense(mask, queries, keys, rows, total)
         else:
             local = local_plain(mask is not None, queries, keys, rows, total, device, 0)
-        row, column = (
-            torch.cat([torch.arange(b * rows, (b + 1) * rows) for b in x]) for x in (queries, keys)
-        )
-        assert torch.equal(local.visible(row.numel(), column.numel()), padded[row][:, column])
+        row, column = (rows_of(blocks, rows, device) for blocks in (queries, keys))
+        assert torch.equal(local.visible(row.numel(), column.numel()), padded[..., row, :][..., column])
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5, 20])

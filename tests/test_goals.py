@@ -236,7 +236,8 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows = [(goal, *goal.cases[seed]) for seed in (0, 1) for goal in goals]
     options = {"device": "cpu", "out": tmp_path, "limit": 60.0, "seconds": 0.0, "turns": 3, "no_errors": True}
     log = tmp_path / "goals.jsonl"
-    log.write_text(json.dumps({"begin": ["one", "fwd", "causal/96 0.5B"]}) + "\n")
+    begin = json.dumps({"begin": ["one", "fwd", "causal/96 0.5B"]}) + "\n"
+    log.write_text(2 * begin + begin.replace("one", "two"))
     lines = module["measure"](rows, argparse.Namespace(**options))
     assert [(x.label, x.case) for x in lines] == [
         ("one", "causal/96 0.5B"),
@@ -244,7 +245,11 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("one", "full/64 0.5B"),
         ("two", "full/64 0.5B"),
     ]
-    assert lines[0].entries == {OURS: Entry(note="the process died")}
+    dead = Entry(note="the process died")
+    assert lines[0].entries == {OURS: dead}  # twice: given up
+    assert lines[1].entries["sdpa-flash"] == dead  # once: without the peers
+    assert lines[1].entries[OURS].ms
+    assert lines[2].entries["sdpa-flash"].ms
     before = log.read_text()
     again = module["measure"](rows, argparse.Namespace(**options))
     assert sorted(again, key=str) == sorted(lines, key=str)

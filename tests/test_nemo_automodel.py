@@ -44,7 +44,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(layer: str, device: str) -> Any:
-    from transformers import Qwen2Config
+    from transformers import Qwen2Config  # type: ignore[import-not-found, unused-ignore]
 
     qwen: Any = sys.modules[NEMO.qwen]
     config = Qwen2Config(

@@ -61,12 +61,23 @@ def inputs(
         ({}, {"is_causal": True}),
         ({"heads_kv": 2}, {"enable_gqa": True, "is_causal": True}),
         ({}, {"scale": 0.7}),
+        ({"dim": 20}, {}),
+        ({"seq_k": 50}, {"mask": (33, 50)}),
+        ({"heads_kv": 2}, {"mask": (2, 1, 33, 33), "enable_gqa": True}),
+        ({}, {"mask": (4, 33, 33)}),
+        ({}, {"mask": (2, 4, 1, 33)}),
+        ({}, {"mask": (33, 1), "scale": 0.7}),
     ],
 )
 def test_same_as_torch(
     device: str, dtype: torch.dtype, tolerance: float, sizes: Any, arguments: Any, calls: list[Any]
 ) -> None:
     q, k, v = inputs(device=device, dtype=dtype, **sizes)
+    arguments = dict(arguments)
+    if shape := arguments.pop("mask", None):
+        arguments["attn_mask"] = (
+            torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device) < 0.6
+        )
     results = []
     for block in (nullcontext(), attnforge.sdpa()):
         with block:
@@ -74,6 +85,7 @@ def test_same_as_torch(
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     assert len(calls) == 1
     assert isinstance(calls[0], attnforge.Causal) == arguments.get("is_causal", False)
+    assert isinstance(calls[0], attnforge.DenseMask) == ("attn_mask" in arguments)
     for theirs, ours in zip(*results, strict=True):
         assert (theirs - ours).abs().max() <= tolerance * theirs.abs().max()
 
@@ -81,12 +93,10 @@ def test_same_as_torch(
 @pytest.mark.parametrize(
     ("sizes", "arguments", "reason"),
     [
-        ({}, {"attn_mask": torch.ones(33, 33, dtype=torch.bool)}, "attn_mask"),
-        ({}, {"attn_mask": torch.zeros(33, 33)}, "attn_mask"),
+        ({}, {"attn_mask": torch.zeros(33, 33)}, "attn_mask is added"),
         ({}, {"dropout_p": 0.5}, "dropout_p"),
         ({"seq_k": 50}, {"is_causal": True}, "unequal lengths"),
-        ({"dim": 20}, {}, "head_dim 20"),
-        ({"dim": 136}, {}, "head_dim 136"),
+        ({"dim": 264}, {}, "head_dim 264"),
         ({}, {"scale": -1.0}, "scale is -1.0"),
         ({"dtype": torch.float64}, {}, "torch.float64"),
         ({"dtype": torch.float16}, {}, "torch.float16"),
@@ -179,7 +189,7 @@ def test_a_wrapper_around_ours_survives(calls: list[Any], monkeypatch: pytest.Mo
     wrapper(q, k, v)
     assert not calls
     with attnforge.sdpa():
-        F.scaled_dot_product_attention(q, k, v, torch.ones(33, 33, dtype=torch.bool))
+        F.scaled_dot_product_attention(q, k, v, torch.zeros(33, 33))
         F.scaled_dot_product_attention(q, k, v)
     assert len(calls) == 1
     monkeypatch.undo()
@@ -202,13 +212,16 @@ def test_checkpointing(reentrant: bool, calls: list[Any]) -> None:
         assert (x.grad - gradient).abs().max() < 1e-5
 
 
-def test_compiled(calls: list[Any]) -> None:
-    q, k, v = (x.detach() for x in inputs())
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic: bool, calls: list[Any]) -> None:
+    def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None) * 2
 
     with attnforge.sdpa():
-        out = torch.compile(block, fullgraph=True, backend="eager")(q, k, v)
-    assert (out - 2 * TORCH(q, k, v, is_causal=True)).abs().max() < 1e-5
-    assert len(calls) == 1
+        compiled = torch.compile(block, fullgraph=True, backend="eager", dynamic=dynamic)
+        for length in (33, 41):
+            q, k, v = (x.detach() for x in inputs(seq_q=length, seq_k=length))
+            mask = torch.rand(length, length) < 0.7
+            assert (compiled(q, k, v) - 2 * TORCH(q, k, v, is_causal=True)).abs().max() < 1e-5
+            assert (compiled(q, k, v, mask) - 2 * TORCH(q, k, v, mask)).abs().max() < 1e-5
+    assert {type(mask) for mask in calls} == {attnforge.Causal, attnforge.DenseMask}

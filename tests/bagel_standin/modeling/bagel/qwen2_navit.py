@@ -48,6 +48,13 @@ class Qwen2RMSNorm(nn.Module):
 
 
 class PackedAttention(nn.Module):
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: Qwen2RMSNorm
+    k_norm: Qwen2RMSNorm
+
     def __init__(self, hidden: int, heads: int, heads_kv: int) -> None:
         super().__init__()
         self.num_heads, self.num_key_value_heads, self.head_dim = heads, heads_kv, hidden // heads
@@ -140,6 +147,13 @@ class PackedAttention(nn.Module):
 
 
 class PackedAttentionMoT(PackedAttention):
+    q_proj_moe_gen: nn.Linear
+    k_proj_moe_gen: nn.Linear
+    v_proj_moe_gen: nn.Linear
+    o_proj_moe_gen: nn.Linear
+    q_norm_moe_gen: Qwen2RMSNorm
+    k_norm_moe_gen: Qwen2RMSNorm
+
     def __init__(self, hidden: int, heads: int, heads_kv: int) -> None:
         super().__init__(hidden, heads, heads_kv)
         self.add_projections("_moe_gen", heads_kv * self.head_dim)
@@ -169,15 +183,15 @@ class PackedAttentionMoT(PackedAttention):
         if self.config.freeze_und:
             v[und] = v[und].detach()
         normed = []
-        for x, first, second in (
+        for x, norm, norm_gen in (
             (raw[0], self.q_norm, self.q_norm_moe_gen),
             (raw[1], self.k_norm, self.k_norm_moe_gen),
         ):
             y = x.new_zeros(x.shape)
-            y[und] = first(x[und])
+            y[und] = norm(x[und])
             if self.config.freeze_und:
                 y[und] = y[und].detach()
-            y[gen] = second(x[gen])
+            y[gen] = norm_gen(x[gen])
             normed.append(y)
         cos, sin = packed_position_embeddings
         q, k = apply_rotary_pos_emb(normed[0], normed[1], cos, sin, unsqueeze_dim=1)

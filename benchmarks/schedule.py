@@ -1,0 +1,121 @@
+"""What the schedules alone allow on BAGEL's packs, simulated on the host: no GPU is used.
+
+    python benchmarks/schedule.py [--tflops 790] [--masked 1.1] [--piece 0] [--picture docs/occupancy.png]
+
+Medians over the four seeds of each configuration. `use` is visible pairs over pairs in visited tiles; `balance` is the
+work over what all multiprocessors could have done until the last one was ready, with pieces dealt in rounds and with
+pieces taken by whoever is free; `allowed` is useful work over all time, in TFLOP/s of a device that runs full tiles at
+`--tflops`, which no change inside the kernel can exceed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from attnforge.bagel.cases import make_case
+from attnforge.bagel.occupancy import Costs, Order, Schedule, simulate
+from attnforge.bagel.occupancy_picture import draw_schedules
+from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime.case import Case
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+PACKS = ("pretrain", "vlm_only", "edit_only", "finetune", "t2i_lowres")
+DENSE = (("full/4x8192", "7B"), ("causal/4x8192", "7B"))
+# (heads, direction, (tile_m, tile_n), a block per query head)
+SHAPES = (
+    ("7B", FORWARD, ((128, 128), (128, 160), (128, 96), (192, 128)), (True,)),
+    ("7B", BACKWARD, ((64, 128), (80, 128), (128, 128)), (True, False)),
+    ("0.5B", FORWARD, ((192, 128), (192, 96), (128, 128)), (True,)),
+    ("0.5B", BACKWARD, ((128, 128), (64, 128)), (True, False)),
+)
+
+
+def cases(model: str, config: str) -> list[Case]:
+    return [make_case(f"{config}/{seed}", model, DType.BFLOAT16, torch.device("cpu")) for seed in range(4)]
+
+
+def row(
+    group: list[Case], direction: Direction, tiles: tuple[int, int], split: bool, args: argparse.Namespace
+) -> str:
+    """One line of the table."""
+    costs = Costs(args.masked, args.piece)
+    found: dict[Order, list[Schedule]] = {
+        order: [simulate(case, direction, *tiles, order, split, costs) for case in group]
+        for order in (("rounds", "free") if direction is FORWARD else ("free",))
+    }
+    free = found["free"]
+    balance = [f"{median(x.balance for x in schedules):.3f}" for schedules in found.values()]
+    allowed = [f"{args.tflops * median(x.allowed for x in schedules):.0f}" for schedules in found.values()]
+    owner = "" if direction is FORWARD else (" q head" if split else " kv head")
+    cells = (
+        group[0].name.split("/")[0] if len(group) > 1 else group[0].name.split()[0],
+        f"{group[0].heads_q}/{group[0].heads_kv}/{group[0].head_dim}",
+        direction.value,
+        f"{tiles[0]} x {tiles[1]}{owner}",
+        f"{median(x.full for x in free):.0f}",
+        f"{median(x.masked for x in free):.0f}",
+        f"{median(x.tile_use for x in free):.3f}",
+        " / ".join(balance),
+        " / ".join(allowed),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def table(args: argparse.Namespace) -> str:
+    head = (
+        "pack",
+        "heads",
+        "pass",
+        "tile m x n",
+        "full",
+        "masked",
+        "use",
+        "balance",
+        f"allowed of {args.tflops:.0f}",
+    )
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for model, direction, shapes, splits in SHAPES:
+        groups = [cases(model, config) for config in PACKS]
+        if model == "7B":
+            groups += [[make_case(name, heads, DType.BFLOAT16, torch.device("cpu"))] for name, heads in DENSE]
+        lines += [
+            row(g, direction, tiles, split, args) for g in groups for tiles in shapes for split in splits
+        ]
+    return "\n".join(lines)
+
+
+def picture(args: argparse.Namespace) -> None:
+    """Forward in rounds and free, and backward, of one pack of each kind."""
+    rows = []
+    for config in ("pretrain/1", "finetune/0", "t2i_lowres/0"):
+        case = make_case(config, "7B", DType.BFLOAT16, torch.device("cpu"))
+        costs = Costs(args.masked, args.piece)
+        rows += [
+            (f"{config} forward, rounds", simulate(case, FORWARD, 128, 128, "rounds", costs=costs)),
+            (f"{config} forward, free", simulate(case, FORWARD, 128, 128, "free", costs=costs)),
+            (f"{config} backward, q heads", simulate(case, BACKWARD, 64, 128, "free", True, costs)),
+            (f"{config} backward, kv heads", simulate(case, BACKWARD, 64, 128, "free", False, costs)),
+        ]
+    draw_schedules("Schedules of BAGEL's packs, 28/4/128, on 132 multiprocessors", rows).quantize(64).save(
+        args.picture, optimize=True
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What schedules alone allow.")
+    parser.add_argument("--tflops", type=float, default=790.0, help="of full tiles without pause")
+    parser.add_argument("--masked", type=float, default=1.0, help="time of a tile with a mask, in full tiles")
+    parser.add_argument("--piece", type=float, default=0.0, help="time beside its tiles of a piece of work")
+    parser.add_argument("--picture", type=Path, help="write a PNG here")
+    args = parser.parse_args()
+    print(table(args))
+    if args.picture:
+        picture(args)
+
+
+if __name__ == "__main__":
+    main()

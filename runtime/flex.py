@@ -1,0 +1,191 @@
+"""FlexAttention's call on our kernels: `flex_attention`, and `from_block_mask`, which turns a BlockMask into a mask.
+
+A mask_mod is a function of single pairs; what we need is, for each key, the interval of queries that see it. The
+BlockMask says which blocks are empty and which are full, so only the partial ones are evaluated, all of their pairs:
+what comes out is exact, not a guess from samples. It is done once per BlockMask.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.ops import Mask, attention
+
+CHUNK = 1 << 24  # pairs that are evaluated at a time
+DENSE_BYTES = 1 << 30  # of a dense mask that is made of a BlockMask; above it is an error
+
+_known: weakref.WeakKeyDictionary[BlockMask, Mask] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), where the mask is all there is to it.
+
+    block_mask: see `from_block_mask`; converted at its first use, then kept with it.
+    kernel_options: of torch's kernels; they change no result and are not looked at.
+    return_lse, return_aux: natural log; not differentiable here.
+    Raises ValueError for a score_mod, for max_scores, for a BlockMask of other lengths, and as `attention`.
+    """
+    if score_mod is not None:
+        raise ValueError("score_mod: not supported; only masks are. Call torch's flex_attention for it")
+    if return_aux is not None and return_aux.max_scores:
+        raise ValueError("return_aux: max_scores is not supported; only lse is")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(f"enable_gqa: is False, but q has {query.shape[1]} heads and k {key.shape[1]}")
+    mask = None if block_mask is None else from_block_mask(block_mask)
+    if block_mask is not None and tuple(block_mask.seq_lengths) != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"block_mask: is of {block_mask.seq_lengths} queries and keys, but q and k have "
+            f"{query.shape[2]} and {key.shape[2]}; make one of these lengths"
+        )
+    out, lse = attention(query, key, value, mask, scale=scale, return_lse=True)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def from_block_mask(block_mask: BlockMask) -> Mask:
+    """The mask of a BlockMask: None (everything is visible), Causal(), Spans, or a DenseMask.
+
+    Spans if one interval of queries sees each key, in every batch entry and head: documents, causal, prefix,
+    window and noise masks are such. Else a DenseMask if it takes at most DENSE_BYTES. Costs an evaluation of the
+    partial blocks and a host sync at the first call, nothing later. Under torch.compile call it outside.
+    Raises TypeError for anything else, ValueError if the mask is neither.
+    """
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask: got {type(block_mask).__name__}, expected torch's BlockMask or None")
+    with _lock:
+        if block_mask not in _known:
+            # Never inference tensors: a later step that is recorded for backward may find them here.
+            with torch.inference_mode(False), torch.no_grad():
+                _known[block_mask] = _convert(block_mask)
+        return _known[block_mask]
+
+
+class _Blocks(NamedTuple):
+    """The blocks of one batch entry and head."""
+
+    full: Tensor  # bool (blocks of queries, blocks of keys)
+    partial: Tensor  # int64 (count, 2): block of queries, block of keys
+    batch: int
+    head: int
+
+
+def _convert(mask: BlockMask) -> Mask:
+    planes = list(_planes(mask))
+    seq_q, seq_k = mask.seq_lengths
+    spans = [_intervals(mask, plane) for plane in planes]
+    good = torch.stack([is_interval for _, _, is_interval in spans]).all()
+    alike = torch.stack([((a == spans[0][0]) & (b == spans[0][1])).all() for a, b, _ in spans]).all()
+    if not bool(good & alike):
+        return _dense(mask, planes)
+    starts, ends, _ = spans[0]
+    if bool(((starts == 0) & (ends == seq_q)).all()):
+        return None
+    row = torch.arange(seq_k, dtype=torch.int32, device=starts.device)
+    if seq_q == seq_k and bool(((starts == row) & (ends == seq_q)).all()):
+        return Causal()
+    return Spans(starts, ends)
+
+
+def _planes(mask: BlockMask) -> Iterator[_Blocks]:
+    """Blocks of each batch entry and head of the BlockMask; one plane stands for all where it has one."""
+    batch, heads, rows = mask.kv_num_blocks.shape
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+
+    def table(count: Tensor | None, index: Tensor | None, b: int, h: int) -> Tensor:
+        if count is None or index is None:
+            return torch.zeros(rows, columns, dtype=torch.bool, device=mask.kv_num_blocks.device)
+        place = torch.arange(index.shape[-1], device=index.device)
+        listed = place[None] < count[b, h, :, None]
+        # One column more takes what lies behind the lists.
+        target = torch.where(listed, index[b, h].long(), columns)
+        found = torch.zeros(rows, columns + 1, dtype=torch.bool, device=index.device)
+        return found.scatter_(1, target, True)[:, :columns]
+
+    for b in range(batch):
+        for h in range(heads):
+            partial = table(mask.kv_num_blocks, mask.kv_indices, b, h)
+            full = table(mask.full_kv_num_blocks, mask.full_kv_indices, b, h)
+            yield _Blocks(full, (partial & ~full).nonzero(), b, h)
+
+
+def _evaluate(mask: BlockMask, plane: _Blocks) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(rows (n, Q), columns (n, K), visible (n, Q, K)) of partial blocks; what lies outside the lengths is hidden."""
+    (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
+    device = plane.partial.device
+    call = torch.vmap(mask.mask_mod, in_dims=(None, None, None, 0))
+    call = torch.vmap(call, in_dims=(None, None, 0, None))
+    call = torch.vmap(call, in_dims=(None, None, 0, 0))
+    batch, head = (torch.tensor(i, dtype=torch.int32, device=device) for i in (plane.batch, plane.head))
+    for part in plane.partial.split(max(1, CHUNK // (size_q * size_k))):
+        row = part[:, :1] * size_q + torch.arange(size_q, device=device)
+        column = part[:, 1:] * size_k + torch.arange(size_k, device=device)
+        inside = (row < seq_q)[:, :, None] & (column < seq_k)[:, None, :]
+        # A mask_mod indexes vectors of these lengths.
+        at = (x.clamp(max=size - 1).to(torch.int32) for x, size in ((row, seq_q), (column, seq_k)))
+        yield row, column, call(batch, head, *at) & inside
+
+
+def _intervals(mask: BlockMask, plane: _Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """(starts, ends int32 (seq_k), whether they are the mask: bool, on the device)."""
+    (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
+    device = plane.full.device
+    first_row = torch.arange(plane.full.shape[0], device=device) * size_q
+    last_row = (first_row + size_q).clamp(max=seq_q)
+    full = plane.full
+    # Of full blocks, per block of keys; then per key.
+    count = (full * (last_row - first_row)[:, None]).sum(0).repeat_interleave(size_k)
+    first = torch.where(full, first_row[:, None], seq_q).amin(0).repeat_interleave(size_k)
+    last = torch.where(full, last_row[:, None], 0).amax(0).repeat_interleave(size_k)
+    for row, column, visible in _evaluate(mask, plane):
+        key = column.flatten()
+        count.index_add_(0, key, visible.sum(1).flatten())
+        least = torch.where(visible, row[:, :, None], seq_q).amin(1).flatten()
+        most = torch.where(visible, row[:, :, None] + 1, 0).amax(1).flatten()
+        first.scatter_reduce_(0, key, least, "amin")
+        last.scatter_reduce_(0, key, most, "amax")
+    count, first, last = count[:seq_k], first[:seq_k], last[:seq_k]
+    seen = count > 0
+    good = (~seen | (last - first == count)).all()
+    starts, ends = (torch.where(seen, x, 0).to(torch.int32) for x in (first, last))
+    return starts, ends, good
+
+
+def _dense(mask: BlockMask, planes: list[_Blocks]) -> DenseMask:
+    (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    if (size := batch * heads * seq_q * seq_k) > DENSE_BYTES:
+        raise ValueError(
+            f"block_mask: some key is visible to more than one interval of queries, or batch entries or heads differ, "
+            f"and a dense mask of {batch} x {heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than "
+            f"{DENSE_BYTES >> 20}. Make attnforge.Spans of intervals, attnforge.DenseMask where that is worth it, or "
+            "call torch's flex_attention"
+        )
+    visible = torch.empty(batch, heads, seq_q, seq_k, dtype=torch.bool, device=planes[0].full.device)
+    for plane in planes:
+        whole = plane.full.repeat_interleave(size_q, 0).repeat_interleave(size_k, 1)
+        for row, column, seen in _evaluate(mask, plane):
+            whole[row[:, :, None], column[:, None, :]] = seen
+        visible[plane.batch, plane.head] = whole[:seq_q, :seq_k]
+    return DenseMask(visible)

@@ -1,0 +1,84 @@
+"""`attnforge.register_huggingface()`: transformers models with attn_implementation="attnforge"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnforge.runtime.masks import Causal, DenseMask
+from attnforge.runtime.ops import Mask, attention
+
+NAME = "attnforge"
+
+# Arguments that models pass to attention functions and that change the result. All others are for other kernels.
+_UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sinks", "head_mask")
+
+
+def register_huggingface() -> None:
+    """Make "attnforge" an attention implementation of Hugging Face transformers (4.53 or newer).
+
+        attnforge.register_huggingface()
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnforge", dtype=torch.bfloat16)
+
+    Masks are those that transformers makes for SDPA: none where full or causal says it all, else bool, one for
+    the whole model: padding, sliding windows, packed sequences. A second call changes nothing. Raises ImportError
+    without transformers, RuntimeError with one that is too old.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    except ImportError as error:
+        import transformers  # its own ImportError says that it is missing
+
+        raise RuntimeError(
+            f"register_huggingface: transformers {transformers.__version__} has no interface to register attention "
+            "and masks with; install transformers>=4.53"
+        ) from error
+    AttentionInterface.register(NAME, attention_forward)
+    # Without it, models would be given no mask at all.
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D) -> (B, Sq, Hq, D), no weights.
+
+    attention_mask: bool (B or 1, 1 or Hq, Sq, Sk), True = visible; None: causal if the module is and there is
+    more than one query, else everything. Raises ValueError for dropout, for masks that are added, and for
+    arguments that change the scores in ways that we do not have.
+    """
+    if dropout:
+        raise ValueError(
+            f"dropout: got {dropout}, only 0 is supported; set attention_dropout=0 in the model's config"
+        )
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: not supported by attnforge; use attn_implementation='eager' for this model"
+            )
+    mask: Mask = None
+    if attention_mask is not None:
+        mask = DenseMask(_bool(attention_mask)[..., : key.shape[2]])
+    elif query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        # Queries from the first key on: with more keys than queries, what is behind is a cache not filled yet.
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        mask = Causal()
+    return attention(query, key, value, mask, scale=scaling).transpose(1, 2), None
+
+
+def _bool(mask: Tensor) -> Tensor:
+    if mask.dtype.is_floating_point:
+        raise ValueError(
+            f"attention_mask: got {mask.dtype}, a mask that is added; pass a bool one, True where a key is visible"
+        )
+    return mask.bool()

@@ -1,0 +1,137 @@
+"""FlexAttention's BlockMask on our kernels: what becomes of it, and results beside torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask
+
+import attnforge
+from attnforge.bagel.packing import visible_from_definition
+from attnforge.runtime import flex
+
+Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+DOCUMENTS = torch.repeat_interleave(torch.arange(4), torch.tensor([70, 1, 150, 79]))
+HOLES = torch.rand(300, 300, generator=torch.Generator().manual_seed(0)) < 0.5
+
+
+def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return DOCUMENTS[q] == DOCUMENTS[k]
+
+
+MODS: dict[str, tuple[Mod, type]] = {
+    "everything": (lambda b, h, q, k: q >= 0, type(None)),
+    "causal": (lambda b, h, q, k: q >= k, attnforge.Causal),
+    "documents": (document, attnforge.Spans),
+    "causal documents": (lambda b, h, q, k: document(b, h, q, k) & (q >= k), attnforge.Spans),
+    "prefix": (lambda b, h, q, k: (k < 40) | (q >= k), attnforge.Spans),
+    "window": (lambda b, h, q, k: (q >= k) & (q - k < 33), attnforge.Spans),
+    "nothing": (lambda b, h, q, k: q < 0, attnforge.Spans),
+    "holes": (lambda b, h, q, k: HOLES[q, k], attnforge.DenseMask),
+    "heads": (lambda b, h, q, k: q >= k + h, attnforge.DenseMask),
+    "batch": (lambda b, h, q, k: q >= k * b, attnforge.DenseMask),
+}
+
+
+def dense(mask: Any, seq_q: int, seq_k: int) -> Tensor:
+    return torch.ones(seq_q, seq_k, dtype=torch.bool) if mask is None else mask.visible(seq_q, seq_k)
+
+
+@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("block", [128, 64])
+def test_a_block_mask_becomes_what_it_is(name: str, block: int) -> None:
+    mod, kind = MODS[name]
+    sizes = {"holes": (1, 1), "heads": (1, 2), "batch": (2, 1)}.get(name, (1, 2))
+    mask = create_block_mask(mod, *sizes, 300, 300, device="cpu", BLOCK_SIZE=block)
+    ours = attnforge.from_block_mask(mask)
+    assert type(ours) is kind
+    expected = create_mask(mod, *sizes, 300, 300, device="cpu")
+    assert torch.equal(dense(ours, 300, 300).expand(expected.shape), expected)
+    assert attnforge.from_block_mask(mask) is ours  # converted once
+
+
+@given(st.data())
+def test_packs_of_bagel(data: st.DataObject) -> None:
+    splits = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=6))
+    modes = data.draw(
+        st.lists(st.sampled_from(["causal", "full", "noise"]), min_size=len(splits), max_size=len(splits))
+    )
+    last = data.draw(st.integers(0, len(splits) - 1))
+    samples = [size for size in (sum(splits[:last]), sum(splits[last:])) if size]
+    visible = visible_from_definition(samples, splits, modes)
+    total = visible.shape[0]
+    mask = create_block_mask(
+        lambda b, h, q, k: visible[q, k], None, None, total, total, device="cpu", BLOCK_SIZE=64
+    )
+    ours = attnforge.from_block_mask(mask)
+    assert not isinstance(ours, attnforge.DenseMask)
+    assert torch.equal(dense(ours, total, total), visible)
+
+
+def test_other_lengths_and_block_sizes() -> None:
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q + 100 >= k) & (k < 311)
+
+    mask = create_block_mask(mod, 1, 1, 200, 333, device="cpu", BLOCK_SIZE=(64, 128))
+    ours = attnforge.from_block_mask(mask)
+    assert isinstance(ours, attnforge.Spans)
+    assert torch.equal(ours.visible(200, 333), create_mask(mod, 1, 1, 200, 333, device="cpu")[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [("cpu", torch.float32, 2e-5), pytest.param("cuda", torch.bfloat16, 3e-2, marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("name", ["everything", "causal", "prefix", "window"])
+def test_same_as_torch(name: str, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    mod, _ = MODS[name]
+    mask = create_block_mask(mod, 1, 1, 300, 300, device=device)
+    q, k, v = (
+        torch.randn(2, heads, 300, 32, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    )
+    ours = attnforge.flex_attention(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
+    assert isinstance(ours, Tensor)
+    visible = create_mask(mod, 1, 1, 300, 300, device=device)
+    theirs = F.scaled_dot_product_attention(q, k, v, visible, scale=0.3, enable_gqa=True)
+    for a, b in zip(
+        (ours, *torch.autograd.grad(ours.square().sum(), (q, k, v))),
+        (theirs, *torch.autograd.grad(theirs.square().sum(), (q, k, v))),
+        strict=True,
+    ):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_lse_as_torch_gives_it() -> None:
+    q, k, v = (torch.randn(1, 2, 130, 16) for _ in range(3))
+    expected = (q @ k.mT * 0.25).logsumexp(-1)
+    pair: Any = attnforge.flex_attention(q, k, v, return_lse=True)
+    assert (pair[1] - expected).abs().max() < 1e-4
+    again: Any = attnforge.flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
+    assert torch.equal(again[1].lse, pair[1])
+    assert torch.equal(again[0], pair[0])
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, heads, 300, 16) for heads in (2, 1, 1))
+    mask: BlockMask = create_block_mask(MODS["holes"][0], 1, 1, 300, 300, device="cpu")
+    with pytest.raises(ValueError, match="score_mod: not supported"):
+        attnforge.flex_attention(q, k, v, lambda s, b, h, i, j: s, enable_gqa=True)
+    with pytest.raises(ValueError, match="enable_gqa: is False"):
+        attnforge.flex_attention(q, k, v)
+    with pytest.raises(ValueError, match="max_scores"):
+        attnforge.flex_attention(q, q, q, return_aux=AuxRequest(max_scores=True))
+    with pytest.raises(TypeError, match="block_mask: got tuple"):
+        attnforge.flex_attention(q, q, q, block_mask=(1, 2))  # type: ignore[arg-type]
+    short = create_block_mask(MODS["causal"][0], 1, 1, 200, 200, device="cpu")
+    with pytest.raises(ValueError, match=r"is of \(200, 200\) queries and keys"):
+        attnforge.flex_attention(q, q, q, block_mask=short)
+    monkeypatch.setattr(flex, "DENSE_BYTES", 1000)
+    with pytest.raises(ValueError, match="more than one interval of queries"):
+        attnforge.from_block_mask(mask)

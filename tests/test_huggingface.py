@@ -1,0 +1,124 @@
+"""A transformers model on our kernels beside the same model on SDPA; needs `pip install transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnforge
+from attnforge.runtime import huggingface
+
+DEVICES = [
+    pytest.param("cpu", torch.float32, 2e-4, id="cpu"),
+    pytest.param("cuda", torch.bfloat16, 5e-2, id="gpu", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture
+def qwen() -> Any:
+    transformers = pytest.importorskip("transformers")
+    attnforge.register_huggingface()
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+    }  # fmt: skip
+
+    def make(implementation: str, device: str, dtype: torch.dtype, **changes: Any) -> Any:
+        torch.manual_seed(0)
+        model = transformers.Qwen2ForCausalLM._from_config(
+            transformers.Qwen2Config(**(sizes | changes)), attn_implementation=implementation
+        )
+        return model.to(device, dtype)
+
+    return make
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **rest: Any) -> Any:
+        seen.append(mask)
+        return attnforge.attention(q, k, v, mask, **rest)
+
+    monkeypatch.setattr(huggingface, "attention", spy)
+    return seen
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("case", ["causal", "padded", "packed", "window"])
+def test_a_model_is_the_same(
+    case: str, device: str, dtype: torch.dtype, tolerance: float, qwen: Any, calls: list[Any]
+) -> None:
+    tokens = torch.randint(1, 64, (2, 30), generator=torch.Generator().manual_seed(1)).to(device)
+    arguments: dict[str, Any] = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    if case == "padded":
+        arguments["attention_mask"] = (torch.arange(30) >= torch.tensor([[0], [7]])).long().to(device)
+    if case == "packed":
+        arguments["position_ids"] = (
+            torch.cat([torch.arange(12), torch.arange(18)])[None].expand(2, 30).to(device)
+        )
+    changes = (
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 2}
+        if case == "window"
+        else {}
+    )
+    results = []
+    for implementation in ("sdpa", "attnforge"):
+        model = qwen(implementation, device, dtype, **changes)
+        output = model(**arguments)
+        output.loss.backward()
+        gradient = model.model.layers[0].self_attn.k_proj.weight.grad
+        visible = arguments.get("attention_mask", torch.ones_like(tokens)).bool()
+        results.append((output.logits[visible].float(), gradient.float()))
+    assert len(calls) == 2
+    assert {type(mask) for mask in calls} == {attnforge.Causal if case == "causal" else attnforge.DenseMask}
+    for theirs, ours in zip(*results, strict=True):
+        assert (theirs - ours).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_generation_is_the_same(qwen: Any) -> None:
+    prompt = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    theirs, ours = (
+        qwen(name, "cpu", torch.float32).generate(prompt, **options) for name in ("sdpa", "attnforge")
+    )
+    assert torch.equal(theirs, ours)
+
+
+def call(**rest: Any) -> Tensor:
+    q, k, v = (
+        torch.randn(2, heads, 20, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)
+    )
+    mask = rest.pop("attention_mask", None)
+    module = nn.Module()
+    return huggingface.attention_forward(module, q, k, v, mask, **rest)[0]
+
+
+def test_the_function_itself(calls: list[Any]) -> None:
+    """What models call; runs without transformers."""
+    assert call().shape == (2, 20, 4, 16)
+    call(is_causal=False)
+    call(attention_mask=torch.ones(2, 1, 20, 25, dtype=torch.bool).tril())
+    assert [type(mask) for mask in calls] == [attnforge.Causal, type(None), attnforge.DenseMask]
+    assert torch.allclose(
+        call(), call(attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()), atol=1e-5
+    )
+    assert not torch.allclose(call(), call(scaling=1.0), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dropout": 0.1}, "dropout: got 0.1"),
+        ({"softcap": 30.0}, "softcap: not supported"),
+        ({"s_aux": torch.zeros(4)}, "s_aux: not supported"),
+        ({"attention_mask": torch.zeros(1, 1, 20, 20)}, "a mask that is added"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**arguments)

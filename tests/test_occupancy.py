@@ -1,0 +1,123 @@
+"""The simulated schedule: its order is the template's, its arithmetic that of small cases worked out by hand."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnforge.bagel.cases import make_case
+from attnforge.bagel.occupancy import CACHE_BYTES, Costs, Order, _ranks, simulate
+from attnforge.bagel.occupancy_picture import FILL, LOSS, draw_schedules
+from attnforge.bagel.packing import PackedMask
+from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime.case import Case
+
+CPU = torch.device("cpu")
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+def documents(*lengths: int, heads: int = 1) -> Case:
+    """Documents that see all of themselves."""
+    mask = PackedMask(lengths, lengths, ["full"] * len(lengths), CPU)
+    total = sum(lengths)
+    return Case("documents", 1, heads, 1, total, total, 64, DType.BFLOAT16, mask, mask.pairs, CPU)
+
+
+def test_the_cache_budget_is_the_templates() -> None:
+    text = (Path(__file__).parent.parent / "templates" / "gpu" / "order.cuh.jinja").read_text()
+    match = re.search(r"kCacheBytes = \{\{ (\d+) if forward else (\d+) \}\} << 20;", text)
+    assert match is not None
+    assert {FORWARD: int(match[1]) << 20, BACKWARD: int(match[2]) << 20} == CACHE_BYTES
+
+
+def place(case: Case, direction: Direction, tiles: int, split: bool, index: int) -> tuple[int, int]:
+    """(rank, plane) as the template's place_of computes it, one index at a time."""
+    forward = direction is FORWARD
+    heads = case.heads_q if forward or split else case.heads_kv
+    together = heads // case.heads_kv if forward else 1
+    size = 4 * case.head_dim * case.seq_k if forward else 8 * case.head_dim * case.seq_q
+    fits = max(((32 if forward else 40) << 20) // size, 1)
+    section = min(fits, heads // together * case.batch) * together
+    first = index // (section * tiles) * section
+    width = min(section, heads * case.batch - first)
+    rest = index - first * tiles
+    return rest // width, first + rest % width
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
+@pytest.mark.parametrize("pack", ["pretrain/0", "finetune/0", "full/3x8192"])
+def test_pieces_start_in_the_templates_order(pack: str, direction: Direction, split: bool) -> None:
+    case, tiles = make_case(pack, "7B", DType.BFLOAT16, CPU), 7
+    heads = case.heads_q if direction is FORWARD or split else case.heads_kv
+    places = [place(case, direction, tiles, split, index) for index in range(tiles * heads * case.batch)]
+    assert _ranks(case, direction, tiles, split).tolist() == [rank for rank, _ in places]
+    assert set(Counter(places).values()) == {1}
+    assert len(places) == tiles * heads * case.batch
+
+
+@pytest.mark.parametrize(
+    ("order", "busy"),
+    [
+        # Pieces of 3, 3, 3, 2, 2, 1 tiles. Rounds of two, the second backwards: 3 + 2 + 2 and 3 + 3 + 1.
+        ("rounds", [7, 7]),
+        ("free", [7, 7]),
+    ],
+)
+def test_small_schedule_by_hand(order: Order, busy: list[int]) -> None:
+    case = documents(48, 32, 16)
+    found = simulate(case, FORWARD, 16, 16, order, multiprocessors=2)
+    assert (found.full, found.masked) == (14, 0)
+    assert list(found.busy) == busy
+    assert found.tile_use == found.balance == found.allowed == 1.0
+
+
+def test_waste_tail_and_costs() -> None:
+    case = documents(24, 24)  # tiles of 16: the middle one belongs to both documents
+    found = simulate(case, FORWARD, 16, 16, "free", multiprocessors=2)
+    assert found.full == 2
+    assert found.masked == 5
+    assert found.tile_use == pytest.approx(2 * 24 * 24 / (7 * 256))
+    assert sorted(found.busy) == [3, 4]  # 3, then 2 and 2
+    assert found.balance == pytest.approx(7 / 8)
+    assert found.allowed == pytest.approx(found.tile_use * found.balance)
+    dear = simulate(case, FORWARD, 16, 16, "free", costs=Costs(masked=2.0, piece=0.5), multiprocessors=2)
+    assert sum(dear.busy) == 2 + 5 * 2 + 3 * 0.5
+    assert dear.allowed < found.allowed
+    assert [found.running(time) for time in (0.0, 3.5, 4.0)] == [2, 1, 0]
+
+
+def test_rounds_deal_from_both_ends() -> None:
+    case = documents(64, 48, 32, 16)  # pieces of 4 4 4 4 3 3 3 2 2 1
+    found = simulate(case, FORWARD, 16, 16, "rounds", multiprocessors=4)
+    assert list(found.busy) == [4 + 2 + 2, 4 + 3 + 1, 4 + 3, 4 + 3]
+    few = simulate(documents(16), FORWARD, 16, 16, "rounds", multiprocessors=4)
+    assert list(few.busy) == [1, 0, 0, 0]
+
+
+def test_backward_pieces_are_key_tiles_of_q_or_kv_heads() -> None:
+    case = documents(48, heads=3)
+    split, whole = (
+        simulate(case, BACKWARD, 16, 16, "free", split, multiprocessors=2) for split in (True, False)
+    )
+    assert sum(split.busy) == sum(whole.busy) == 27
+    assert sorted(split.busy) == [12, 15]  # nine pieces of 3
+    assert sorted(whole.busy) == [9, 18]  # three pieces of 9
+
+
+def test_dense_masks() -> None:
+    for name, tiles in (("full/64", 16), ("causal/64", 10)):
+        found = simulate(make_case(name, "1/1/64", DType.BFLOAT16, CPU), FORWARD, 16, 16, multiprocessors=1)
+        assert found.busy == (tiles,)
+    assert found.allowed == pytest.approx(64 * 65 / 2 / (10 * 256))
+
+
+def test_picture_shows_work_and_idleness() -> None:
+    found = simulate(documents(48, heads=3), BACKWARD, 16, 16, "free", False, multiprocessors=2)
+    image = draw_schedules("title", [("one", found)])
+    colours = {colour for _, colour in image.getcolors(1 << 24) or []}
+    assert {FILL, LOSS} <= colours
