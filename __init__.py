@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnforge import bagel as bagel
     from attnforge.runtime.aten import register_torch as register_torch
+    from attnforge.runtime.checkpointing import save_attention as save_attention
+    from attnforge.runtime.checkpointing import save_attention_policy as save_attention_policy
     from attnforge.runtime.context_parallel import context_parallel as context_parallel
     from attnforge.runtime.dropins import flash_attn_func as flash_attn_func
     from attnforge.runtime.dropins import flash_attn_varlen_func as flash_attn_varlen_func
@@ -42,6 +44,8 @@ __all__ = [
     "from_block_mask",
     "register_huggingface",
     "register_torch",
+    "save_attention",
+    "save_attention_policy",
     "sdpa",
 ]
 
@@ -50,6 +54,8 @@ _HOME = {
     "Causal": "attnforge.runtime.masks",
     "DenseMask": "attnforge.runtime.masks",
     "Spans": "attnforge.runtime.masks",
+    "save_attention": "attnforge.runtime.checkpointing",
+    "save_attention_policy": "attnforge.runtime.checkpointing",
     "context_parallel": "attnforge.runtime.context_parallel",
     "disable": "attnforge.runtime.sdpa",
     "enable": "attnforge.runtime.sdpa",
