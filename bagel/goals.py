@@ -92,7 +92,7 @@ STEPS = (
         "pretrain 28/4/128",
         STEP,
         tuple((f"pretrain/{seed}", "7B") for seed in range(SEEDS)),
-        FLEX,
+        (*FLEX, "flex-bagel"),
         None,
         (("flex", 1.7), ("flex-fa4", 1.35)),
     ),

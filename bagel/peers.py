@@ -95,14 +95,18 @@ def as_unavailable() -> Iterator[None]:
         raise Unavailable(f"{type(error).__name__}: {words[:200]}") from error
 
 
-def attention_of(name: str, case: Case) -> Attention:
-    """The peer as a function of q, k and v, its mask made. Raises Unavailable, or what the peer raises."""
+def attention_of(name: str, case: Case, often: bool = False) -> Attention:
+    """The peer as a function of q, k and v, its mask made. Raises Unavailable, or what the peer raises.
+
+    `often`: masks are made again and again, which FlexAttention does quickest by compiling all of
+    create_block_mask. "flex-bagel" never does, as BAGEL's trainer never does; it is "flex" otherwise.
+    """
     if name in EXTRA:
         return EXTRA[name](case)
-    if name == "flex":
-        return _flex(case)
+    if name in ("flex", "flex-bagel"):
+        return _flex(case, often=True) if often and name == "flex" else _flex(case)
     if name == "flex-fa4":
-        return _flex(case, "FLASH")
+        return _flex(case, "FLASH", often)
     if name in FA4:
         return fa4.attention(case, False if name == "fa4-nopack" else None)
     if name == "sdpa-samples":
@@ -192,15 +196,18 @@ def _samples(case: Case) -> Attention:
     return call
 
 
-def _flex(case: Case, backend: str | None = None) -> Attention:
+def _flex(case: Case, backend: str | None = None, often: bool = False) -> Attention:
     """Compiled; `backend` "FLASH" is FA4's kernels under FlexAttention's interface, None torch's Triton ones."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     mod = _mask_mod(case)
-    lengths = (case.seq_q, case.seq_k)
+    size = (None, None, case.seq_q, case.seq_k, case.device)
     # Compiled, nothing S x S is stored; on the CPU compiling it costs more than it saves.
     compiled = case.device.type == "cuda"
-    block_mask = mod and create_block_mask(mod, None, None, *lengths, case.device, _compile=compiled)
+    if often and compiled:
+        block_mask = mod and _compiled_block_mask()(mod, *size)
+    else:
+        block_mask = mod and create_block_mask(mod, *size, _compile=compiled)
     flex = _compiled_flex()
     options = {"BACKEND": backend} if backend else None
 
@@ -211,6 +218,13 @@ def _flex(case: Case, backend: str | None = None) -> Attention:
         return out
 
     return call
+
+
+@cache
+def _compiled_block_mask() -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
 
 
 @cache

@@ -130,11 +130,9 @@ def _step(name: str, case: Case, sets: Sequence[Inputs]) -> Call:
     peer = name.removesuffix(LAYER)
 
     def attention(of: Case) -> Attention:
-        return (
-            (lambda q, k, v: ops.attention(q, k, v, of.mask))
-            if peer == OURS
-            else peers.attention_of(peer, of)
-        )
+        if peer == OURS:
+            return lambda q, k, v: ops.attention(q, k, v, of.mask)
+        return peers.attention_of(peer, of, often=not name.endswith(LAYER))
 
     ready = attention(case) if name.endswith(LAYER) else None
 

@@ -149,7 +149,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.6, help="of timed calls per case")
     parser.add_argument("--turns", type=int, default=40, help="at most")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds after which no case is begun")
-    parser.add_argument("--jobs", type=int, default=10, help="processes that compile")
+    parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     parser.add_argument("--no-warm", action="store_true", help="everything is compiled already")
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--device", default="cuda")

@@ -149,7 +149,7 @@ def test_a_step_is_shown_for_one_layer_and_for_all() -> None:
 
 
 def test_goals_name_real_cases() -> None:
-    known = {*peers.NAMES["cuda"], "triton"}
+    known = {*peers.NAMES["cuda"], "triton", "flex-bagel"}
     for goals in GOALS.values():
         assert len({(goal.label, goal.work) for goal in goals}) == len(goals)
         for goal in goals:
@@ -293,3 +293,14 @@ def test_goals_on_a_gpu(tmp_path: Path) -> None:
         found = play(Goal("x", work, (("finetune/0", "0.5B"),), ("flex",)), case, seconds=0.05, errors=True)
         assert found.entries[OURS].ms, found.entries[OURS].note
         assert found.entries[MATMUL].tflops
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flex", "flex-bagel"])
+def test_masks_made_often_are_the_same_on_a_gpu(name: str) -> None:
+    splits, modes = [40, 90, 30, 70, 120], ["causal", "noise", "causal", "full", "causal"]
+    mask = PackedMask([160, 190], splits, modes, torch.device("cuda"))
+    case = Case("pack", 1, 4, 2, 350, 350, 64, DType.BFLOAT16, mask, mask.pairs, torch.device("cuda"))
+    x = case.inputs()
+    once, often = (peers.attention_of(name, case, often)(x.q, x.k, x.v) for often in (False, True))
+    torch.testing.assert_close(once, often)
