@@ -68,8 +68,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, differentiable in q, k and v.
 
-    q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv); bfloat16 or float16 on a GPU, float32 or bfloat16
-        on the CPU; any strides with a unit last one. Query head h reads key head h // (Hq / Hkv). A packed
+    q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv); float32 (never less exact), bfloat16 or, on a
+        GPU, float16; any strides with a unit last one. Query head h reads key head h // (Hq / Hkv). A packed
         (T, H, D) goes in as x.transpose(0, 1)[None], uncopied. D and Dv: 1 to 256.
     mask: None (all pairs), Causal(), Spans(starts, ends) or DenseMask(bool tensor). A row that sees no key gives
         zeros, and zero gradients.
