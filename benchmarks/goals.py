@@ -129,7 +129,16 @@ def measure(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> list
             log.write(json.dumps(line.to_json()) + "\n")
             log.flush()
             print(f"{one_line(line)} [{time.time() - since:.1f} s]", flush=True)
+            write_tables(list(lines.values()), args)  # a run may be cut off
     return list(lines.values())
+
+
+def write_tables(lines: list[Line], args: argparse.Namespace) -> str:
+    """Write DIR/goals.md: all tables, and the goals that were missed."""
+    text = markdown(lines, machine(torch.device(args.device)))
+    text += "\n".join(("", "Missed:", "", *(f"- {one}" for one in missed(lines) or ["nothing"]), ""))
+    (args.out / "goals.md").write_text(text)
+    return text
 
 
 def one_case(goal: Goal, case: Case, args: argparse.Namespace, alone: bool) -> Line:
@@ -168,11 +177,7 @@ def main() -> None:
     rows = chosen(args)
     if not args.no_warm:
         warm(rows, args)
-    lines = measure(rows, args)
-    text = markdown(lines, machine(torch.device(args.device)))
-    (args.out / "goals.md").write_text(text)
-    print(text)
-    print("\n".join(("missed:", *(missed(lines) or ["nothing"]))))
+    print(write_tables(measure(rows, args), args))
 
 
 if __name__ == "__main__":

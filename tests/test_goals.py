@@ -251,6 +251,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines[1].entries[OURS].ms
     assert lines[2].entries["sdpa-flash"].ms
     before = log.read_text()
+    assert "the process died (causal/96 0.5B fwd" in (tmp_path / "goals.md").read_text()
     again = module["measure"](rows, argparse.Namespace(**options))
     assert sorted(again, key=str) == sorted(lines, key=str)
     assert log.read_text() == before
