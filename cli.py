@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.syntax import Syntax
 
-from attnforge.bagel.openkernel_commands import challenge, export
+from attnforge.bagel.openkernel_commands import challenge, export, model_command
 from attnforge.bagel.shell import Commands
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
@@ -296,7 +296,7 @@ def doctor() -> None:
         raise click.ClickException("something is missing: see the remedies above")
 
 
-for command in (challenge, export):
+for command in (challenge, export, model_command):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -167,3 +167,25 @@ def _final(device: torch.device, module: str, dtypes: tuple[str, ...], json_out:
         console.print(final_table(results, dtype))
     console.print("\n".join(ratios(results, module)), soft_wrap=True)
     return [f"{row.shape} {row.dtype} {row.name}: {row.note}" for row in results if row.wrong]
+
+
+@click.command("model")
+@click.option(
+    "--arch",
+    "archs",
+    type=click.Choice(["sm80", "sm86", "sm89", "sm120"]),
+    multiple=True,
+    help="[default: all]",
+)
+@click.option("--head-dim", "head_dims", type=int, multiple=True, help="Only these. [default: all]")
+@click.option("--table-out", type=DIRECTORY, help="Folder for the tables, not generated/tuned.")
+def model_command(archs: tuple[str, ...], head_dims: tuple[int, ...], table_out: Path | None) -> None:
+    """Choose kernels for GPUs that nothing was measured on, by a model; compiles what it chooses."""
+    from attnforge.bagel.modelled import ARCHS, write_tables
+    from attnforge.runtime.tables import DIRECTORY as TUNED
+
+    def told(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    for path in write_tables(tuple(map(Arch, archs)) or ARCHS, table_out or TUNED, told, head_dims):
+        console.print(f"{path}: modelled, not measured", soft_wrap=True)

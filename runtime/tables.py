@@ -1,6 +1,7 @@
 """Tuned tables: which variant won which problem class on which device, as JSON that people read and review.
 
-`generated/tuned/<device>.json` holds a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`.
+`generated/tuned/<device>.json` holds a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`. Tables of
+`generated/tuned/modelled/<arch>.json` were computed (bagel/modelled.py), not measured: they count after all others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.spec import Arch, Problem, Spec
 
 DIRECTORY = Path(__file__).parent.parent / "generated" / "tuned"
+MODELLED = "modelled"  # folder of the tables that were computed
 
 
 @dataclass(frozen=True)
@@ -115,23 +117,27 @@ def choose(
 
     An entry counts if direction, head_dim and element size agree; its tuning is then re-planned for the
     call's own dtype, mask and alignment. Nearest means, in this order: this device before another of the same
-    architecture, same mask, same dtype, nearest length (in octaves), nearest GQA ratio, and the faster.
+    architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest GQA ratio,
+    and the faster.
     """
     ranked = []
     for path in _tables(name, problem.arch, directory):
-        for entry in load(path.stem, directory):
+        rank = 2 if path.parent.name == MODELLED else int(path != table_path(name, directory))
+        for entry in load(path.stem, path.parent):
             if _counts(entry.spec.problem, problem):
-                ranked.append(
-                    (_distance(entry, problem, group, size), path != table_path(name, directory), entry, path)
-                )
+                ranked.append((_distance(entry, problem, group, size), rank, entry, path))
     ranked.sort(key=lambda item: (item[1], item[0], item[2].spec.slug))
-    for _, _, entry, path in ranked:
+    for _, rank, entry, path in ranked:
         spec = Spec(problem, entry.spec.tuning)
         try:
             make_plan(spec)
         except Infeasible:
             continue
-        yield spec, f"tuned as {entry.spec.slug} for {entry.size} rows, GQA ratio {entry.group} ({path.name})"
+        verb = "modelled, not measured," if rank == 2 else "tuned"
+        yield (
+            spec,
+            f"{verb} as {entry.spec.slug} for {entry.size} rows, GQA ratio {entry.group} ({path.name})",
+        )
 
 
 def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
@@ -139,7 +145,9 @@ def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
     own = table_path(name, directory)
     if arch is Arch.CPU:
         return [own] if own.exists() else []
-    return sorted(path for path in directory.glob("*.json") if not path.name.startswith("cpu-"))
+    found = sorted(path for path in directory.glob("*.json") if not path.name.startswith("cpu-"))
+    modelled = directory / MODELLED / f"{arch.value}.json"
+    return [*found, modelled] if modelled.exists() else found
 
 
 def _counts(tuned: Problem, problem: Problem) -> bool:
