@@ -159,13 +159,13 @@ def _final(device: torch.device, module: str, dtypes: tuple[str, ...], json_out:
 
     chosen = tuple(TORCH_DTYPES[DType(name)] for name in dtypes) or None
     results = []
-    for result in run_final(device, operator(module), module, chosen):
+    for result in run_final(device, operator(module), chosen):
         results.append(result)
         if json_out is not None:
             json_out.write_text(json.dumps(to_json(results), indent=1) + "\n")
     for dtype in dict.fromkeys(row.dtype for row in results):
         console.print(final_table(results, dtype))
-    console.print("\n".join(ratios(results, module)), soft_wrap=True)
+    console.print("\n".join(ratios(results)), soft_wrap=True)
     return [f"{row.shape} {row.dtype} {row.name}: {row.note}" for row in results if row.wrong]
 
 

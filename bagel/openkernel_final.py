@@ -30,7 +30,7 @@ BACKENDS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
 }
-NAIVE = "naive"
+OURS, NAIVE = "ours", "naive"
 
 
 @dataclass
@@ -51,7 +51,8 @@ def shapes(device: torch.device) -> tuple[Shape, ...]:
     """The ten; on a CPU with fewer heads and a sixteenth of the rows."""
     if device.type != "cpu":
         return FINAL
-    return tuple(Shape(s.batch, min(s.heads, 3), s.rows // 16, s.head_dim) for s in FINAL)
+    small = (Shape(s.batch, min(s.heads, 3), s.rows // 16, s.head_dim) for s in FINAL)
+    return tuple(dict.fromkeys(small))
 
 
 def draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -63,19 +64,17 @@ def draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]
 
 
 def run_final(
-    device: torch.device, ours: Attention, name: str, dtypes: tuple[torch.dtype, ...] | None = None
+    device: torch.device, ours: Attention, dtypes: tuple[torch.dtype, ...] | None = None
 ) -> Iterator[Result]:
     """`ours` and its peers on every shape. Peers are those of the device that take a mask; naive in float32 only."""
     if dtypes is None:  # the CPU has no float16 kernels
         dtypes = tuple(d for d in TOLERANCES if device.type != "cpu" or d is not torch.float16)
     for dtype in dtypes:
         for shape in shapes(device):
-            yield from _contest(shape, dtype, device, ours, name)
+            yield from _contest(shape, dtype, device, ours)
 
 
-def _contest(
-    shape: Shape, dtype: torch.dtype, device: torch.device, ours: Attention, name: str
-) -> Iterator[Result]:
+def _contest(shape: Shape, dtype: torch.dtype, device: torch.device, ours: Attention) -> Iterator[Result]:
     q, k, v, dout = draw(shape, dtype, device)
     blocked = final_mask(shape.rows, device)
     exact = reference(q, k, v, DenseMask(~blocked), dout=dout)
@@ -83,18 +82,18 @@ def _contest(
     assert exact.dk is not None
     assert exact.dv is not None
     expected = {"out": exact.out, "dq": exact.dq, "dk": exact.dk, "dv": exact.dv}
-    contestants = {name: ours, **_peers(device, ~blocked)}
+    contestants = {OURS: ours, **_peers(device, ~blocked)}
     if dtype is torch.float32:
         contestants[NAIVE] = naive
     for who, attention in contestants.items():
         result = Result(shape, dtype, who)
         try:
             result.errors, problems = check(attention, (q, k, v, dout), blocked, expected)
-            if who == name and problems:
+            if who == OURS and problems:
                 result.wrong, result.note = True, "; ".join(problems)
             _time(result, attention, (q, k, v, dout), blocked)
         except (RuntimeError, ValueError, TypeError) as error:
-            result.wrong = who == name
+            result.wrong = who == OURS
             result.note = " ".join(str(error).split())[:160]
         yield result
 

@@ -10,7 +10,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from attnforge.bagel.openkernel_final import NAIVE, Result
+from attnforge.bagel.openkernel_final import NAIVE, OURS, Result
 from attnforge.bagel.openkernel_run import Timed, Training
 
 ERRORS = ("out", "dq", "dk", "dv")
@@ -60,13 +60,13 @@ def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def ratios(results: Sequence[Result], ours: str) -> list[str]:
+def ratios(results: Sequence[Result]) -> list[str]:
     """By dtype: geometric means over the shapes of the best backend's time over ours, and of the naive way's."""
     lines = []
     for dtype in dict.fromkeys(row.dtype for row in results):
         for measure, words in (("forward_ms", "forward"), ("both_ms", "forward + backward")):
             for peer in ("torch's best backend", NAIVE):
-                logs = _logs([row for row in results if row.dtype is dtype], ours, measure, peer)
+                logs = _logs([row for row in results if row.dtype is dtype], measure, peer)
                 if logs:
                     mean = math.exp(sum(logs) / len(logs))
                     name = str(dtype).removeprefix("torch.")
@@ -74,11 +74,11 @@ def ratios(results: Sequence[Result], ours: str) -> list[str]:
     return lines
 
 
-def _logs(results: Sequence[Result], ours: str, measure: str, peer: str) -> list[float]:
+def _logs(results: Sequence[Result], measure: str, peer: str) -> list[float]:
     logs = []
     for shape in dict.fromkeys(row.shape for row in results):
         rows = {row.name: getattr(row, measure) for row in results if row.shape == shape}
-        own = rows.pop(ours, None)
+        own = rows.pop(OURS, None)
         rows = {name: ms for name, ms in rows.items() if ms and (name == NAIVE) == (peer == NAIVE)}
         if own and rows:
             logs.append(math.log(min(rows.values()) / own))

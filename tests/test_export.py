@@ -25,13 +25,14 @@ from attnforge.codegen.tree import Tree
 from attnforge.runtime import export
 from attnforge.runtime.reference import reference
 
+SHAPES = [export.Shape(1, 2, 96, 41)]  # a multiple of nothing
+
 
 @pytest.fixture(scope="session")
 def tree() -> Tree:
     """Few kernels, for the time that they take to compile."""
-    shapes = [export.Shape(1, 2, 96, 40)]
-    items = export.collect(Arch.CPU, shapes, (DType.FLOAT32,), (Mask.CAUSAL, Mask.SPANS), DIRECTIONS)
-    items += export.collect(Arch.CPU, shapes, (DType.BFLOAT16,), (Mask.SPANS,), DIRECTIONS)
+    items = export.collect(Arch.CPU, SHAPES, (DType.FLOAT32,), (Mask.SPANS, Mask.DENSE), DIRECTIONS)
+    items += export.collect(Arch.CPU, SHAPES, (DType.BFLOAT16,), (Mask.DENSE,), DIRECTIONS)
     return Tree(NAME, Arch.CPU, items)
 
 
@@ -143,15 +144,36 @@ def test_its_own_checks_pass(directory: Path) -> None:
     assert run(directory, "verify.py").endswith("all right\n")
 
 
+def test_the_contract_of_the_challenge_holds(tree: Tree, directory: Path, tmp_path: Path) -> None:
+    """Its interface around the same library, which only differs in kernels that it has besides."""
+    dense = tuple(item for item in tree.items if item.spec.problem.mask is Mask.DENSE)
+    export.write(dataclasses.replace(tree, items=dense, contract=True), tmp_path / "custom_kernel", COMMAND)
+    for library in (directory / NAME).glob("_C*.so"):
+        shutil.copy(library, tmp_path / "custom_kernel" / NAME)
+    assert run(tmp_path / "custom_kernel", "verify.py").endswith("all right\n")
+
+
+def test_a_dense_mask_may_differ_by_head(package: ModuleType) -> None:
+    q, k, v = (draw(2, 4, 37, 41, grad=True) for _ in range(3))
+    visible = torch.rand(1, 4, 37, 37) < 0.4
+    out = package.attention(q, k, v, visible)
+    from attnforge.runtime.masks import DenseMask
+
+    exact = reference(q.detach(), k.detach(), v.detach(), DenseMask(visible), dout=torch.ones_like(out))
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    for ours, theirs in ((out, exact.out), (dq, exact.dq), (dk, exact.dk), (dv, exact.dv)):
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
+
+
 def spans(rows: int) -> tuple[Tensor, Tensor]:
     starts = torch.arange(rows, dtype=torch.int32) // 20 * 20
     return starts, (starts + 20).clamp(max=rows)
 
 
 def test_any_strides_and_gradients_in_any_layout(package: ModuleType) -> None:
-    base = draw(2, 50, 3, 41)  # (batch, rows, heads, 41): rows of 40 that no kernel's alignment fits
-    q, k = (base[..., i : i + 40].transpose(1, 2).requires_grad_() for i in (0, 1))
-    v = draw(2, 3, 40, 50).transpose(2, 3).requires_grad_()
+    base = draw(2, 50, 3, 43)  # (batch, rows, heads, columns)
+    q, k = (base[..., i : i + 41].transpose(1, 2).requires_grad_() for i in (0, 1))
+    v = draw(2, 3, 41, 50).transpose(2, 3).requires_grad_()  # columns apart: copied
     out = package.attention(q, k, v, spans(50))
     assert isinstance(out, Tensor)
     (dq, dk, dv) = torch.autograd.grad(out.sum(), (q, k, v))  # the gradient is one number, expanded
@@ -163,7 +185,7 @@ def test_any_strides_and_gradients_in_any_layout(package: ModuleType) -> None:
 
 
 def test_it_can_be_compiled(package: ModuleType) -> None:
-    x = [draw(1, 2, 33, 40, grad=True) for _ in range(3)]
+    x = [draw(1, 2, 33, 41, grad=True) for _ in range(3)]
     mask = spans(33)
     compiled = torch.compile(
         lambda q, k, v: package.attention(q, k, v, mask) * 2, fullgraph=True, backend="aot_eager"
@@ -175,7 +197,7 @@ def test_it_can_be_compiled(package: ModuleType) -> None:
 
 
 def test_schema_and_fakes_are_right(package: ModuleType) -> None:
-    q, k, v = (draw(1, 4, 20, 40, grad=True) for _ in range(3))
+    q, k, v = (draw(1, 4, 20, 41, grad=True) for _ in range(3))
     op = getattr(torch.ops, NAME).forward.default
     torch.library.opcheck(op, (q, k, v, list(spans(20)), 2, None))
 
@@ -184,21 +206,23 @@ def test_schema_and_fakes_are_right(package: ModuleType) -> None:
     ("call", "message"),
     [
         ({"q": draw(1, 2, 8, 48)}, r"no forward kernel for Float, head_dim 48.*export again"),
-        ({"q": draw(1, 2, 8, 40, dtype=torch.float64)}, r"no forward kernel for Double"),
-        ({"q": draw(2, 8, 40)}, r"q: got shape \[2, 8, 40\]"),
-        ({"k": draw(1, 2, 8, 24)}, r"k: got head_dim 24, but q has 40"),
-        ({"k": draw(1, 3, 8, 40), "v": draw(1, 3, 8, 40)}, r"multiple of the 3 heads"),
-        ({"v": draw(1, 2, 9, 40)}, r"v: got shape"),
-        ({"v": draw(1, 2, 8, 40, dtype=torch.bfloat16)}, r"v: is BFloat16, but q is Float"),
+        ({"q": draw(1, 2, 8, 41, dtype=torch.float64)}, r"no forward kernel for Double"),
+        ({"q": draw(2, 8, 41)}, r"q: got shape \[2, 8, 41\]"),
+        ({"k": draw(1, 2, 8, 24)}, r"k: got head_dim 24, but q has 41"),
+        ({"k": draw(1, 3, 8, 41), "v": draw(1, 3, 8, 41)}, r"multiple of the 3 heads"),
+        ({"v": draw(1, 2, 9, 41)}, r"v: got shape"),
+        ({"v": draw(1, 2, 8, 41, dtype=torch.bfloat16)}, r"v: is BFloat16, but q is Float"),
         ({"mask": None}, r"no forward kernel .* mask full.*\n +fwd_cpu"),
         ({"mask": tuple(x[:7] for x in spans(8))}, r"vectors of length 8"),
+        ({"mask": torch.ones(8, 9, dtype=torch.bool)}, r"mask: got shape \[8, 9\]"),
+        ({"mask": torch.ones(8, 8)}, r"mask: is Float, expected bool"),
         ({"mask": "banded"}, r"mask: got 'banded'"),
         ({"scale": -1.0}, r"scale: got -1"),
     ],
 )
 def test_what_it_cannot_run_is_said(package: ModuleType, call: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"mask": spans(8)} | call
-    q = given.pop("q", draw(1, 2, 8, 40))
+    q = given.pop("q", draw(1, 2, 8, 41))
     k, v = (given.pop(name, torch.randn_like(q)) for name in ("k", "v"))
     with pytest.raises(RuntimeError, match=re.compile(message, re.DOTALL)):
         package.attention(q, k, v, **given)
