@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from itertools import product
 
 from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.plan_sm80 import columns_unit, up
 from attnforge.codegen.spec import (
     TUNINGS,
     Direction,
+    Mask,
     Problem,
     Sm80Backward,
     Sm80Forward,
@@ -28,6 +30,11 @@ FORWARD_GUESSES = (
     (256, Sm80Forward(64, 64, 4, 1, False)),
     (256, Sm80Forward(64, 32, 4, 1, False)),
 )
+# Rows aligned to 2 bytes pass through registers: more warps, which hold fewer of them and wait for each other's.
+UNALIGNED_GUESSES = (
+    (128, Sm80Forward(128, 64, 8, 1, False)),
+    (256, Sm80Forward(128, 32, 8, 1, False)),
+)
 BACKWARD_GUESSES = (
     (64, Sm80Backward(64, 128, 8, 2, 4, 8, 4, False, False)),
     (64, Sm80Backward(64, 128, 8, 1, 4, 8, 4, False, False)),
@@ -36,7 +43,13 @@ BACKWARD_GUESSES = (
     (128, Sm80Backward(64, 64, 8, 1, 4, 4, 4, False, False)),
     (128, Sm80Backward(64, 64, 4, 1, 4, 4, 4, False, False)),
     (128, Sm80Backward(32, 64, 4, 1, 2, 4, 2, False, False)),
+    (256, Sm80Backward(64, 64, 8, 1, 4, 4, 4, False, False)),
+    (256, Sm80Backward(64, 64, 8, 1, 4, 2, 4, False, False)),
+    (192, Sm80Backward(32, 64, 8, 1, 2, 4, 2, False, False)),
+    (256, Sm80Backward(32, 32, 4, 1, 2, 2, 2, False, False)),
 )
+# More columns than this, as a multiple of head_dim, are too many to compute only to drop them.
+PADDING = 1.2
 # Of the mma.sync backward: (tile_m, tile_n), and (warps, warps_sdp, warps_dkv, warps_dq). Other grids of the same
 # tile differ by a few percent at most (docs/performance.md).
 BACKWARD_TILES = ((64, 128), (64, 64), (128, 128), (128, 64), (32, 128), (32, 64))
@@ -95,20 +108,34 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
         forward = problem.direction is Direction.FORWARD
         yield from (_hopper_forward if forward else _hopper_backward)(problem.head_dim)
     elif problem.direction is Direction.FORWARD:
-        yield from (tuning for limit, tuning in FORWARD_GUESSES if problem.head_dim <= limit)
+        yield from (tuning for limit, tuning in _forward_guesses(problem) if problem.largest_dim <= limit)
         for tile_m, tile_n, warps, stages, q_in_regs in product(
             (128, 64, 256), (64, 128, 32, 96), (4, 8), (2, 1, 3), (False, True)
         ):
             yield Sm80Forward(tile_m, tile_n, warps, stages, q_in_regs)
     else:
-        yield from (tuning for limit, tuning in BACKWARD_GUESSES if problem.head_dim <= limit)
+        backward_guesses = _backward_guesses(problem)
+        yield from backward_guesses
         for (tile_m, tile_n), stages, split in product(BACKWARD_TILES, (2, 1), (True, False)):
             for warps, sdp, dkv, dq in BACKWARD_GRIDS:
                 yield Sm80Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, split, False)
         # Ordered ones last: they are for deterministic=True, which takes the first deterministic candidate.
-        for limit, tuning in BACKWARD_GUESSES:
-            if problem.head_dim <= limit:
-                yield dataclasses.replace(tuning, ordered=True)
+        yield from (dataclasses.replace(tuning, ordered=True) for tuning in backward_guesses)
+
+
+def _forward_guesses(problem: Problem) -> tuple[tuple[int, Sm80Forward], ...]:
+    """(largest head_dim, tuning): smaller tiles where rows end within a chunk and where bits take registers."""
+    if problem.align == 2:
+        return UNALIGNED_GUESSES + FORWARD_GUESSES
+    busy = problem.head_dim % 8 or problem.head_dim_v % 8 or problem.mask is Mask.DENSE
+    return FORWARD_GUESSES[1:] if busy else FORWARD_GUESSES
+
+
+def _backward_guesses(problem: Problem) -> list[Sm80Backward]:
+    """Guesses for the mma.sync backward, those last that would pad head_dim much."""
+    guesses = [tuning for limit, tuning in BACKWARD_GUESSES if problem.largest_dim <= limit]
+    least = up(problem.head_dim, 8)
+    return sorted(guesses, key=lambda t: up(problem.head_dim, 8 * columns_unit(t)) > PADDING * least)
 
 
 def _hopper_forward(head_dim: int) -> Iterator[Tuning]:

@@ -94,7 +94,8 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
 constexpr int kStages = 2;  // buffers of Q and of dO
-constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
+constexpr int kChunks = (kHeadDim + 7) / 8;  // 16-byte chunks of a row, the last one filled up with zeros
+constexpr int kColumns = 128;  // kHeadDim rounded up until warps share it evenly; what is beyond is dropped
 constexpr int kPitch = 256;  // bytes between rows of Q, dO, K and V in shared memory
 constexpr int kScorePitch = 256;  // bytes between rows of P and dS
 constexpr int kTileBytesM = kTileM * kPitch;
@@ -110,12 +111,12 @@ constexpr int kSdpFragsN = kTileN / kSdpN / 8;
 constexpr int kDkvN = 4;
 constexpr int kDkvD = kWarps / kDkvN;
 constexpr int kDkvFragsN = kTileN / kDkvN / 16;
-constexpr int kDkvFragsD = kHeadDim / kDkvD / 8;
+constexpr int kDkvFragsD = kColumns / kDkvD / 8;
 // dQ: warps are a kDqM x kDqD grid over (queries, head_dim).
 constexpr int kDqM = 2;
 constexpr int kDqD = kWarps / kDqM;
 constexpr int kDqFragsM = kTileM / kDqM / 16;
-constexpr int kDqFragsD = kHeadDim / kDqD / 8;
+constexpr int kDqFragsD = kColumns / kDqD / 8;
 // Shared memory.
 constexpr int kOffsetK = 0;
 constexpr int kOffsetV = kOffsetK + kTileBytesN;
@@ -227,7 +228,7 @@ __device__ __forceinline__ void load_chunk(unsigned dst, const element* src, boo
     cp_async(dst, src, valid);
 }
 
-// Block: copy kTileM rows of a (seq, head_dim) matrix; rows from `valid` on become zeros.
+// Block: copy kTileM rows of a (seq, kHeadDim) matrix; rows from `valid` on become zeros.
 __device__ __forceinline__ void load_q_tile(unsigned tile, const element* src, long long stride, int valid) {
     constexpr int row_step = kThreads / kChunks;
     const int first_row = threadIdx.x / kChunks;
@@ -243,7 +244,7 @@ __device__ __forceinline__ void load_q_tile(unsigned tile, const element* src, l
     }
 }
 
-// Block: copy kTileN rows of a (seq, head_dim) matrix; rows from `valid` on become zeros.
+// Block: copy kTileN rows of a (seq, kHeadDim) matrix; rows from `valid` on become zeros.
 __device__ __forceinline__ void load_kv_tile(unsigned tile, const element* src, long long stride, int valid) {
     constexpr int row_step = kThreads / kChunks;
     const int first_row = threadIdx.x / kChunks;
@@ -257,6 +258,11 @@ __device__ __forceinline__ void load_kv_tile(unsigned tile, const element* src, 
         }
         src += row_step * stride;
     }
+}
+
+// Thread: write two neighbours of a row of kHeadDim elements, from column `col` on.
+__device__ __forceinline__ void store_pair(element* row, int col, float low, float high) {
+    *reinterpret_cast<unsigned*>(row + col) = pack(low, high);
 }
 
 // A-operand lane address: row lane % 16, chunk lane / 16. Also serves transposed reads of a row-major B.
@@ -395,7 +401,7 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_order(const
 // Warp: acc = A B^T over head_dim, for S (Q, K) and dP (dO, V). `a` and `b` are the warp's operand addresses.
 __device__ __forceinline__ void multiply_sdp(float (&acc)[kSdpFragsM][kSdpFragsN][4], unsigned a, unsigned b) {
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
+    for (int step = 0; step < kChunks / 2; ++step) {
         unsigned fa[kSdpFragsM][4];
 #pragma unroll
         for (int i = 0; i < kSdpFragsM; ++i) {
@@ -570,8 +576,8 @@ __device__ __forceinline__ void read_dkv(const float* tile, float (&acc)[kDkvFra
 }
 
 // Warp: write dK or dV of the key tile, times `factor`.
-__device__ __forceinline__ void store_dkv(element* out, long long stride, const float (&acc)[kDkvFragsN][kDkvFragsD][4],
-                                          float factor, int keys) {
+__device__ __forceinline__ void store_dkv(element* out, long long stride,
+                                          const float (&acc)[kDkvFragsN][kDkvFragsD][4], float factor, int keys) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int row0 = warp % kDkvN * kDkvFragsN * 16 + lane / 4;
@@ -586,8 +592,8 @@ __device__ __forceinline__ void store_dkv(element* out, long long stride, const 
             }
 #pragma unroll
             for (int j = 0; j < kDkvFragsD; ++j) {
-                *reinterpret_cast<unsigned*>(out + row * stride + col0 + j * 8) =
-                    pack(acc[i][j][half * 2] * factor, acc[i][j][half * 2 + 1] * factor);
+                store_pair(out + row * stride, col0 + j * 8, acc[i][j][half * 2] * factor,
+                           acc[i][j][half * 2 + 1] * factor);
             }
         }
     }
@@ -639,12 +645,12 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_prepare(con
             stats[row] = make_float2(empty ? __int_as_float(0x7f800000) : lse * log2e, sum);
         }
     }
-    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
-    for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kThreads) {
+    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kColumns);
+    for (int i = threadIdx.x; i < kTileM * kColumns / 4; i += kThreads) {
         dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
-    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
+    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kColumns / 4;
     const long long step = static_cast<long long>(gridDim.x) * kThreads;
     for (long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x; i < quads; i += step) {
         dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -751,7 +757,7 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0(const __gri
             float dq[kDqFragsM][kDqFragsD][4] = {};
             multiply_dq(dq, base + kOffsetDs + dq_a, base + kOffsetK + dq_b);
             const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-            add_dq(p.dq_accum + (plane * p.padded_q + query0) * kHeadDim, dq);
+            add_dq(p.dq_accum + (plane * p.padded_q + query0) * kColumns, dq);
         }
         multiply_dkv(dv, base + kOffsetP + dkv_a, do_tile + dkv_b);
         multiply_dkv(dk, base + kOffsetDs + dkv_a, q_tile + dkv_b);
@@ -761,8 +767,8 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0(const __gri
     if (steps > 0) {
         const long long plane = static_cast<long long>(batch) * p.heads_kv + head_kv;
         const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
-        add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
-        add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+        add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kColumns, dk);
+        add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kColumns, dv);
     }
 }
 
@@ -776,8 +782,8 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_finish_dkv(
     const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
     float dk[kDkvFragsN][kDkvFragsD][4];
     float dv[kDkvFragsN][kDkvFragsD][4];
-    read_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
-    read_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+    read_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kColumns, dk);
+    read_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kColumns, dv);
     element* dk_out = static_cast<element*>(p.dk) + batch * p.dk_batch + head_kv * p.dk_head + key0 * p.dk_row;
     element* dv_out = static_cast<element*>(p.dv) + batch * p.dv_batch + head_kv * p.dv_head + key0 * p.dv_row;
     store_dkv(dk_out, p.dk_row, dk, p.scale, p.seq_k - key0);
@@ -793,7 +799,7 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_finish(cons
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-    const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim + warp * (kDqFragsM * kDqFragsD * 128);
+    const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kColumns + warp * (kDqFragsM * kDqFragsD * 128);
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head;
     const int row0 = query0 + warp % kDqM * kDqFragsM * 16 + lane / 4;
     const int col0 = warp / kDqM * kDqFragsD * 8 + lane % 4 * 2;
@@ -806,8 +812,8 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_finish(cons
             for (int half = 0; half < 2; ++half) {
                 const int row = row0 + i * 16 + half * 8;
                 if (row < p.seq_q) {
-                    *reinterpret_cast<unsigned*>(dq + row * p.dq_row + col0 + j * 8) =
-                        pack(x[half * 2 * 1] * p.scale, x[(half * 2 + 1) * 1] * p.scale);
+                    store_pair(dq + row * p.dq_row, col0 + j * 8, x[half * 2 * 1] * p.scale,
+                               x[(half * 2 + 1) * 1] * p.scale);
                 }
             }
         }

@@ -89,14 +89,14 @@ constexpr int kTileN = 64;  // keys of a step
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kStages = 1;  // buffers of K and of V
-constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
+constexpr int kChunks = (kHeadDim + 7) / 8;  // 16-byte chunks of a row, the last one filled up with zeros
 constexpr int kPitch = 256;  // bytes between rows in shared memory
 constexpr int kTileBytesM = kTileM * kPitch;
 constexpr int kTileBytesN = kTileN * kPitch;
 constexpr int kFragsM = kTileM / kWarps / 16;  // m16 fragments of a warp
 constexpr int kFragsN = kTileN / 8;            // n8 fragments of S
-constexpr int kFragsD = kHeadDim / 8;          // n8 fragments of O
-constexpr int kStepsD = kHeadDim / 16;         // k16 steps of Q K^T
+constexpr int kFragsD = kChunks;               // n8 fragments of O
+constexpr int kStepsD = kChunks / 2;           // k16 steps of Q K^T
 constexpr int kSharedBytes = kTileBytesM + 2 * kStages * kTileBytesN;
 constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kTileBytesM;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void load_chunk(unsigned dst, const element* src, boo
     cp_async(dst, src, valid);
 }
 
-// Block: copy kTileM rows of a (seq, head_dim) matrix; rows from `valid` on become zeros.
+// Block: copy kTileM rows of a (seq, kHeadDim) matrix; rows from `valid` on become zeros.
 __device__ __forceinline__ void load_q_tile(unsigned tile, const element* src, long long stride, int valid) {
     constexpr int row_step = kThreads / kChunks;
     const int first_row = threadIdx.x / kChunks;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void load_q_tile(unsigned tile, const element* src, l
     }
 }
 
-// Block: copy kTileN rows of a (seq, head_dim) matrix; rows from `valid` on become zeros.
+// Block: copy kTileN rows of a (seq, kHeadDim) matrix; rows from `valid` on become zeros.
 __device__ __forceinline__ void load_kv_tile(unsigned tile, const element* src, long long stride, int valid) {
     constexpr int row_step = kThreads / kChunks;
     const int first_row = threadIdx.x / kChunks;
@@ -214,6 +214,11 @@ __device__ __forceinline__ void load_kv_tile(unsigned tile, const element* src, 
         }
         src += row_step * stride;
     }
+}
+
+// Thread: write two neighbours of a row of kHeadDim elements, from column `col` on.
+__device__ __forceinline__ void store_pair(element* row, int col, float low, float high) {
+    *reinterpret_cast<unsigned*>(row + col) = pack(low, high);
 }
 
 // A-operand lane address: row lane % 16, chunk lane / 16. Also serves transposed reads of a row-major B.
@@ -509,11 +514,10 @@ __device__ __forceinline__ void store(const Params& p, const float (&o)[kFragsM]
                 const float empty = __int_as_float(0xff800000);
                 lse[row] = sum == 0.0f ? empty : row_max[i][half] * p.scale + log2_approx(sum) * ln2;
             }
-            element* target = out + row * p.out_row + lane % 4 * 2;
+            element* target = out + row * p.out_row;
 #pragma unroll
             for (int j = 0; j < kFragsD; ++j) {
-                *reinterpret_cast<unsigned*>(target + j * 8) =
-                    pack(o[i][j][half * 2] * inverse, o[i][j][half * 2 + 1] * inverse);
+                store_pair(target, lane % 4 * 2 + j * 8, o[i][j][half * 2] * inverse, o[i][j][half * 2 + 1] * inverse);
             }
         }
     }

@@ -100,3 +100,29 @@ def test_other_masks_compile_cleanly(direction: Direction, arch: Arch, mask: Mas
 def test_rows_aligned_to_less_compile_cleanly(align: int, tmp_path: Path) -> None:
     problem = Problem(Direction.FORWARD, Arch.SM90, DType.FLOAT16, 72, Mask.CAUSAL, align)
     compile_strictly(render(next(candidates(problem))), tmp_path)
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "dim_v", "mask", "align"),
+    [
+        (Arch.SM80, 44, 0, Mask.DENSE, 8),
+        (Arch.SM80, 256, 0, Mask.SPANS, 16),
+        (Arch.SM89, 41, 0, Mask.DENSE, 2),
+        (Arch.SM89, 52, 0, Mask.SPANS, 8),
+        (Arch.SM89, 255, 0, Mask.DENSE, 2),
+        (Arch.SM90, 41, 0, Mask.DENSE, 16),
+        (Arch.SM90, 192, 128, Mask.CAUSAL, 16),
+        (Arch.SM90, 64, 0, Mask.DENSE, 16),
+        (Arch.SM120, 41, 64, Mask.DENSE, 2),
+        (Arch.SM120, 250, 0, Mask.FULL, 4),
+    ],
+)
+def test_head_dims_and_dense_masks_compile_cleanly(
+    arch: Arch, head_dim: int, dim_v: int, mask: Mask, align: int, direction: Direction, tmp_path: Path
+) -> None:
+    problem = Problem(direction, arch, DType.BFLOAT16, head_dim, mask, align, dim_v)
+    source = render(next(candidates(problem)))
+    _, resources = compile_strictly(source, tmp_path)
+    spilled = {name: used["spill_bytes"] for name, used in resources.items() if used["spill_bytes"]}
+    assert all(name == source.spec.symbol and size <= SPILLED for name, size in spilled.items()), spilled
