@@ -16,6 +16,7 @@ from rich.syntax import Syntax
 
 from attnforge.bagel.openkernel_commands import challenge, export, model_command
 from attnforge.bagel.shell import Commands
+from attnforge.bagel.warm_command import warm
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
 
@@ -296,7 +297,7 @@ def doctor() -> None:
         raise click.ClickException("something is missing: see the remedies above")
 
 
-for command in (challenge, export, model_command):
+for command in (challenge, export, model_command, warm):
     main.add_command(command)
 
 if __name__ == "__main__":

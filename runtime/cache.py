@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from typing import Any
 from attnforge.codegen import params
 from attnforge.codegen.render import Source
 from attnforge.runtime import store
+from attnforge.runtime.errors import NoCompilerError
 from attnforge.runtime.locks import LOCKS
 from attnforge.runtime.private import TAG, BadEntry, folder, read, root
-from attnforge.runtime.toolchain import Toolchain, toolchain
+from attnforge.runtime.settings import settings
+from attnforge.runtime.toolchain import RELEASE, Toolchain, toolchain
 
 log = logging.getLogger("attnforge")
 
@@ -83,27 +86,88 @@ class Listing:
 
 def key(source: Source, compiler: Toolchain) -> str:
     """Hex digest of everything that decides the binary: text, compiler, flags, launch protocol."""
+    return _digest(source.text, compiler.identity, compiler.flags)
+
+
+def _digest(text: str, identity: str, flags: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    for part in (source.text, compiler.identity, *compiler.flags, str(params.ABI)):
+    for part in (text, identity, *flags, str(params.ABI)):
         data = part.encode()
         # Length first: ("ab", "c") and ("a", "bc") must differ.
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
 
 
+def _name(source: Source, digest: str) -> str:
+    return f"{source.spec.slug[:96]}-{digest[:16]}"
+
+
 def obtain(source: Source) -> Entry:
     """The compiled kernel of `source`: from disk, or compiled now and published for everyone.
 
+    Where nothing can be compiled (no compiler, or ATTNFORGE_NO_JIT=1), a GPU kernel that another compiler made of
+    the same text counts too: see `ready_made`.
     Raises CompileError, NoCompilerError (also when ATTNFORGE_NO_JIT=1 and it is not on disk) or CacheError.
     """
-    compiler = toolchain(source.spec.problem.arch)
+    try:
+        compiler = toolchain(source.spec.problem.arch)
+    except NoCompilerError:
+        if (entry := ready_made(source)) is not None:
+            return entry
+        raise
     digest = key(source, compiler)
-    name = f"{source.spec.slug[:96]}-{digest[:16]}"
+    if not settings().jit:
+        with contextlib.suppress(BadEntry):
+            return store.look(_name(source, digest), lambda path: _read(path, digest))
+        if (entry := ready_made(source)) is not None:
+            return entry
 
     def build(directory: Path) -> None:
         _compile(source, compiler, digest, directory)
 
-    return store.publish(name, build, lambda path: _read(path, digest))
+    return store.publish(_name(source, digest), build, lambda path: _read(path, digest))
+
+
+def ready_made(source: Source) -> Entry | None:
+    """The kernel of exactly this text for exactly this GPU architecture by any compiler, the newest release first.
+
+    What an entry says of its compiler and flags must, with our text and launch protocol, give the key that it is
+    filed under: then only the compiler differs, and code for one architecture runs whoever made it. None for the
+    CPU, where `native` in the compiler's identity says which instructions the machine must have.
+    """
+    if not source.spec.problem.arch.is_gpu:
+        return None
+    found = []
+    for path in sorted(root().glob(f"{source.spec.slug[:96]}-*")):
+        with contextlib.suppress(BadEntry):
+            found.append(store.look(path.name, functools.partial(_read_ready_made, source)))
+    if not found:
+        return None
+    entry = max(found, key=lambda entry: _release(entry.meta["identity"]))
+    log.debug("%s: taking the one that %s made", source.spec.slug, entry.meta["identity"].splitlines()[-1])
+    return entry
+
+
+def _read_ready_made(source: Source, directory: Path) -> Entry:
+    meta = _meta(directory)
+    identity, flags = meta.get("identity"), meta.get("flags")
+    if (
+        not isinstance(identity, str)
+        or not isinstance(flags, list)
+        or not all(isinstance(f, str) for f in flags)
+    ):
+        raise BadEntry(f"{META}: field identity or flags is wrong")
+    digest = _digest(source.text, identity, flags)
+    if directory.name != _name(source, digest):
+        raise BadEntry(f"{META}: is of another text or launch protocol")
+    if not any(flag.endswith(f"={source.spec.problem.arch.nvcc_name}") for flag in flags):
+        raise BadEntry(f"{META}: is not for {source.spec.problem.arch.nvcc_name}")
+    return _read(directory, digest)
+
+
+def _release(identity: str) -> tuple[int, ...]:
+    match = RELEASE.search(identity)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def _compile(source: Source, compiler: Toolchain, digest: str, directory: Path) -> None:

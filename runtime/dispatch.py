@@ -14,7 +14,7 @@ import torch
 
 from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import Direction, DType, Problem, Spec, make_tuning
+from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec, make_tuning
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.launcher import launcher
@@ -34,36 +34,55 @@ class Choice:
     reason: str
 
 
+@dataclass(frozen=True)
+class Target:
+    """What kernels are chosen for: a device by the name of its tuned table, and what runs there, best first."""
+
+    name: str
+    archs: tuple[Arch, ...]
+
+
+def target_of(device: torch.device) -> Target:
+    """The target that a device of this machine is. Errors as `kernels.targets`."""
+    return Target(tables.device_name(device), kernels.targets(device))
+
+
 def choose(
     problem: Problem, group: int, size: int, device: torch.device, deterministic: bool = False
 ) -> Choice:
-    """The spec for `problem` on `device` with GQA ratio `group` and `size` query rows.
+    """As `choose_for`, for a device of this machine."""
+    return choose_for(problem, group, size, target_of(device), deterministic)
+
+
+def choose_for(
+    problem: Problem, group: int, size: int, target: Target, deterministic: bool = False
+) -> Choice:
+    """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
     Raises Infeasible with the reason if there is none, ValueError for a dtype without kernels on the device.
     """
     check_dtype(problem)
-    for spec, reason in _offers(problem, group, size, device):
+    for spec, reason in _offers(problem, group, size, target):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
         if ordered := _ordered(spec):
             return Choice(ordered, f"{reason}; with ordered sums")
     dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
-    if deterministic and next(_offers(problem, group, size, device), None):
+    if deterministic and next(_offers(problem, group, size, target), None):
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
-    last = dataclasses.replace(problem, arch=kernels.targets(device)[-1])
+    last = dataclasses.replace(problem, arch=target.archs[-1])
     raise Infeasible(f"q: no {what}: {why_infeasible(last)}")
 
 
-def _offers(problem: Problem, group: int, size: int, device: torch.device) -> Iterator[tuple[Spec, str]]:
-    name = tables.device_name(device)
-    for arch in kernels.targets(device):
+def _offers(problem: Problem, group: int, size: int, target: Target) -> Iterator[tuple[Spec, str]]:
+    for arch in target.archs:
         there = dataclasses.replace(problem, arch=arch)
-        yield from tables.choose(there, group, size, name)
+        yield from tables.choose(there, group, size, target.name)
         count = 0
         for spec in candidates(there):
             count += 1
-            yield spec, f"first feasible of the search space, nothing tuned fits {name}"
+            yield spec, f"first feasible of the search space, nothing tuned fits {target.name}"
         if not count:
             log.debug("no %s kernel for %s: %s", arch.value, there, why_infeasible(there))
 

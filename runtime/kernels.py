@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -31,6 +32,15 @@ ARCHS = {
     (12, 1): (Arch.SM120,),
 }
 
+# GPUs by name, for machines that have none.
+NAMES = (
+    (r"\bA100|\bA30\b|\bA800", (8, 0)),
+    (r"\bA10G?\b|\bA40\b|\bA16\b|\bA2\b|RTX A\d|RTX 30\d\d", (8, 6)),
+    (r"\bL4\b|\bL40|RTX 40\d\d|\bAda\b", (8, 9)),
+    (r"\bG?H100|\bG?H200|\bH800|\bH20\b", (9, 0)),
+    (r"RTX 50\d\d|RTX PRO \d+ .*Blackwell", (12, 0)),
+)
+
 _handles: dict[tuple[Spec, torch.device], int] = {}
 _lock = threading.Lock()
 
@@ -56,6 +66,15 @@ def targets(device: torch.device) -> tuple[Arch, ...]:
             f"{capability[0]}.{capability[1]}, accepted are {known}"
         )
     return ARCHS[capability]
+
+
+def targets_of(name: str) -> tuple[Arch, ...]:
+    """Compilation targets of a GPU by its name, best first. Raises ValueError for one that is not known here."""
+    found = [capability for pattern, capability in NAMES if re.search(pattern, name, re.IGNORECASE)]
+    if not found:
+        known = "H100, H200, A100, A10, L4, L40, RTX 3090, RTX 4090, RTX 5090 and their relatives"
+        raise ValueError(f"--gpu: {name!r} is not a GPU known by name ({known}); give --arch instead")
+    return ARCHS[found[0]]
 
 
 def load(spec: Spec, device: torch.device) -> int:

@@ -199,8 +199,9 @@ def test_deterministic_takes_the_ordered_relative(monkeypatch: pytest.MonkeyPatc
     loose = next(candidates(problem))
     assert not make_plan(loose).deterministic
     monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
-    strict = dispatch.choose(problem, 7, 1024, torch.device("cuda"), deterministic=True)
+    target = dispatch.Target("", (Arch.SM80,))
+    strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
     assert make_plan(strict.spec).deterministic
     assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"ordered": 1}
     assert strict.reason == "tuned; with ordered sums"
-    assert dispatch.choose(problem, 7, 1024, torch.device("cuda")).spec == loose
+    assert dispatch.choose_for(problem, 7, 1024, target).spec == loose
