@@ -797,6 +797,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
 
     while (true) {
+        // Each step starts S of one key tile and P V of the tile before it.
         for (int i = 1; i < count; ++i) {
             base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
             entry = visit(p, work.tile, i);
