@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
-from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
+from attnforge.codegen.plan_sm80 import SHARED_LIMIT, require_words, schedule_launches
 from attnforge.codegen.spec import Arch, DType, Mask, Problem, Sm90Forward, Spec
 
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
@@ -33,6 +33,7 @@ def make_plan(spec: Spec) -> Plan:
             f"head_dim {p.head_dim}: the sm90a forward kernel takes multiples of 8 from 16 to 256"
         )
     require_plain(p)
+    require_words(spec)
     consumers = t.tile_m // 64
     if t.tile_m % 64 or consumers not in REGISTERS:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, 128 or 192")
@@ -49,8 +50,6 @@ def require_plain(p: Problem) -> None:
     """Infeasible for what only the mma.sync family does."""
     if p.dim_v:
         raise Infeasible(f"head_dim {p.head_dim}, {p.dim_v} of v: the sm90a kernels take equal ones")
-    if p.mask is Mask.DENSE:
-        raise Infeasible("dense mask: the sm90a kernels take full, causal and spans")
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=spans,
+        bits="k" if spec.problem.mask is Mask.DENSE else "",
         tensor_maps=sum((tensor_maps(name, d, *tile) for name, *tile in tiles), ()),
         constants={
             "consumers": consumers,

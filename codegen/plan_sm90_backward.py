@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
 from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, require_plain
-from attnforge.codegen.spec import Arch, DType, Sm90Backward, Spec
+from attnforge.codegen.spec import Arch, DType, Mask, Sm90Backward, Spec
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 # Addresses, loop counters, operands in flight: what a consumer uses beyond its tiles.
@@ -34,6 +34,8 @@ def make_plan(spec: Spec) -> Plan:
             f"head_dim {p.head_dim}: the sm90a backward kernel takes multiples of 8 from 16 to 128"
         )
     require_plain(p)
+    if p.mask is Mask.DENSE:
+        raise Infeasible("dense mask: the sm90a backward kernel takes full, causal and spans")
     if t.tile_m not in (64, 128):
         raise Infeasible(f"tile_m {t.tile_m}: must be 64 or 128")
     if t.tile_n != 64 * CONSUMERS:
