@@ -39,7 +39,7 @@ lint: $(READY) $(LINK)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	MYPYPATH=.path $(PY) -m mypy -p attnforge.codegen -p attnforge.runtime -p attnforge.bagel -m attnforge.cli
-	MYPYPATH=.path:tests:examples $(PY) -m mypy tests examples
+	MYPYPATH=.path:tests:examples:benchmarks $(PY) -m mypy tests examples
 
 venv: $(READY)
 

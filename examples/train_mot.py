@@ -205,6 +205,8 @@ def profiled(directory: Path | None, rank: int) -> Any:
 def train(options: Options, say: Callable[[str], None] = click.echo) -> list[dict[str, float]]:
     """Train until `options.steps`, from the latest checkpoint if there is one. One row for each step done here."""
     torch.use_deterministic_algorithms(options.deterministic)
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
     with process_group(options.device) as place:
         if options.attention == "flex" and place.device.type == "cpu":
             raise click.UsageError("--attention flex: torch's FlexAttention has no gradients on the CPU")

@@ -189,10 +189,11 @@ def without_images(pack: Pack, length: int = 10) -> Pack:
     )
 
 
-def test_a_pack_without_images() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_pack_without_images(device: str) -> None:
     """All weights get gradients, the unused ones zeros: ranks whose packs differ must reduce the same tensors."""
-    model = make()
-    losses = model(without_images(Synthetic(CONFIG, 256).pack(3)))
+    model = make().to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    losses = model(without_images(Synthetic(CONFIG, 256).pack(3)).to(torch.device(device)))
     assert losses.mse == 0
     (losses.ce + losses.mse).backward()
     for name, parameter in model.named_parameters():

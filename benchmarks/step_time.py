@@ -1,0 +1,201 @@
+"""Step time and memory of one decoder layer of BAGEL-7B-MoT on a training pack, by attention operator.
+
+    python benchmarks/step_time.py             # ours, SDPA per sample, FlexAttention as BAGEL calls it
+    python benchmarks/step_time.py --packs pretrain/0 --operators attnforge,flex --markdown step.md
+
+The layer is bagel/mot.py's, with both experts: all that differs between rows is attention, with everything that BAGEL
+does for it. FlexAttention: padding to the pack's length, copies to head-major layout and back, a BlockMask of all
+heads. SDPA: one dense mask and one call a sample, k and v repeated. Noise images go to the generation expert, all
+other tokens to the other one.
+
+    layer   forward + backward, with recomputation where layers are checkpointed; the mask is there already
+    step    the same with a new mask: what the first layer of a micro-step costs; the others cost `layer`
+    model   step + (layers - 1) x layer: attention and linears of a micro-step of the whole model
+    memory  at most allocated during a step, above the layer's weights and its input
+
+Wall clock with the device idle before and after; rows are measured in turns; medians. `differs`: RMS of the
+difference of the input's gradient from the first row's, as a part of its RMS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import attnforge
+from attnforge.bagel.mot import CONFIGS, MotConfig, MotLayer, Shared, angles
+from attnforge.bagel.mot_attention import Operator, make_operator
+from attnforge.bagel.mot_model import rope_positions
+from attnforge.bagel.workloads import Workload, workload
+
+KINDS = {"attnforge": ("full", "selective", "none"), "flex": ("full", "none"), "sdpa": ("full",)}
+HEADER = ("pack", "operator", "checkpointing", "layer ms", "step ms", "model ms", "memory GiB", "differs")
+
+
+class Bench:
+    """One layer, one pack, one operator and kind of checkpointing."""
+
+    def __init__(
+        self, layer: MotLayer, pack: Workload, operator: Operator, kind: str, config: MotConfig
+    ) -> None:
+        self.layer, self.pack, self.operator, self.kind, self.config = layer, pack, operator, kind, config
+        weight = next(layer.parameters())
+        self.device = weight.device
+        generator = torch.Generator(self.device).manual_seed(0)
+        self.x, self.dout = (
+            torch.randn(pack.used, config.hidden, generator=generator, device=self.device, dtype=weight.dtype)
+            for _ in range(2)
+        )
+        self.x.requires_grad_()
+        # Without the padding that a pack of flex training ends with: who needs it adds it.
+        self.lists = (pack.sample_lens[:-1], pack.split_lens[:-1], pack.attn_modes[:-1])
+        noise = torch.repeat_interleave(
+            torch.tensor([mode == "noise" for mode in self.lists[2]]), torch.tensor(self.lists[1])
+        ).to(self.device)
+        self.rows = [torch.nonzero(part)[:, 0] for part in (~noise, noise)]
+        self.angles = angles(rope_positions(*self.lists).to(self.device), config)
+
+    def share(self) -> Shared:
+        return Shared(*self.rows, *self.angles, mask=self.operator.mask(*self.lists, self.device))
+
+    def run(self, shared: Shared | None = None) -> Tensor:
+        """A micro-step of this one layer: the input's gradient."""
+        self.layer.attention.operator = self.operator
+        self.layer.zero_grad(set_to_none=True)
+        self.x.grad = None
+        shared = shared or self.share()
+        if self.kind == "none":
+            out = self.layer(self.x, shared)
+        else:
+            keep: dict[str, Any] = (
+                {"context_fn": attnforge.save_attention} if self.kind == "selective" else {}
+            )
+            out = checkpoint(self.layer, self.x, shared, use_reentrant=False, **keep)
+        out.backward(self.dout)
+        if self.x.grad is None:
+            raise RuntimeError("the layer gave its input no gradient")
+        return self.x.grad
+
+    def memory(self) -> float:
+        """GiB at most during a step above what is there before it; nan where torch does not count."""
+        self.layer.zero_grad(set_to_none=True)
+        self.x.grad = None
+        if self.device.type != "cuda":
+            return float("nan")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def milliseconds(self, call: Callable[[], object]) -> float:
+        self.wait()
+        begin = time.perf_counter()
+        call()
+        self.wait()
+        return (time.perf_counter() - begin) * 1e3
+
+
+@dataclasses.dataclass
+class Row:
+    """What is known of one Bench."""
+
+    bench: Bench
+    memory: float
+    differs: float
+    layer_ms: list[float] = dataclasses.field(default_factory=list)
+    step_ms: list[float] = dataclasses.field(default_factory=list)
+
+    def measure(self, repeats: int) -> None:
+        """One step with a new mask, and `repeats` with one that is there, once they have begun."""
+        shared = self.bench.share()
+        self.bench.run(shared)
+        self.layer_ms += [self.bench.milliseconds(lambda: self.bench.run(shared)) for _ in range(repeats)]
+        self.step_ms.append(self.bench.milliseconds(self.bench.run))
+
+    def cells(self, name: str) -> tuple[str, ...]:
+        layer, step = statistics.median(self.layer_ms), statistics.median(self.step_ms)
+        model = step + (self.bench.config.layers - 1) * layer
+        numbers = (f"{layer:.2f}", f"{step:.2f}", f"{model:.0f}", f"{self.memory:.2f}", f"{self.differs:.1e}")
+        return self.bench.pack.name, name, self.bench.kind, *numbers
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return float(
+        (ours.float() - theirs.float()).square().mean().sqrt() / theirs.float().square().mean().sqrt()
+    )
+
+
+def line(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def measure_pack(
+    layer: MotLayer, pack: Workload, operators: tuple[str, ...], config: MotConfig, rounds: int
+) -> list[str]:
+    """The table's lines. Each row is printed once when it first runs, in case that a later one takes too long."""
+    rows: dict[tuple[str, str], Row] = {}
+    wanted: Tensor | None = None
+    for name in operators:
+        dtype = next(layer.parameters()).dtype
+        operator = make_operator(name, config.heads_q, pack.tokens, dtype)
+        for kind in KINDS[name]:
+            bench = Bench(layer, pack, operator, kind, config)
+            begin = time.perf_counter()
+            grad = bench.run()
+            bench.wait()
+            first = time.perf_counter() - begin
+            wanted = grad.clone() if wanted is None else wanted
+            differs = difference(grad, wanted)
+            del grad
+            rows[name, kind] = Row(bench, bench.memory(), differs)
+            rows[name, kind].measure(2)
+            text = line(rows[name, kind].cells(name))
+            click.echo(f"{text} first call {first:.1f} s, compilation included")
+    for _ in range(rounds):
+        for row in rows.values():
+            row.measure(2)
+    return [line(row.cells(name)) for (name, _), row in rows.items()]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--packs", default="pretrain/0,finetune/0")
+@click.option(
+    "--operators", default="attnforge,sdpa,flex", help="In this order; the first is what others differ from."
+)
+@click.option("--model", type=click.Choice(tuple(CONFIGS)), default="7B")
+@click.option("--rounds", default=5, help="Turns of two layers and one step a row.")
+@click.option("--device", default="cuda")
+@click.option("--markdown", type=click.Path(path_type=Path), help="File for the table.")
+def main(packs: str, operators: str, model: str, rounds: int, device: str, markdown: Path | None) -> None:
+    """Step time and memory of one decoder layer."""
+    config = CONFIGS[model]
+    torch.manual_seed(0)
+    with torch.device(device):
+        layer = MotLayer(config, make_operator("attnforge", config.heads_q, 0)).to(torch.bfloat16)
+    where = torch.cuda.get_device_name() if device == "cuda" else device
+    lines = [line(HEADER), line(("---",) * len(HEADER))]
+    for name in packs.split(","):
+        lines += measure_pack(layer, workload(name), tuple(operators.split(",")), config, rounds)
+    title = f"One layer of {model}, forward + backward, bf16, {where}, torch {torch.__version__}"
+    text = "\n".join((title, "", *lines))
+    click.echo(text)
+    if markdown:
+        markdown.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
