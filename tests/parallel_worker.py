@@ -9,10 +9,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from oracle import spans
+from test_checkpointing import Calls
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import attnforge
 
@@ -90,6 +93,25 @@ def wrap_fsdp2(net: nn.Module) -> nn.Module:
     return net
 
 
+def check_context_parallel(device: torch.device) -> None:
+    """Selective checkpointing sees the operator through the exchange: its forward runs no second time."""
+    cp = attnforge.context_parallel(init_device_mesh(device.type, (dist.get_world_size(),)), pieces=1)
+    whole = torch.randn(1, HEADS, ROWS, DIM, generator=torch.Generator().manual_seed(0))
+    x = cp.shard(whole.to(device, torch.bfloat16), dim=2).clone().requires_grad_()
+    mask = spans(ROWS, ROWS, device.type)
+
+    def run(x: Tensor) -> Tensor:
+        return cp.attention(x * 1, x * 2, x * 3, mask)
+
+    (expected,) = torch.autograd.grad(run(x).square().sum(), x)
+    with Calls() as calls:
+        out = checkpoint(run, x, use_reentrant=False, context_fn=attnforge.save_attention)
+        (got,) = torch.autograd.grad(out.square().sum(), x)
+    if calls.count() != (1, 1):
+        raise AssertionError(f"{calls.count()} calls of forward and backward instead of one each")
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
 def main() -> None:
     kind = sys.argv[1]
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
@@ -108,6 +130,7 @@ def main() -> None:
             for _ in range(2):  # DDP rebuilds its buckets after the first
                 for ours, theirs in zip(gradients(net, rank, device), expected, strict=True):
                     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+    check_context_parallel(device)
     dist.barrier()
     if rank == 0:
         print(f"{world} ranks agree on {kind}")

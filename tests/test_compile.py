@@ -57,6 +57,32 @@ def test_compile_with_inductor(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_compile_with_autocast(device: str, inside: bool) -> None:
+    """float32 goes in, attention runs in bfloat16, gradients come back in float32; lengths change."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask) -> Tensor:
+        if not inside:
+            return module(q, k, v, mask)
+        with torch.autocast(device, dtype=DTYPE):
+            return module(q, k, v, mask)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (65, 130):
+        x = draw(Shape(seq_q=length, seq_k=length, group=2), torch.float32, device)
+        mask = spans(length, length, device)
+        with torch.autocast(device, dtype=DTYPE, enabled=not inside):
+            expected, got = step(x.q, x.k, x.v, mask), compiled(x.q, x.k, x.v, mask)
+        assert got.dtype is DTYPE
+        assert torch.equal(got, expected)
+        dout = x.dout.to(DTYPE)
+        grads = torch.autograd.grad(got, (x.q, x.k, x.v), dout)
+        for ours, theirs in zip(grads, torch.autograd.grad(expected, (x.q, x.k, x.v), dout), strict=True):
+            assert ours.dtype is torch.float32
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+@devices
 def test_masks_computed_inside_a_compiled_graph(device: str) -> None:
     """Inductor may put both masks into one buffer; the second must not meet the first one's schedule."""
     x = draw(Shape(), DTYPE, device)

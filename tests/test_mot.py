@@ -6,12 +6,15 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+import attnforge
 from attnforge.bagel.mot import CONFIGS, Experts, MotLayer, Shared, angles, rotate
 from attnforge.bagel.mot_attention import make_operator
 from attnforge.bagel.mot_model import MotModel, Pack, rope_positions
@@ -74,6 +77,24 @@ def test_a_layer_is_its_transcription(name: str) -> None:
         torch.autograd.grad(got, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_compiled_layer_is_the_same(selective: bool) -> None:
+    """fullgraph, its pack's mask and angles included, with attention kept from recomputation and without."""
+    layer, x, shared = layer_and_inputs()
+    keep: dict[str, Any] = {"context_fn": attnforge.save_attention} if selective else {}
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(layer, x, shared, use_reentrant=False, **keep)
+        return result
+
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    expected = layer(x, shared)
+    torch._dynamo.reset()
+    torch.testing.assert_close(got, expected)
+    dout = torch.randn_like(got)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, dout) for out in (got, expected)))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
