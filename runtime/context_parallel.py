@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnforge.runtime import ops
 from attnforge.runtime.exchange import Attention, Call, all_gather
 from attnforge.runtime.masks import DenseMask, Spans
-from attnforge.runtime.shards import Layout, local_dense, local_plain, local_spans, make_layout
+from attnforge.runtime.shards import Layout, kept, local_dense, local_plain, local_spans, make_layout
 
 
 def context_parallel(
@@ -63,6 +63,7 @@ class ContextParallel:
             raise ValueError(f"pieces: got {pieces}, expected at least 1")
         self._heads, self._pieces = heads, pieces
         self._layouts: dict[int, Layout] = {}
+        self._plain: dict[Any, Spans] = {}
         self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, tuple[Any, Spans | DenseMask]] = (
             weakref.WeakKeyDictionary()
         )
@@ -110,6 +111,7 @@ class ContextParallel:
             nothing, and their output is zero. Known from Spans; W n otherwise. n must be ceil(total / W).
 
         Returns this rank's rows, in the layout and dtype of q. Gradients are those of this rank's q, k and v.
+        The first call with a number of key heads may make process groups: call it once before it is compiled.
         Raises as `attnforge.attention`; ValueError also for shards that do not fit the mask or each other.
         """
         if torch.is_autocast_enabled(q.device.type):
@@ -172,23 +174,27 @@ class ContextParallel:
         """The mask of this rank's queries and of the keys in their gathered order."""
         if len(layout.queries) == self.world and total == self.world * rows:
             return mask
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        where = (layout.queries, layout.keys, rows, total)
+        # Once per mask, not per layer: tile schedules are cached by the tensors that are made here. Not in a trace,
+        # which has no tensors yet.
+        trace = torch.compiler.is_compiling()
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" and not trace else 0
         if not isinstance(mask, (Spans, DenseMask)):
-            return local_plain(mask is not None, layout.queries, layout.keys, rows, total, device, stream)
-        # Once per mask, not per layer: tile schedules are cached by the tensors that are made here.
+            causal = mask is not None
+            if trace:
+                return local_plain(causal, *where, device)
+            key: Any = (causal, where, device, stream)
+            if key not in self._plain:
+                self._plain = {key: kept(local_plain, causal, *where, device)}  # one length at a time
+            return self._plain[key]
+        make: Any = local_spans if isinstance(mask, Spans) else local_dense
+        if trace:
+            local: ops.Mask = make(mask, *where)
+            return local
         tensors = (mask.starts, mask.ends) if isinstance(mask, Spans) else (mask.mask,)
         inference = any(x.is_inference() for x in tensors)
-        key = (
-            None if inference else [x._version for x in tensors],
-            layout.queries,
-            layout.keys,
-            rows,
-            stream,
-        )
+        key = (None if inference else [x._version for x in tensors], where, stream)
         known = self._masks.get(mask)
-        if known is not None and known[0] == key and not inference:
-            return known[1]
-        make: Any = local_spans if isinstance(mask, Spans) else local_dense
-        local: Spans | DenseMask = make(mask, layout.queries, layout.keys, rows, total)
-        self._masks[mask] = (key, local)
-        return local
+        if known is None or known[0] != key or inference:
+            self._masks[mask] = known = (key, kept(make, mask, *where))
+        return known[1]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from attnforge.runtime import ops
@@ -73,6 +74,9 @@ def _exchange(x: Tensor, group: Any) -> _Flight:
     """All-to-all of x (U, ...): slice u goes to rank u, slice u of the result came from it."""
     if group is None:
         return _Flight(x, None)
+    if torch.compiler.is_compiling():
+        # Traces take functional collectives only; the compiler then says when to wait.
+        return _Flight(functional.all_to_all_single(x, None, None, group), None)
     result = torch.empty_like(x)
     return _Flight(result, dist.all_to_all_single(result, x, group=group, async_op=True), x)
 
@@ -181,6 +185,8 @@ def _gather_keys(kv: Tensor, group: Any) -> Tensor:
     """(U n, B, h, D + Dv) -> (W n, B, h, D + Dv): this rank's heads of all keys."""
     if group is None:
         return kv
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(kv, 0, group)
     whole = kv.new_empty(dist.get_world_size(group) * kv.shape[0], *kv.shape[1:])
     all_gather(whole, kv, group)
     return whole
@@ -189,7 +195,9 @@ def _gather_keys(kv: Tensor, group: Any) -> Tensor:
 def _return_keys(dkv: Tensor, dtype: torch.dtype, call: Call) -> _Flight:
     """The inverse of both for gradients: (W n, B, h, D + Dv) -> sums in `dtype` (U, n, ...)."""
     group, mine = call.layout.among_rows, dkv
-    if group is not None:
+    if group is not None and torch.compiler.is_compiling():
+        mine = functional.reduce_scatter_tensor(dkv, "sum", 0, group)
+    elif group is not None:
         mine = dkv.new_empty(dkv.shape[0] // dist.get_world_size(group), *dkv.shape[1:])
         reduce_scatter(mine, dkv, group=group)
     return _exchange(mine.to(dtype).unflatten(0, (call.shared, -1)), call.layout.among_heads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,14 @@ def divide(world: int, shared: int, rank: int) -> tuple[tuple[int, ...], tuple[i
     return teams[team(rank)], neighbours, tuple(b for block in neighbours for b in teams[team(block)])
 
 
+def kept(make: Any, *arguments: Any) -> Any:
+    """`make(*arguments)` as plain tensors, whatever mode is on: what is kept may be recorded for backward later."""
+    with torch.inference_mode(False), torch.no_grad():
+        return make(*arguments)
+
+
 def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int) -> Spans:
+    """Of `total` real rows, the rest padding: the queries of some blocks in order, and keys as blocks list them."""
     device = mask.starts.device
     first = torch.tensor(queries, device=device)[None] * rows
 
@@ -57,33 +63,22 @@ def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], ro
         """Queries of ours before a position: what it is among ours."""
         return (position.clamp(0, total)[:, None] - first).clamp(0, rows).sum(1)
 
-    with torch.inference_mode(False), torch.no_grad():
-        padding = torch.zeros(len(keys) * rows - total, dtype=torch.int32, device=device)
-        order = rows_of(keys, rows, device)
-        starts, ends = (
-            torch.cat([count(x).to(torch.int32), padding])[order] for x in (mask.starts, mask.ends)
-        )
-        return Spans(starts, ends)
+    padding = torch.zeros(len(keys) * rows - total, dtype=torch.int32, device=device)
+    order = rows_of(keys, rows, device)
+    starts, ends = (torch.cat([count(x).to(torch.int32), padding])[order] for x in (mask.starts, mask.ends))
+    return Spans(starts, ends)
 
 
 def local_dense(
     mask: DenseMask, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int
 ) -> DenseMask:
     """As `local_spans`, for a mask of all heads."""
-    with torch.inference_mode(False), torch.no_grad():
-        row, column = (rows_of(blocks, rows, mask.mask.device) for blocks in (queries, keys))
-        local = mask.mask.index_select(-2, row.clamp(max=total - 1)).index_select(
-            -1, column.clamp(max=total - 1)
-        )
-        return DenseMask(local.logical_and_((row < total)[:, None] & (column < total)[None]))
+    row, column = (rows_of(blocks, rows, mask.mask.device) for blocks in (queries, keys))
+    real = (row < total)[:, None] & (column < total)[None]
+    row, column = row.clamp(max=total - 1), column.clamp(max=total - 1)
+    return DenseMask(mask.mask.index_select(-2, row).index_select(-1, column) & real)
 
 
-def rows_of(blocks: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """Row numbers in the whole sequence of the rows of some blocks, int64."""
-    return torch.cat([torch.arange(block * rows, (block + 1) * rows, device=device) for block in blocks])
-
-
-@lru_cache(maxsize=16)
 def local_plain(
     causal: bool,
     queries: tuple[int, ...],
@@ -91,10 +86,13 @@ def local_plain(
     rows: int,
     total: int,
     device: torch.device,
-    stream: int,
 ) -> Spans:
-    """None or Causal() as spans of `total` real rows, for readers on `stream`."""
-    with torch.inference_mode(False):
-        key = torch.arange(total, dtype=torch.int32, device=device)
-        whole = Spans(key if causal else torch.zeros_like(key), torch.full_like(key, total))
+    """As `local_spans`, of Causal() or None."""
+    key = torch.arange(total, dtype=torch.int32, device=device)
+    whole = Spans(key if causal else torch.zeros_like(key), torch.full_like(key, total))
     return local_spans(whole, queries, keys, rows, total)
+
+
+def rows_of(blocks: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """Row numbers in the whole sequence of the rows of some blocks, int64."""
+    return torch.cat([torch.arange(block * rows, (block + 1) * rows, device=device) for block in blocks])

@@ -127,6 +127,9 @@ def check_reuse(mesh: DeviceMesh) -> None:
     plain = torch.autograd.grad(cp(q, k, v, mask).sum(), x)
     again = torch.autograd.grad(checkpoint(cp, q, k, v, mask, use_reentrant=False).sum(), x)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    compiled = torch.compile(cp, backend="aot_eager", fullgraph=True)
+    traced = torch.autograd.grad(compiled(q, k, v, mask).sum(), x)
+    assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
     with torch.autocast("cpu", torch.bfloat16):
         assert cp(q, k, v, mask).dtype == torch.bfloat16
     for bad, message in (

@@ -58,7 +58,7 @@ def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(world: int, shared
         elif isinstance(mask, attnforge.DenseMask):
             local = local_dense(mask, queries, keys, rows, total)
         else:
-            local = local_plain(mask is not None, queries, keys, rows, total, device, 0)
+            local = local_plain(mask is not None, queries, keys, rows, total, device)
         row, column = (rows_of(blocks, rows, device) for blocks in (queries, keys))
         assert torch.equal(local.visible(row.numel(), column.numel()), padded[..., row, :][..., column])
 
