@@ -26,6 +26,7 @@ from attnforge.codegen.spec import (
 LATENCY = 600  # cycles from an asynchronous copy to its data, out of the L2 cache
 RESERVED = 1024  # bytes of shared memory that a multiprocessor keeps for itself per block
 BARRIER = 150  # cycles that the warps of a block wait for each other, each time
+L2_SHARE = 0.25  # of the traffic with the L2 cache that is felt although other work hides it
 TF32_PRODUCTS = 3  # of parts, for one of float32
 
 
@@ -122,7 +123,11 @@ def _step(units: dict[str, float], gpu: Gpu, warps: int, resident: int, stages: 
     busy = {name: cycles for name, cycles in units.items() if name != "L2"}
     longest = max(busy.values())
     hidden_by = max(1.0, resident * math.sqrt(warps / 4))  # a block's warps wait for each other
-    step = longest + (sum(busy.values()) - longest) / hidden_by + waits * BARRIER / resident
+    step = (
+        longest
+        + (sum(busy.values()) + L2_SHARE * units["L2"] - longest) / hidden_by
+        + waits * BARRIER / resident
+    )
     load = units["L2"]
     if stages == 1:  # a load has half a step, and the other blocks' steps
         exposed = max(0.0, LATENCY + load - step * (resident - 0.5)) / resident
