@@ -105,17 +105,28 @@ def predict(plan: Plan, work: Work, registers: int) -> Prediction:
     units = _forward_units(plan, gpu) if forward else _backward_units(plan, gpu)
     owned, heads = -(-work.rows // (t.tile_m if forward else t.tile_n)), work.heads
     visits = work.visits
-    if isinstance(t, (Sm80Backward, Fp32Backward)) and not t.split_heads:
-        heads, visits = heads // work.group, visits * work.group
+    stored = _tile_bytes(plan) * 4
+    if isinstance(t, (Sm80Backward, Fp32Backward)):
+        if t.split_heads:  # dK and dV are added up in memory
+            stored += t.tile_n * (p.head_dim + p.head_dim_v) * 8
+        else:
+            heads, visits = heads // work.group, visits * work.group
     blocks = owned * heads
     resident = min(resident, max(1, -(-blocks // gpu.multiprocessors)))
+    units = _balanced(units, t.warps * resident)
     step = _step(units, gpu, t.warps, resident, t.stages, 2 if forward else 4)
     # A block's first loads and its last stores are hidden by the other blocks alone.
-    ends = (LATENCY * 3 + _tile_bytes(plan) * 4 / gpu.l2_bytes) * (0.5 + 0.5 / resident)
+    ends = (LATENCY * 3 + stored / gpu.l2_bytes) * (0.5 + 0.5 / resident)
     per_block = step * visits / owned + ends
     # Long tiles start first, so that the last wave is full but for half a tile.
     cycles = per_block * (blocks / gpu.multiprocessors + 0.5)
     return Prediction(cycles / gpu.ghz / 1e6, resident, max(units, key=lambda name: units[name]))
+
+
+def _balanced(units: dict[str, float], warps: int) -> dict[str, float]:
+    """Each quarter of a multiprocessor works for its own warps: what an uneven share of them leaves idle is lost."""
+    lost = -(-warps // 4) * 4 / warps
+    return {name: cycles * (1 if name in ("shared memory", "L2") else lost) for name, cycles in units.items()}
 
 
 def _step(units: dict[str, float], gpu: Gpu, warps: int, resident: int, stages: int, waits: int) -> float:
@@ -154,11 +165,16 @@ def _tile_bytes(plan: Plan) -> float:
     return (t.tile_m if plan.owner == "m" else t.tile_n) * (p.head_dim + p.head_dim_v) * p.dtype.bytes
 
 
+def _padded(dim: int) -> int:
+    """Columns that a product with so many works on."""
+    return -(-dim // 8) * 8
+
+
 def _forward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
     """Cycles of each unit in a step of the forward kernel: S = Q K^T, softmax, O += P V."""
     p, t = plan.spec.problem, plan.spec.tuning
     assert isinstance(t, (Sm80Forward, Fp32Forward))
-    dims, size = p.head_dim + p.head_dim_v, p.dtype.bytes
+    dims, size = _padded(p.head_dim) + _padded(p.head_dim_v), p.dtype.bytes
     pairs = t.tile_m * t.tile_n
     q_again = 0 if getattr(t, "q_in_regs", False) else t.tile_m * p.head_dim
     read = (t.warps * t.tile_n * dims + q_again) * size
@@ -177,7 +193,7 @@ def _backward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
     """Cycles of each unit in a step of the backward kernel: S, dP, dV, dK, dQ; dQ is added in memory."""
     p, t = plan.spec.problem, plan.spec.tuning
     assert isinstance(t, (Sm80Backward, Fp32Backward))
-    dim, dim_v, size = p.head_dim, p.head_dim_v, p.dtype.bytes
+    dim, dim_v, size = _padded(p.head_dim), _padded(p.head_dim_v), p.dtype.bytes
     pairs = t.tile_m * t.tile_n
     # Each warp reads the rows and columns of its share of a product: (grid over m, grid over n) of each.
     sdp = t.tile_m * (t.warps // t.warps_sdp) + t.tile_n * t.warps_sdp

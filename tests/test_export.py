@@ -23,6 +23,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask
 from attnforge.codegen.tree import Tree
 from attnforge.runtime import export
+from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.reference import reference
 
 SHAPES = [export.Shape(1, 2, 96, 41)]  # a multiple of nothing
@@ -157,8 +158,6 @@ def test_a_dense_mask_may_differ_by_head(package: ModuleType) -> None:
     q, k, v = (draw(2, 4, 37, 41, grad=True) for _ in range(3))
     visible = torch.rand(1, 4, 37, 37) < 0.4
     out = package.attention(q, k, v, visible)
-    from attnforge.runtime.masks import DenseMask
-
     exact = reference(q.detach(), k.detach(), v.detach(), DenseMask(visible), dout=torch.ones_like(out))
     dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
     for ours, theirs in ((out, exact.out), (dq, exact.dq), (dk, exact.dk), (dv, exact.dv)):
@@ -177,8 +176,6 @@ def test_any_strides_and_gradients_in_any_layout(package: ModuleType) -> None:
     out = package.attention(q, k, v, spans(50))
     assert isinstance(out, Tensor)
     (dq, dk, dv) = torch.autograd.grad(out.sum(), (q, k, v))  # the gradient is one number, expanded
-    from attnforge.runtime.masks import Spans
-
     exact = reference(q.detach(), k.detach(), v.detach(), Spans(*spans(50)), dout=torch.ones_like(out))
     for ours, theirs in ((out, exact.out), (dq, exact.dq), (dk, exact.dk), (dv, exact.dv)):
         torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
@@ -264,34 +261,3 @@ def test_command_takes_specs(tree: Tree, tmp_path: Path) -> None:
     assert (tmp_path / "out" / NAME / "kernels" / tree.items[0].source.file_name).read_text() == tree.items[
         0
     ].source.text
-
-
-# ---- The GPU's package, as far as a compiler alone goes
-
-
-@pytest.mark.nvcc
-def test_gpu_package_compiles_and_links(tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("nvcc is not on the PATH; this links, which NVRTC cannot")
-    tree = make_tree(Arch.SM89, [export.Shape(1, 2, 4096, 64)], (DType.BFLOAT16,), (Mask.SPANS,))
-    export.write(tree, tmp_path / "out", COMMAND)
-    sources = sorted(map(str, (tmp_path / "out").rglob("*.cu")))
-    code = "-gencode=arch=compute_89,code=sm_89"
-    library = tmp_path / "kernels.so"
-    command = (
-        nvcc,
-        "-shared",
-        "-Xcompiler",
-        "-fPIC",
-        "-Werror",
-        "all-warnings",
-        code,
-        "-o",
-        str(library),
-        *sources,
-    )
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    undefined = subprocess.run(("nm", "-u", str(library)), capture_output=True, text=True, check=True).stdout
-    assert "attnforge_" not in undefined

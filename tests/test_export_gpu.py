@@ -1,0 +1,57 @@
+"""Exported packages for GPUs: that they compile and link needs a compiler alone, that they are right a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from exported import COMMAND, make_tree, run
+
+from attnforge.codegen.spec import Arch, DType, Mask
+from attnforge.runtime import export, kernels
+
+
+@pytest.mark.nvcc
+def test_gpu_package_compiles_and_links(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not on the PATH; this links, which NVRTC cannot")
+    shapes = [export.Shape(1, 2, 4096, 41)]
+    tree = make_tree(Arch.SM89, shapes, (DType.FLOAT32, DType.FLOAT16), (Mask.DENSE,))
+    export.write(tree, tmp_path / "out", COMMAND)
+    sources = sorted(map(str, (tmp_path / "out").rglob("*.cu")))
+    code = "-gencode=arch=compute_89,code=sm_89"
+    library = tmp_path / "kernels.so"
+    command = (
+        nvcc,
+        "-shared",
+        "-Xcompiler",
+        "-fPIC",
+        "-Werror",
+        "all-warnings",
+        code,
+        "-o",
+        str(library),
+        *sources,
+    )
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    undefined = subprocess.run(("nm", "-u", str(library)), capture_output=True, text=True, check=True).stdout
+    assert "attnforge_" not in undefined
+
+
+@pytest.mark.gpu
+@pytest.mark.nvcc
+def test_gpu_package_builds_and_is_right(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on the PATH; setup.py needs it")
+    arch = kernels.targets(torch.device("cuda"))[-1]
+    shapes = [export.Shape(1, 2, 512, 41), export.Shape(1, 2, 512, 64)]
+    tree = make_tree(arch, shapes, (DType.FLOAT32, DType.BFLOAT16), (Mask.DENSE,))
+    export.write(dataclasses.replace(tree, contract=True), tmp_path / "out", COMMAND)
+    run(tmp_path / "out", "setup.py", "build_ext", "--inplace")
+    assert run(tmp_path / "out", "verify.py").endswith("all right\n")
