@@ -134,6 +134,14 @@ class ContextParallel:
                     f"{name}: got shape {tuple(x.shape)}, expected (batch, heads, rows, head_dim)"
                 )
         rows = q.shape[2]
+        for name, x in (("k", k), ("v", v)):
+            if x.dtype != q.dtype or x.device != q.device or x.shape[0] != q.shape[0]:
+                raise ValueError(
+                    f"{name}: got {x.dtype} on {x.device}, batch {x.shape[0]}, expected as q: {q.dtype} on {q.device}, "
+                    f"batch {q.shape[0]}"
+                )
+        if q.shape[1] % k.shape[1]:
+            raise ValueError(f"q: got {q.shape[1]} heads, expected a multiple of the {k.shape[1]} heads of k")
         if k.shape[:3] != v.shape[:3] or k.shape[2] != rows:
             raise ValueError(
                 f"k: got shapes {tuple(k.shape)} and {tuple(v.shape)} for k and v, expected equal ones with the "
