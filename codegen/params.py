@@ -53,7 +53,11 @@ def _fields() -> tuple[Field, ...]:
             "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv",
         ),
         Field("int*", "turn", "(mask_planes, tiles, list_stride) ordered dq sums: each visit's turn"),
-        Field("int*", "turns_taken", "(batch, heads_q, tiles_m) ordered dq sums: how many visits have added"),
+        Field(
+            "int*",
+            "turns_taken",
+            "(batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far",
+        ),
     ]
     strides = [
         Field("long long", f"{name}_{axis}", f"stride of {name} along {word}, in elements")

@@ -251,13 +251,20 @@ def _swizzles(columns: int, *splits: int) -> bool:
     return all(n % 8 == 0 or 8 % n == 0 for n in frags)
 
 
-def schedule_launches(spec: Spec, tiles: str, ordered: bool = False) -> tuple[Launch, ...]:
-    """Launches of templates/gpu/schedule.cuh.jinja, a block per owned tile; `ordered` adds one per query tile."""
+def schedule_launches(
+    spec: Spec, tiles: str, ordered: bool = False, descending: bool = False
+) -> tuple[Launch, ...]:
+    """Launches of templates/gpu/schedule.cuh.jinja, a block per owned tile; `ordered` adds one per query tile.
+
+    `descending` work needs no ranks.
+    """
     if not spec.problem.mask.listed:
         return ()
     dense = spec.problem.mask is Mask.DENSE
     parts: list[tuple[str, tuple[str, ...]]] = [("pack", ("tiles_n", "tiles_m"))] if dense else []
-    parts += [("schedule", (tiles,)), ("order", (tiles,)), *([("turns", ("tiles_m",))] if ordered else [])]
+    parts += [("schedule", (tiles,))]
+    parts += [] if descending else [("order", (tiles,))]
+    parts += [("turns", ("tiles_m",))] if ordered else []
     planes = ("mask_planes",) if dense else ()
     return tuple(Launch(f"{spec.symbol}_{part}", (*grid, *planes), SCHEDULE_THREADS) for part, grid in parts)
 

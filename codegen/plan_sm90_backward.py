@@ -45,8 +45,8 @@ def make_plan(spec: Spec) -> Plan:
             raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
     if t.stages < 2:
         raise Infeasible("stages 1: the next tile of Q arrives while this one is in use, which takes 2")
-    if t.split_heads and t.ordered:
-        raise Infeasible("ordered: with split_heads the sums of dK and dV have no fixed order")
+    if t.descending and p.mask is Mask.FULL:
+        raise Infeasible("descending: without a mask all key tiles have the same work")
     return _plan(spec, t)
 
 
@@ -97,18 +97,20 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     if live > consumer_registers - REGISTERS_BESIDES:
         over = live - consumer_registers + REGISTERS_BESIDES
         raise Infeasible(f"registers: the tiles take {live} of a consumer thread, {over} more than fit")
+    descending = t.descending or (t.ordered and spec.problem.mask is not Mask.FULL)
     whole = 1 if d % 16 else panels  # a row that is padded must be copied panel by panel
     return Plan(
         spec=spec,
         template="sm90a/backward.cu.jinja",
         suffix=".cu",
         launches=_launches(spec, t, shared),
-        schedule=schedule_launches(spec, "tiles_n", t.ordered),
+        schedule=schedule_launches(spec, "tiles_n", t.ordered, descending),
         owner="n",
         registers=live + REGISTERS_BESIDES,
         dq_accum=True,
         dkv_accum=t.split_heads,
         ordered=t.ordered,
+        descending=descending,
         deterministic=t.ordered,
         tensor_maps=tuple(
             TensorMap(name, columns, rows, whole)

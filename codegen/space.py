@@ -152,4 +152,5 @@ def _hopper_backward(head_dim: int) -> Iterator[Tuning]:
     for ordered, tile_m, stages, stages_dout, overlap, split in product(
         (False, True), tiles, (3, 2), (2, 1), (True, False), (False, True)
     ):
-        yield Sm90Backward(tile_m, 128, stages, stages_dout, overlap, split, ordered)
+        for descending in (False,) if ordered else (False, True):
+            yield Sm90Backward(tile_m, 128, stages, stages_dout, overlap, split, ordered, descending)

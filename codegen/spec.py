@@ -152,6 +152,9 @@ class Sm90Backward:
     overlap: bool = knob("v", "dS is computed while the product dV is still going on")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
     ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
+    descending: bool = knob(
+        "d", "blocks start with the last key tile, not with those with most work (ordered ones always do)"
+    )
 
 
 @dataclass(frozen=True)

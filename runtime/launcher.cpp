@@ -166,7 +166,8 @@ BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k
     }
     Tensor turns_taken;
     if (variant.ordered) {
-        turns_taken = at::empty({q.size(0), q.size(1), params.tiles_m}, q.options().dtype(at::kInt));
+        const int64_t turns = q.size(1) * params.tiles_m + k.size(1) * params.tiles_n;
+        turns_taken = at::empty({q.size(0), turns}, q.options().dtype(at::kInt));
         params.turns_taken = turns_taken.mutable_data_ptr<int>();
     }
     launch(call, variant, params);

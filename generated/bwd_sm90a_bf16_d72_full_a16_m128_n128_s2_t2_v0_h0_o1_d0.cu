@@ -1,8 +1,8 @@
-// attnforge_bwd_sm90a_bf16_d72_full_a16_m128_n128_s2_t2_v0_h0_o1
+// attnforge_bwd_sm90a_bf16_d72_full_a16_m128_n128_s2_t2_v0_h0_o1_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 72 --mask full --align 16
 //     --set tile_m=128 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
-//     overlap=0 --set split_heads=0 --set ordered=1
+//     overlap=0 --set split_heads=0 --set ordered=1 --set descending=0
 //
 //   tile_m       128   query rows per step of the main loop, 64 or 128
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
@@ -11,6 +11,7 @@
 //   overlap        0   dS is computed while the product dV is still going on
 //   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        1   blocks add to dQ in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -36,7 +37,7 @@ struct Params {
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* turns_taken;  // (batch, heads_q, tiles_m) ordered dq sums: how many visits have added
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
     long long q_row;  // stride of q along the sequence, in elements
@@ -664,15 +665,15 @@ __device__ __forceinline__ int turn_of(const Params& p, int tile, int index) {
     return tile;
 }
 
-// Warp: wait until all parts of the first `turn` visits have been added.
-__device__ __forceinline__ void wait_for_turn(const int* turns_taken, int turn) {
+// Warp: wait until `count` parts have been added.
+__device__ __forceinline__ void wait_for_turn(const int* turns_taken, int count) {
     int taken;
     do {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(taken) : "l"(turns_taken) : "memory");
-    } while (taken < turn * kConsumers);
+    } while (taken < count);
 }
 
-// Thread: this part of the visit has been added.
+// Thread: a part has been added.
 __device__ __forceinline__ void end_turn(int* turns_taken) {
     __threadfence();
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns_taken) : "memory");
@@ -690,7 +691,7 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
         for (int i = 0; i < work.visits; ++i) {
             const int tile = visit(p, work.tile, i) >> 1;
             int* turns_taken = p.turns_taken + plane * p.tiles_m + tile;
-            wait_for_turn(turns_taken, turn_of(p, work.tile, i));
+            wait_for_turn(turns_taken, turn_of(p, work.tile, i) * kConsumers);
             barrier_wait(base + kFullDq + group * 8, phase);
             phase ^= 1;
             if (acts) {
@@ -827,7 +828,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d72_full_a16_m128_n128_s2_t2_v0_h0_o1(
+attnforge_bwd_sm90a_bf16_d72_full_a16_m128_n128_s2_t2_v0_h0_o1_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -891,7 +892,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d72_full_a16_m128_n128_s2_t2_v0_h0_o1_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d72_full_a16_m128_n128_s2_t2_v0_h0_o1_d0_prepare(const __grid_constant__ Params p) {
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -956,7 +957,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d72_full_a16_m128_n128_s2_t2_v0_h0_o1_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d72_full_a16_m128_n128_s2_t2_v0_h0_o1_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;

@@ -1,8 +1,8 @@
-// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0
+// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
 //     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
-//     overlap=1 --set split_heads=1 --set ordered=0
+//     overlap=1 --set split_heads=1 --set ordered=0 --set descending=0
 //
 //   tile_m        64   query rows per step of the main loop, 64 or 128
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
@@ -11,6 +11,7 @@
 //   overlap        1   dS is computed while the product dV is still going on
 //   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -36,7 +37,7 @@ struct Params {
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* turns_taken;  // (batch, heads_q, tiles_m) ordered dq sums: how many visits have added
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
     long long q_row;  // stride of q along the sequence, in elements
@@ -417,7 +418,7 @@ __device__ __forceinline__ int classify(const Params& p, int query_tile, int key
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_schedule(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned some[kScheduleThreads / 32];
     const int tile = blockIdx.x;
     const int warp = threadIdx.x / 32;
@@ -455,7 +456,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_schedule(const _
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_order(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -830,7 +831,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
 
 // Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0(
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -893,7 +894,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_prepare(const __grid_constant__ Params p) {
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -961,7 +962,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -977,7 +978,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_finish(const __g
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_finish_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;

@@ -1,16 +1,17 @@
-// attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0
+// attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask spans --align 16
-//     --set tile_m=128 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
-//     overlap=0 --set split_heads=1 --set ordered=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
+//     overlap=0 --set split_heads=1 --set ordered=0 --set descending=0
 //
-//   tile_m       128   query rows per step of the main loop, 64 or 128
+//   tile_m        64   query rows per step of the main loop, 64 or 128
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
 //   stages         2   shared-memory buffers for Q
 //   stages_dout    2   shared-memory buffers for dO
 //   overlap        0   dS is computed while the product dV is still going on
 //   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -36,7 +37,7 @@ struct Params {
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* turns_taken;  // (batch, heads_q, tiles_m) ordered dq sums: how many visits have added
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
     long long q_row;  // stride of q along the sequence, in elements
@@ -95,9 +96,9 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 64;
-constexpr int kPadded = 64;  // columns of a stored row
-constexpr int kTileM = 128;  // query rows of a step
+constexpr int kHeadDim = 128;
+constexpr int kPadded = 128;  // columns of a stored row
+constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
@@ -109,8 +110,9 @@ constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
 constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
-// dQ: consumer g computes query rows 64 g to 64 g + 63.
-constexpr int kDqColumns = kHeadDim;
+// dQ: a consumer computes half of the columns.
+constexpr int kDqColumns = 64;
+constexpr int kDqSecond = kDqColumns;
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
 // dS is stored as [64 queries][key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
@@ -140,7 +142,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 198792, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 197768, "codegen/plan_sm90_backward.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -312,13 +314,13 @@ __device__ __forceinline__ float2 unpack(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
 }
 
-// Warpgroup: S or dP (64 keys x 128 queries) = or += A B^T over 16 columns of head_dim, both from shared memory.
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of head_dim, both from shared memory.
 __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
@@ -327,9 +329,9 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
 __device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
@@ -345,26 +347,24 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned lo
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------
+// ---- Mask: full ---------------------------------------------------------------------------
 
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+    return rank;
 }
 
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_m;
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -391,81 +391,6 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int rest = index - first * p.tiles_n;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
-}
-
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-
-// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
-__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
-    const int first = query_tile * kTileM;
-    const int last = min(first + kTileM, p.seq_q);
-    bool some = false;
-    bool all = true;
-    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
-        const int2 span = span_of(p, key_tile * kTileN + i);
-        some |= max(span.x, first) < min(span.y, last);
-        all &= span.x <= first && span.y >= last;
-    }
-    if (!__any_sync(~0u, some)) {
-        return 0;
-    }
-    return __all_sync(~0u, all) ? 2 : 1;
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned some[kScheduleThreads / 32];
-    const int tile = blockIdx.x;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    int total = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        unsigned some_bits = 0;
-        unsigned partial_bits = 0;
-        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_m; ++i) {
-            const int visited = base + warp * 32 + i;
-            const int kind = classify(p, visited, tile);
-            some_bits |= (kind != 0) << i;
-            partial_bits |= (kind == 1) << i;
-        }
-        if (lane == 0) {
-            some[warp] = some_bits;
-        }
-        __syncthreads();
-        int before = total;
-        for (int w = 0; w < kScheduleThreads / 32; ++w) {
-            before += w < warp ? __popc(some[w]) : 0;
-            total += __popc(some[w]);
-        }
-        if (some_bits >> lane & 1) {
-            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
-            const int visited = base + warp * 32 + lane;
-            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
-        }
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-}
-
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
-    }
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -545,20 +470,16 @@ __device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned l
     }
 }
 
-// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
+// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
     const int first = query0 + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int start = seen_by[half].x - first;
-        const int end = seen_by[half].y - first;
+    for (int i = 0; i < kTileM / 2; i += 4) {
 #pragma unroll
-        for (int i = half * 2; i < kTileM / 2; i += 4) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int query = i / 4 * 8 + c;
-                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
-            }
+        for (int c = 0; c < 2; ++c) {
+            const int query = first + i * 2 + c;
+            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
+            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
         }
     }
 }
@@ -725,7 +646,6 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     const unsigned k = base + kOffsetK + group * 64 * kSpan;  // its rows of every panel
     const unsigned v = base + kOffsetV + group * 64 * kSpan;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
-    const int2 seen_by[2] = {span_of(p, key), span_of(p, key + 8)};
     const int steps = work.visits * work.heads;
     Ring q_ring = {0, 0};
     Ring do_ring = {0, 0};
@@ -747,7 +667,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     probabilities(s, base + kOffsetStats, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
     if (entry & 1) {
-        apply_mask(s, (entry >> 1) * kTileM, seen_by);
+        apply_mask(p, s, (entry >> 1) * kTileM, key);
     }
     barrier_wait(base + kFullV, 0);
 
@@ -798,13 +718,13 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         }
         do_ring.advance(kStagesDo);
         wgmma_fence();
-        start_dq(dq, ds + group * kTileN * kSpanDs, base + kOffsetK);
+        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
         wgmma_commit();
         if (more) {
             const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
             probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
             if (entry & 1) {
-                apply_mask(s, (entry >> 1) * kTileM, seen_by);
+                apply_mask(p, s, (entry >> 1) * kTileM, key);
             }
         }
         barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
@@ -830,7 +750,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
 
 // Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0(
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -893,8 +813,8 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0_prepare(const __grid_constant__ Params p) {
-    constexpr int lanes = 8;  // threads that share a row
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
+    constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int tile = blockIdx.x / (p.heads_q * p.batch);
@@ -961,7 +881,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -969,7 +889,7 @@ attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0_finish(const __g
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
     gather<kDqColumns>(rows, 0, sums, p.scale);
-    gather<kDqColumns>(rows + 64, 0, sums + 64 * kDqColumns, p.scale);
+    gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
@@ -977,7 +897,7 @@ attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0_finish(const __g
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_spans_a16_m128_n128_s2_t2_v0_h1_o0_finish_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;

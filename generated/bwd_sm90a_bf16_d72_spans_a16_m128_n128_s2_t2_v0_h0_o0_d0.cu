@@ -1,8 +1,8 @@
-// attnforge_bwd_sm90a_bf16_d64_full_a16_m128_n128_s2_t2_v0_h0_o0
+// attnforge_bwd_sm90a_bf16_d72_spans_a16_m128_n128_s2_t2_v0_h0_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask full --align 16
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 72 --mask spans --align 16
 //     --set tile_m=128 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
-//     overlap=0 --set split_heads=0 --set ordered=0
+//     overlap=0 --set split_heads=0 --set ordered=0 --set descending=0
 //
 //   tile_m       128   query rows per step of the main loop, 64 or 128
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
@@ -11,6 +11,7 @@
 //   overlap        0   dS is computed while the product dV is still going on
 //   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -36,7 +37,7 @@ struct Params {
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* turns_taken;  // (batch, heads_q, tiles_m) ordered dq sums: how many visits have added
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
     long long q_row;  // stride of q along the sequence, in elements
@@ -95,8 +96,8 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 64;
-constexpr int kPadded = 64;  // columns of a stored row
+constexpr int kHeadDim = 72;
+constexpr int kPadded = 80;  // columns of a stored row, zeros past head_dim
 constexpr int kTileM = 128;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
@@ -105,9 +106,10 @@ constexpr int kHelperThreads = 256;  // of a block of the kernels before and aft
 constexpr int kStagesQ = 2;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
-constexpr int kColumns = 64;
+constexpr int kColumns = 16;
 constexpr int kSpan = kColumns * 2;
-constexpr unsigned kSwizzle = 1;  // wgmma's code for it
+constexpr unsigned kSwizzle = 3;  // wgmma's code for it
+constexpr int kPanels = kPadded / kColumns;
 constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
 // dQ: consumer g computes query rows 64 g to 64 g + 63.
 constexpr int kDqColumns = kHeadDim;
@@ -140,7 +142,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 198792, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 227464, "codegen/plan_sm90_backward.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
@@ -277,6 +279,11 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
+// Warp: the same for two matrices; lanes 0-15 give the addresses.
+__device__ __forceinline__ void stmatrix_half(unsigned address, unsigned r0, unsigned r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1) : "memory");
+}
+
 // Thread: start adding consecutive floats (16-byte aligned, a multiple of 16 bytes) to device memory.
 __device__ __forceinline__ void bulk_reduce(float* target, unsigned src, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(src), "r"(bytes)
@@ -325,42 +332,44 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
 __device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %41, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, {%36, %37, %38, %39}, %40, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: dQ (64 queries x 64 columns) = or += dS K over 16 keys, both as they lie in memory.
+// Warpgroup: dQ (64 queries x 72 columns) = or += dS K over 16 keys, both as they lie in memory.
 __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned long long a, unsigned long long b,
                                          int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %38, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, %36, %37, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// ---- Mask: full ---------------------------------------------------------------------------
+// ---- Mask: spans ---------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`?
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+// The queries that see key `key` are [x, y).
+__device__ __forceinline__ int2 span_of(const Params& p, int key) {
+    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+}
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return rank;
+    return __ldg(p.tile_order + rank);
 }
 
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m;
+    return __ldg(p.tile_count + tile);
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
+    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -389,6 +398,81 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
+// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
+
+constexpr int kScheduleThreads = 128;
+
+// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
+__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
+    const int first = query_tile * kTileM;
+    const int last = min(first + kTileM, p.seq_q);
+    bool some = false;
+    bool all = true;
+    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
+        const int2 span = span_of(p, key_tile * kTileN + i);
+        some |= max(span.x, first) < min(span.y, last);
+        all &= span.x <= first && span.y >= last;
+    }
+    if (!__any_sync(~0u, some)) {
+        return 0;
+    }
+    return __all_sync(~0u, all) ? 2 : 1;
+}
+
+// One block per owned tile: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d72_spans_a16_m128_n128_s2_t2_v0_h0_o0_d0_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned some[kScheduleThreads / 32];
+    const int tile = blockIdx.x;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        unsigned some_bits = 0;
+        unsigned partial_bits = 0;
+        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_m; ++i) {
+            const int visited = base + warp * 32 + i;
+            const int kind = classify(p, visited, tile);
+            some_bits |= (kind != 0) << i;
+            partial_bits |= (kind == 1) << i;
+        }
+        if (lane == 0) {
+            some[warp] = some_bits;
+        }
+        __syncthreads();
+        int before = total;
+        for (int w = 0; w < kScheduleThreads / 32; ++w) {
+            before += w < warp ? __popc(some[w]) : 0;
+            total += __popc(some[w]);
+        }
+        if (some_bits >> lane & 1) {
+            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
+            const int visited = base + warp * 32 + lane;
+            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+}
+
+// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d72_spans_a16_m128_n128_s2_t2_v0_h0_o0_d0_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x;
+    const int work = p.tile_count[tile];
+    int rank = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[rank] = tile;
+    }
+}
+
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // Position in a ring of buffers: the phase of its barriers flips at every wrap.
@@ -414,10 +498,13 @@ __device__ __forceinline__ constexpr int step_offset(int step, int rows) {
     return step / kStepsPerPanel * rows * kSpan + step % kStepsPerPanel * 32;
 }
 
-// Thread: start copying a tile.
+// Thread: start copying the panels of a tile.
 __device__ __forceinline__ void load_tile(unsigned dst, const TensorMap& map, unsigned barrier, int row, int head,
-                                          int batch) {
-    tma_load(dst, map, barrier, 0, row, 0, head, batch);
+                                          int batch, int rows) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load(dst + panel * rows * kSpan, map, barrier, panel * kColumns, row, 0, head, batch);
+    }
 }
 
 // ---- Products ------------------------------------------------------------------------------------------------------
@@ -466,16 +553,20 @@ __device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned l
     }
 }
 
-// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
-__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
+// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
+__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
     const int first = query0 + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
+    for (int half = 0; half < 2; ++half) {
+        const int start = seen_by[half].x - first;
+        const int end = seen_by[half].y - first;
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int query = first + i * 2 + c;
-            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
-            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
+        for (int i = half * 2; i < kTileM / 2; i += 4) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int query = i / 4 * 8 + c;
+                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
+            }
         }
     }
 }
@@ -527,7 +618,7 @@ __device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadD
     const int lane = threadIdx.x % 32;
     const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
     // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
-    const int twist = row / 1 % 8;
+    const int twist = row / 4 % 2;
 #pragma unroll
     for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
         const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
@@ -535,11 +626,20 @@ __device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadD
                  pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
                  pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
     }
+    {
+        constexpr int i = kHeadDim / 2 - 4;
+        const int chunk = i / 4 % (kColumns / 8) ^ twist;
+        stmatrix_half(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
+                      pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor));
+    }
 }
 
 // Thread: start copying 64 staged rows to device memory; rows past seq_k are dropped.
 __device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
-    tma_store(map, part, 0, row, 0, head, batch);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_store(map, part + panel * 64 * kSpan, panel * kColumns, row, 0, head, batch);
+    }
 }
 
 // Block: zeros for a key tile that no query sees.
@@ -586,7 +686,7 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
     if (acts) {
         barrier_expect(base + kFullK, kTileBytesN);
         load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv,
-                  work.batch);
+                  work.batch, kTileN);
     }
     Ring ring = {0, 1};
     for (int h = 0; h < work.heads; ++h) {
@@ -602,7 +702,7 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
                 store_int(base + kOffsetVisit + ring.stage * 8, entry);
                 barrier_expect(full, kTileBytesM + kStatBytes);
                 load_tile(base + kOffsetQ + ring.stage * kTileBytesM, maps.q, full, query0, head,
-                          work.batch);
+                          work.batch, kTileM);
                 bulk_load(base + kOffsetStats + ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full);
             }
             ring.advance(kStagesQ);
@@ -616,7 +716,7 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
     if (acts) {
         barrier_expect(base + kFullV, kTileBytesN);
         load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
-                  work.batch);
+                  work.batch, kTileN);
     }
     Ring ring = {0, 1};
     for (int h = 0; h < work.heads; ++h) {
@@ -628,7 +728,7 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
             if (acts) {
                 barrier_expect(full, kTileBytesM);
                 load_tile(base + kOffsetDo + ring.stage * kTileBytesM, maps.dout, full, query0, work.first_head + h,
-                          work.batch);
+                          work.batch, kTileM);
             }
             ring.advance(kStagesDo);
         }
@@ -668,6 +768,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     const unsigned k = base + kOffsetK + group * 64 * kSpan;  // its rows of every panel
     const unsigned v = base + kOffsetV + group * 64 * kSpan;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
+    const int2 seen_by[2] = {span_of(p, key), span_of(p, key + 8)};
     const int steps = work.visits * work.heads;
     Ring q_ring = {0, 0};
     Ring do_ring = {0, 0};
@@ -689,7 +790,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     probabilities(s, base + kOffsetStats, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
     if (entry & 1) {
-        apply_mask(p, s, (entry >> 1) * kTileM, key);
+        apply_mask(s, (entry >> 1) * kTileM, seen_by);
     }
     barrier_wait(base + kFullV, 0);
 
@@ -746,7 +847,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
             probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
             if (entry & 1) {
-                apply_mask(p, s, (entry >> 1) * kTileM, key);
+                apply_mask(s, (entry >> 1) * kTileM, seen_by);
             }
         }
         barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
@@ -780,7 +881,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d64_full_a16_m128_n128_s2_t2_v0_h0_o0(
+attnforge_bwd_sm90a_bf16_d72_spans_a16_m128_n128_s2_t2_v0_h0_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -844,8 +945,8 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_full_a16_m128_n128_s2_t2_v0_h0_o0_prepare(const __grid_constant__ Params p) {
-    constexpr int lanes = 8;  // threads that share a row
+attnforge_bwd_sm90a_bf16_d72_spans_a16_m128_n128_s2_t2_v0_h0_o0_d0_prepare(const __grid_constant__ Params p) {
+    constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int tile = blockIdx.x / (p.heads_q * p.batch);
@@ -906,7 +1007,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_full_a16_m128_n128_s2_t2_v0_h0_o0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d72_spans_a16_m128_n128_s2_t2_v0_h0_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
