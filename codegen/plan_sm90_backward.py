@@ -34,8 +34,8 @@ def make_plan(spec: Spec) -> Plan:
             f"head_dim {p.head_dim}: the sm90a backward kernel takes multiples of 8 from 16 to 128"
         )
     require_plain(p)
-    if p.mask is Mask.DENSE:
-        raise Infeasible("dense mask: the sm90a backward kernel takes full, causal and spans")
+    if p.mask is Mask.DENSE and not t.split_heads:
+        raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
     if t.tile_m not in (64, 128):
         raise Infeasible(f"tile_m {t.tile_m}: must be 64 or 128")
     if t.tile_n != 64 * CONSUMERS:
@@ -107,6 +107,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         schedule=schedule_launches(spec, "tiles_n", t.ordered, descending),
         owner="n",
         registers=live + REGISTERS_BESIDES,
+        bits="q" if spec.problem.mask is Mask.DENSE else "",
         dq_accum=True,
         dkv_accum=t.split_heads,
         ordered=t.ordered,
