@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import Library
 
 from attnforge.runtime import ops
-from attnforge.runtime.dropins import documents
+from attnforge.runtime.dropins import band, documents, sides_of
 from attnforge.runtime.masks import Causal
 
 NAME = "attnforge"
@@ -171,15 +171,9 @@ def _mask(
     window: tuple[int | None, int | None],
 ) -> ops.Mask:
     left, right = (-1 if side is None else side for side in window)
-    # torch spells causal as a window too: no key to the right.
-    if left >= 0 or right > 0:
-        raise ValueError(
-            f"window_size: got ({left}, {right}), only no window and causal, (-1, 0), are supported"
-        )
-    causal = is_causal or right == 0
     if cum_seq_q is None or cum_seq_k is None:
-        return Causal() if causal else None
-    return documents(cum_seq_q, cum_seq_k, query.shape[0], key.shape[0], causal)
+        return band(query.shape[1], key.shape[1], sides_of(is_causal, (left, right)), query.device)
+    return documents(cum_seq_q, cum_seq_k, query.shape[0], key.shape[0], is_causal, (left, right))
 
 
 def _refuse(**arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """`flash_attn_func` and `flash_attn_varlen_func`: the signatures and semantics of flash-attn 2, on our kernels.
 
-What we do not have (dropout, windows, softcap, ALiBi, paged keys, returned probabilities) raises a ValueError
-that names the argument; nothing is ignored.
+What we do not have (dropout, softcap, ALiBi, paged keys, returned probabilities) raises a ValueError that names
+the argument; nothing is ignored.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +37,12 @@ def flash_attn_func(
     """Attention of q (B, Sq, Hq, D) on k, v (B, Sk, Hkv, D) -> (B, Sq, Hq, D), differentiable, uncopied.
 
     causal: bottom-right aligned, key j is visible to query i when j <= i + Sk - Sq; a row that sees no key
-    gives zeros. Dtypes, head dims and GQA as in `attnforge.attention`, which raises for what it cannot take.
+        gives zeros.
+    window_size: (left, right), key j is visible when i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1: no limit.
+    Dtypes, head dims and GQA as in `attnforge.attention`, which raises for what it cannot take.
     Raises ValueError naming an argument with a value that is not supported.
     """
-    _refuse(dropout_p, window_size, softcap, alibi_slopes, return_attn_probs)
+    _refuse(dropout_p, softcap, alibi_slopes, return_attn_probs)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, seq, heads, head_dim)")
@@ -47,7 +50,7 @@ def flash_attn_func(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        Causal() if causal else None,
+        band(q.shape[1], k.shape[1], sides_of(causal, window_size), q.device),
         scale=softmax_scale,
         deterministic=deterministic,
     )
@@ -79,17 +82,18 @@ def flash_attn_varlen_func(
         made of them is kept while the same two tensors come in unchanged (all layers of a step).
     causal: bottom-right aligned in each document. Rows that see no key, also those behind the last document,
         give zeros.
+    window_size: as for `flash_attn_func`, in each document.
     max_seqlen_q, max_seqlen_k: not needed here, and not looked at.
 
     Raises ValueError naming an argument with a value that is not supported.
     """
-    _refuse(dropout_p, window_size, softcap, alibi_slopes, return_attn_probs)
+    _refuse(dropout_p, softcap, alibi_slopes, return_attn_probs)
     if block_table is not None:
         raise ValueError("block_table: paged keys are not supported; pass None")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (tokens, heads, head_dim)")
-    mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal)
+    mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal, window_size)
     out = attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -103,15 +107,12 @@ def flash_attn_varlen_func(
 
 def _refuse(
     dropout_p: float,
-    window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
 ) -> None:
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p: got {dropout_p}, only 0.0 is supported")
-    if tuple(window_size) != (-1, -1):
-        raise ValueError(f"window_size: got {tuple(window_size)}, only (-1, -1), no window, is supported")
     if softcap != 0.0:
         raise ValueError(f"softcap: got {softcap}, only 0.0, no cap, is supported")
     if alibi_slopes is not None:
@@ -122,13 +123,57 @@ def _refuse(
         )
 
 
+class Sides(NamedTuple):
+    """Keys that a query sees beside the one on its diagonal, bottom-right aligned; -1: all on that side."""
+
+    left: int
+    right: int
+
+
+def sides_of(causal: bool, window_size: tuple[int, int]) -> Sides:
+    """flash-attn's arguments: any negative size is all, and causal is nothing to the right."""
+    left, right = (max(int(side), -1) for side in window_size)
+    return Sides(left, 0 if causal else right)
+
+
+def band(seq_q: int, seq_k: int, sides: Sides, device: torch.device) -> Causal | Spans | None:
+    """The mask of unpacked sequences; of windows once for the same lengths, not in a trace."""
+    if sides.left < 0 and sides.right <= 0:
+        return Causal() if sides.right == 0 else None
+    if torch.compiler.is_compiling():
+        return _make_band(seq_q, seq_k, sides, device)
+    if device.type != "cuda":
+        return _kept_band(seq_q, seq_k, sides, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return _make_band(seq_q, seq_k, sides, device)
+    return _kept_band(seq_q, seq_k, sides, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept_band(seq_q: int, seq_k: int, sides: Sides, device: torch.device, stream: int) -> Spans:
+    with torch.inference_mode(False), torch.no_grad():
+        return _make_band(seq_q, seq_k, sides, device)
+
+
+def _make_band(seq_q: int, seq_k: int, sides: Sides, device: torch.device) -> Spans:
+    diagonal = torch.arange(seq_q - seq_k, seq_q, dtype=torch.int32, device=device)
+    return Spans(*_queries_of(diagonal, seq_q, sides))
+
+
+def _queries_of(diagonal: Tensor, length: Any, sides: Sides) -> tuple[Tensor, Tensor]:
+    """Queries [start, end) of `length` that see a key, given the query that has the key on its diagonal."""
+    start = (diagonal - sides.right).clamp(min=0) if sides.right >= 0 else torch.zeros_like(diagonal)
+    end = (diagonal + sides.left + 1).clamp(min=0) if sides.left >= 0 else torch.zeros_like(diagonal) + length
+    return start, torch.minimum(end, torch.zeros_like(end) + length)
+
+
 class _Key(NamedTuple):
     cu_q: int  # id; the value's weak references tell whether it is still that tensor
     cu_k: int
     versions: tuple[int, int]
     total_q: int
     total_k: int
-    causal: bool
+    sides: Sides
     stream: int  # work queued on one stream is not ordered before readers on another
 
 
@@ -137,17 +182,25 @@ _masks: OrderedDict[_Key, _Value] = OrderedDict()
 _lock = threading.Lock()
 
 
-def documents(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bool) -> Spans:
+def documents(
+    cu_q: Tensor,
+    cu_k: Tensor,
+    total_q: int,
+    total_k: int,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Spans:
     """The mask of packed documents, built on the device of cu_q, cu_k int32 (documents + 1) without a sync.
 
     total_q, total_k: rows of q and of k; what lies behind the last document sees and is seen by nothing.
     Raises ValueError naming cu_seqlens_q or cu_seqlens_k.
     """
     _check(cu_q, cu_k)
+    sides = sides_of(causal, window_size)
     if not _cacheable(cu_q, cu_k):
-        return _build(cu_q, cu_k, total_q, total_k, causal)
+        return _build(cu_q, cu_k, total_q, total_k, sides)
     stream = torch.cuda.current_stream(cu_q.device).cuda_stream if cu_q.is_cuda else 0
-    key = _Key(id(cu_q), id(cu_k), (cu_q._version, cu_k._version), total_q, total_k, causal, stream)
+    key = _Key(id(cu_q), id(cu_k), (cu_q._version, cu_k._version), total_q, total_k, sides, stream)
     with _lock:
         found = _masks.get(key)
         if found is not None and found[0]() is cu_q and found[1]() is cu_k:
@@ -155,7 +208,7 @@ def documents(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bo
             return found[2]
     # Never as inference tensors: a later step that is recorded for backward may find them here.
     with torch.inference_mode(False), torch.no_grad():
-        mask = _build(cu_q, cu_k, total_q, total_k, causal)
+        mask = _build(cu_q, cu_k, total_q, total_k, sides)
     with _lock:
         _masks[key] = (weakref.ref(cu_q), weakref.ref(cu_k), mask)
         while len(_masks) > _KEPT:
@@ -184,15 +237,13 @@ def _check(cu_q: Tensor, cu_k: Tensor) -> None:
         )
 
 
-def _build(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bool) -> Spans:
+def _build(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, sides: Sides) -> Spans:
     options: Any = {"dtype": torch.int32, "device": cu_q.device}
     key = torch.arange(total_k, **options)
     # right: steps over documents without keys. Keys behind the last document are taken out below.
     document = torch.searchsorted(cu_k[1:].contiguous(), key, right=True).clamp(max=cu_k.shape[0] - 2)
     first, last = cu_q[document], cu_q[document + 1].clamp(max=total_q)
-    starts = first
-    if causal:
-        # The last key of a document is visible to its last query alone, the one before it to two, ...
-        starts = first + (key - cu_k[document + 1] + (last - first)).clamp(min=0)
+    # The last key of a document is on the diagonal of its last query, the one before it of the one before, ...
+    starts, ends = _queries_of(key - cu_k[document + 1] + (last - first), last - first, sides)
     real = key < cu_k[-1]
-    return Spans(torch.where(real, starts, 0), torch.where(real, last, 0))
+    return Spans(torch.where(real, first + starts, 0), torch.where(real, first + ends, 0))

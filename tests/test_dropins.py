@@ -31,13 +31,18 @@ def bounds(lens: list[int], device: str = "cpu") -> Tensor:
     return cumulated.to(device, torch.int32)
 
 
-def dense(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bool) -> Tensor:
+def dense(
+    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bool, window: tuple[int, int] = (-1, -1)
+) -> Tensor:
     """What flash-attn's documentation says, bool (total_q, total_k)."""
     seen = torch.zeros(total_q, total_k, dtype=torch.bool)
     documents = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
     for (q0, q1), (k0, k1) in documents:
         block = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
-        seen[q0:q1, k0:k1] = block.tril((k1 - k0) - (q1 - q0)) if causal else block
+        shift = (k1 - k0) - (q1 - q0)
+        block = block.tril(shift) if causal else block
+        block = block.tril(shift + window[1]) if window[1] >= 0 else block
+        seen[q0:q1, k0:k1] = block.triu(shift - window[0]) if window[0] >= 0 else block
     return seen
 
 
@@ -47,14 +52,28 @@ def draw(*shape: int, device: str, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 @settings(max_examples=150)
-@given(lengths, st.booleans(), st.integers(0, 3), st.integers(0, 3))
-def test_documents_are_spans(pairs: list[tuple[int, int]], causal: bool, rest_q: int, rest_k: int) -> None:
+@given(lengths, st.booleans(), st.tuples(*[st.integers(-1, 5)] * 2), st.integers(0, 3), st.integers(0, 3))
+def test_documents_are_spans(
+    pairs: list[tuple[int, int]], causal: bool, window: tuple[int, int], rest_q: int, rest_k: int
+) -> None:
     lens_q, lens_k = (list(side) for side in zip(*pairs, strict=True))
     cu_q, cu_k = bounds(lens_q), bounds(lens_k)
     total_q, total_k = sum(lens_q) + rest_q, sum(lens_k) + rest_k
-    mask = dropins.documents(cu_q, cu_k, total_q, total_k, causal)
+    mask = dropins.documents(cu_q, cu_k, total_q, total_k, causal, window)
     assert mask.starts.dtype == mask.ends.dtype == torch.int32
-    assert torch.equal(mask.visible(total_q, total_k), dense(cu_q, cu_k, total_q, total_k, causal))
+    assert torch.equal(mask.visible(total_q, total_k), dense(cu_q, cu_k, total_q, total_k, causal, window))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.booleans(), st.tuples(*[st.integers(-1, 5)] * 2))
+def test_windows_are_spans(seq_q: int, seq_k: int, causal: bool, window: tuple[int, int]) -> None:
+    sides = dropins.sides_of(causal, window)
+    mask = dropins.band(seq_q, seq_k, sides, torch.device("cpu"))
+    expected = dense(bounds([seq_q]), bounds([seq_k]), seq_q, seq_k, causal, window)
+    assert isinstance(mask, attnforge.Spans) == (sides.left >= 0 or sides.right > 0)
+    assert (mask.visible(seq_q, seq_k) if mask else torch.ones_like(expected)).equal(expected)
+    assert dropins.band(seq_q, seq_k, sides, torch.device("cpu")) is mask or not isinstance(
+        mask, attnforge.Spans
+    )
 
 
 @targets
@@ -87,14 +106,18 @@ def test_varlen(device: str, dtype: torch.dtype, tolerance: float, causal: bool)
 
 
 @targets
+@pytest.mark.parametrize("window", [(-1, -1), (9, 4)])
 @pytest.mark.parametrize(("causal", "seq_q"), [(False, 50), (True, 50), (True, 20), (True, 70)])
-def test_dense(device: str, dtype: torch.dtype, tolerance: float, causal: bool, seq_q: int) -> None:
+def test_dense(
+    device: str, dtype: torch.dtype, tolerance: float, causal: bool, seq_q: int, window: tuple[int, int]
+) -> None:
     kinds: Any = {"device": device, "dtype": dtype}
     q = draw(2, seq_q, HEADS, DIM, seed=1, **kinds)
     k, v = (draw(2, 50, HEADS // GROUP, DIM, seed=seed, **kinds) for seed in (2, 3))
-    out = attnforge.flash_attn_func(q, k, v, causal=causal)
+    out = attnforge.flash_attn_func(q, k, v, causal=causal, window_size=window)
     a, b, c = (x.detach().transpose(1, 2) for x in (q, k, v))
-    exact = reference(a, b, c, attnforge.Causal() if causal else None).out.transpose(1, 2)
+    visible = dense(bounds([seq_q]), bounds([50]), seq_q, 50, causal, window).to(device)
+    exact = reference(a, b, c, attnforge.DenseMask(visible)).out.transpose(1, 2)
     assert out.shape == q.shape
     assert (out - exact).abs().max().item() < tolerance
     out.sum().backward()
@@ -129,7 +152,6 @@ def test_a_mask_made_in_inference_serves_training() -> None:
     ("name", "value"),
     [
         ("dropout_p", 0.1),
-        ("window_size", (128, 0)),
         ("softcap", 30.0),
         ("alibi_slopes", torch.ones(1)),
         ("return_attn_probs", True),
@@ -159,12 +181,14 @@ def test_wrong_shapes_are_named() -> None:
         attnforge.flash_attn_varlen_func(x, x, x, cu, bounds([7]), 7, 7)
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
+def test_compiled(window: tuple[int, int]) -> None:
     cu = bounds([3, 4])
     q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
 
     def block(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-        return attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, causal=True) * 2
+        packed = attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, causal=True, window_size=window)
+        return packed + attnforge.flash_attn_func(q[None], k[None], v[None], window_size=window)[0]
 
     expected = block(q, k, v, cu)
     out = torch.compile(block, fullgraph=True, backend="aot_eager")(q, k, v, cu)
