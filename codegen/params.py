@@ -53,6 +53,7 @@ def _fields() -> tuple[Field, ...]:
             "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv",
         ),
         Field("int*", "turn", "(mask_planes, tiles, list_stride) ordered dq sums: each visit's turn"),
+        Field("int*", "pieces", "(2) pieces of work taken from the counter, and blocks that found none left"),
         Field(
             "int*",
             "turns_taken",

@@ -99,6 +99,11 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     # With two, the next tile is begun before O of this one has left.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= limit else 1
     shared += q_buffers * (q_bytes + 16)
+    if t.counter and (q_buffers < 2 or not spans):
+        raise Infeasible(
+            "counter: takes spans (the counter is part of their schedule), persistent, room for two Q"
+        )
+    shared += 8 if t.counter else 0
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
     producer_registers, consumer_registers = REGISTERS[consumers]

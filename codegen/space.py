@@ -140,10 +140,11 @@ def _backward_guesses(problem: Problem) -> list[Sm80Backward]:
 
 def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
     tiles = (192, 128, 64) if head_dim <= 96 else (128, 192, 64)
-    for tile_m, tile_n, stages, persistent, ping_pong, q_in_regs in product(
-        tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), (True, False), (True, False), (True, False)
+    blocks = ((True, True), (True, False), (False, False))  # persistent, counter
+    for tile_m, tile_n, stages, (persistent, counter), ping_pong, q_in_regs in product(
+        tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), blocks, (True, False), (True, False)
     ):
-        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, q_in_regs)
+        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs)
 
 
 def _hopper_backward(head_dim: int) -> Iterator[Tuning]:

@@ -136,6 +136,7 @@ class Sm90Forward:
     stages: int = knob("s", "shared-memory buffers for K and for V")
     ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
     persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
+    counter: bool = knob("k", "a block takes its next tile from a counter, not in fixed rounds")
     q_in_regs: bool = knob(
         "q", "keep the fragments of Q in registers; its buffer is free for the next tile at once"
     )

@@ -37,6 +37,7 @@ struct Params {
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
     int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements

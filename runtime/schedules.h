@@ -139,6 +139,7 @@ inline ScheduleKey schedule_key(const Variant& variant, const MaskTensors& mask,
 inline at::Tensor attach_schedule(const Variant& variant, const MaskTensors& mask, Params& params, void* stream) {
     const int64_t tiles = int64_t{params.mask_planes} * (variant.owner_n ? params.tiles_n : params.tiles_m);
     const int64_t bounds = variant.bounds ? int64_t{2} * params.padded_k : 0;
+    const int64_t counters = variant.bounds ? 2 : 0;
     const bool of_keys = variant.bits == Bits::kOfKeys;
     params.bits_row = variant.bits == Bits::kNone ? 0 : ((of_keys ? params.padded_k : params.padded_q) + 31) / 32;
     const int64_t bits = int64_t{params.mask_planes} * (of_keys ? params.padded_q : params.padded_k) * params.bits_row;
@@ -154,7 +155,7 @@ inline at::Tensor attach_schedule(const Variant& variant, const MaskTensors& mas
     }
     const bool build = !schedule.defined();
     if (build) {
-        const int64_t size = bounds + bits + tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1));
+        const int64_t size = bounds + bits + tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1)) + counters;
         const auto options = mask.first.options().dtype(at::kInt);
         schedule = cacheable ? empty_to_keep(size, options) : at::empty({size}, options);
     }
@@ -164,6 +165,8 @@ inline at::Tensor attach_schedule(const Variant& variant, const MaskTensors& mas
     params.tile_order = params.tile_count + tiles;
     params.tile_list = params.tile_order + tiles;
     params.turn = variant.ordered ? params.tile_list + tiles * params.list_stride : nullptr;
+    // Launches that share a schedule are in one stream, so one at a time counts.
+    params.pieces = schedule.mutable_data_ptr<int>() + schedule.numel() - counters;
     if (build) {
         run(variant, variant.schedule, params, stream);
         if (cacheable) {

@@ -211,21 +211,39 @@ def test_hopper_forward_by_hand() -> None:
     tuning = Sm90Forward(
         **{f.name: 0 for f in fields(Sm90Forward)} | {"tile_m": 128, "tile_n": 128, "stages": 2}  # type: ignore[arg-type]
     )
-    # Q and the staging of O, K and V twice, 32 KiB each; barriers: two of Q, two of each buffer.
-    shared = 6 * 32768 + 8 * (2 + 2 * 4)
+    # Q once, K and V twice, 32 KiB each; barriers: two of each buffer.
+    shared = 5 * 32768 + 8 * (2 + 2 * 4)
     # S 128/2, P 128/4, O 128/2 and 28 beside them; a producer and two consumer warpgroups.
     assert plan_of(FORWARD, Arch.SM90A, 128, Mask.FULL, tuning) == (384, shared, 64 + 32 + 64 + 28)
     assert plan_of(FORWARD, Arch.SM90A, 128, Mask.SPANS, tuning)[1] == shared + 2 * 128 * 8
-    # 72 columns are stored as 80, in panels of 16 that are copied one by one: the row is no multiple of them.
-    plan = make_plan(Spec(Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 72, Mask.FULL), tuning))
-    assert [(m.tensor, m.columns, m.rows, m.panels) for m in plan.tensor_maps] == [
-        ("q", 16, 128, 1),
-        ("k", 16, 128, 1),
-        ("v", 16, 128, 1),
-        ("out", 16, 64, 1),
-    ]
-    plan = make_plan(Spec(Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 96, Mask.FULL), tuning))
-    assert {(m.columns, m.panels) for m in plan.tensor_maps} == {(32, 3)}
+    # A block that goes on to another tile has its Q come while O of this one leaves; a counter adds two words.
+    more = shared + 32768 + 16
+    assert plan_of(FORWARD, Arch.SM90A, 128, Mask.FULL, replace(tuning, persistent=True))[1] == more
+    counted = replace(tuning, persistent=True, counter=True)
+    assert plan_of(FORWARD, Arch.SM90A, 128, Mask.SPANS, counted)[1] == more + 2 * 128 * 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "maps"),
+    [
+        (128, [(64, 2)]),  # two panels of 64 columns in one copy
+        (72, [(64, 1), (16, 1)]),  # 64, and the rest with zeros after it
+        (96, [(64, 1), (32, 1)]),
+        (120, [(64, 1)]),  # the second panel reaches past the row: a copy for each
+        (24, [(32, 1)]),
+        (48, [(64, 1)]),
+    ],
+)
+def test_hopper_panels_by_hand(head_dim: int, maps: list[tuple[int, int]]) -> None:
+    tuning = Sm90Forward(
+        **{f.name: 0 for f in fields(Sm90Forward)} | {"tile_m": 128, "tile_n": 128, "stages": 2}  # type: ignore[arg-type]
+    )
+    plan = make_plan(Spec(Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL), tuning))
+    for tensor, rows in (("q", 128), ("k", 128), ("v", 128)):
+        assert [(m.columns, m.panels) for m in plan.tensor_maps if m.tensor == tensor] == maps
+        assert {m.rows for m in plan.tensor_maps if m.tensor == tensor} == {rows}
+    # O leaves from 64 rows of a tile, panel by panel.
+    assert {(m.rows, m.panels) for m in plan.tensor_maps if m.tensor == "out"} == {(64, 1)}
 
 
 def test_cpu_forward_by_hand() -> None:

@@ -1,15 +1,16 @@
-// attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n96_s3_p1_r0_q1
+// attnforge_fwd_sm90a_bf16_d64_full_a16_m192_n128_s3_p1_r1_k0_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask spans --align 16
-//     --set tile_m=192 --set tile_n=96 --set stages=3 --set ping_pong=1 --set
-//     persistent=0 --set q_in_regs=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask full --align 16
+//     --set tile_m=192 --set tile_n=128 --set stages=3 --set ping_pong=1 --set
+//     persistent=1 --set counter=0 --set q_in_regs=0
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
-//   tile_n        96   keys per step of the main loop
+//   tile_n       128   keys per step of the main loop
 //   stages         3   shared-memory buffers for K and for V
 //   ping_pong      1   consumer warpgroups take turns with the tensor cores
-//   persistent     0   one block per multiprocessor walks many tiles
-//   q_in_regs      1   keep the fragments of Q in registers; its buffer is free for the next tile at once
+//   persistent     1   one block per multiprocessor walks many tiles
+//   counter        0   a block takes its next tile from a counter, not in fixed rounds
+//   q_in_regs      0   keep the fragments of Q in registers; its buffer is free for the next tile at once
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -35,6 +36,7 @@ struct Params {
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
     int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
@@ -99,7 +101,7 @@ struct TensorMaps {
 
 constexpr int kHeadDim = 64;
 constexpr int kTileM = 192;  // query rows of a tile
-constexpr int kTileN = 96;  // keys of a step
+constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr float kLimit = 256.0f;  // of P: until then, row maxima that grow are not followed
@@ -113,13 +115,12 @@ constexpr int kRowBytes = (kMain) * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
-constexpr int kBuffersQ = 1;  // O leaves through the buffer that Q came in
+constexpr int kBuffersQ = 2;  // O leaves through the buffer that Q came in
 constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
-constexpr int kBoundsBytes = kTileN * 8;  // of the keys of a tile, where it is masked
-constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
+constexpr int kOffsetBarriers = kOffsetBounds;
 // Barriers: full = the tile has landed, empty = its consumers are done with it.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
@@ -128,7 +129,7 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 100720, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 147584, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -189,14 +190,6 @@ __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, uns
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
-        : "memory");
-}
-
-// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
-__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-        "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -280,28 +273,20 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
-// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 
-// Warpgroup: S (64 x 96) = or += Q K^T over 16 columns of head_dim, Q from registers.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], const unsigned (&a)[4], unsigned long long b,
+// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %53, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, {%48, %49, %50, %51}, %52, add, 1, 1, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
@@ -316,26 +301,24 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------
+// ---- Mask: full ---------------------------------------------------------------------------
 
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+    return rank;
 }
 
 // How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_n;
 }
 
 // Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+    return index * 2 + ((index + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -362,85 +345,6 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int rest = index - first * p.tiles_m;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
-}
-
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-
-// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
-__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
-    const int first = query_tile * kTileM;
-    const int last = min(first + kTileM, p.seq_q);
-    bool some = false;
-    bool all = true;
-    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
-        const int2 span = span_of(p, key_tile * kTileN + i);
-        some |= max(span.x, first) < min(span.y, last);
-        all &= span.x <= first && span.y >= last;
-    }
-    if (!__any_sync(~0u, some)) {
-        return 0;
-    }
-    return __all_sync(~0u, all) ? 2 : 1;
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n96_s3_p1_r0_q1_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned some[kScheduleThreads / 32];
-    const int tile = blockIdx.x;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    int total = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        unsigned some_bits = 0;
-        unsigned partial_bits = 0;
-        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_n; ++i) {
-            const int visited = base + warp * 32 + i;
-            const int kind = classify(p, tile, visited);
-            some_bits |= (kind != 0) << i;
-            partial_bits |= (kind == 1) << i;
-        }
-        if (lane == 0) {
-            some[warp] = some_bits;
-        }
-        __syncthreads();
-        int before = total;
-        for (int w = 0; w < kScheduleThreads / 32; ++w) {
-            before += w < warp ? __popc(some[w]) : 0;
-            total += __popc(some[w]);
-        }
-        if (some_bits >> lane & 1) {
-            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
-            const int visited = base + warp * 32 + lane;
-            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
-        }
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-}
-
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties. Also bounds.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n96_s3_p1_r0_q1_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_m ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
-    }
-    int2* bounds = reinterpret_cast<int2*>(p.bounds);
-    for (int key = blockIdx.x * kScheduleThreads + threadIdx.x; key < p.padded_k; key += gridDim.x * kScheduleThreads) {
-        bounds[key] = span_of(p, key);
-    }
 }
 
 // ---- Panels --------------------------------------------------------------------------------------------------------
@@ -499,6 +403,23 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     return {owned_tile(p, place.rank), place.head, place.batch};
 }
 
+// Thread `thread` of `threads`: zeros for `rows` rows, from `query0` on, that see nothing.
+__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
+                                            int threads) {
+    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
+    rows = min(rows, p.seq_q - query0);
+#pragma unroll 1
+    for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
+        element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out_row + i % (kHeadDim / 8) * 8;
+        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (int i = thread; i < rows; i += threads) {
+        lse[query0 + i] = __int_as_float(0xff800000);
+    }
+}
+
 // The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
 // piece every time.
 __device__ __forceinline__ int work_index(const Params& p, int round) {
@@ -510,7 +431,7 @@ __device__ __forceinline__ int work_index(const Params& p, int round) {
 // Thread: feed the consumers of this block.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base) {
     unsigned stage = 0;
-    unsigned phase = 0;    // of the K and V buffers
+    unsigned phase = 0;  // of the K and V buffers
     unsigned q_buffer = 0;
     unsigned q_phase = 0;
     for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
@@ -520,16 +441,11 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         int entry = count > 0 ? visit(p, work.tile, 0) : 0;
         for (int i = 0; i < count; ++i) {
             const int key0 = (entry >> 1) * kTileN;
-            const int masked = entry & 1;
             if (i + 1 < count) {
                 entry = visit(p, work.tile, i + 1);
             }
             barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
-            barrier_expect(base + kFullK + stage * 8, kTileBytesN + masked * kBoundsBytes);
-            if (masked) {
-                bulk_load(base + kOffsetBounds + stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
-                          base + kFullK + stage * 8);
-            }
+            barrier_expect(base + kFullK + stage * 8, kTileBytesN);
             load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
                       work.batch, kTileN);
             if (i == 0) {
@@ -556,19 +472,16 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
-// Warpgroup: hide what the mask hides; `row` is the thread's first query, `bounds` those of the tile's keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsigned bounds) {
+// Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 2], int row, int key0) {
     const float hidden = __int_as_float(0xff800000);
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 4) {
-        int start[2], end[2];
-        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(start[0]), "=r"(end[0]), "=r"(start[1]), "=r"(end[1])
-                     : "r"(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            s[i + c] = row >= start[c] && row < end[c] ? s[i + c] : hidden;
-            s[i + 2 + c] = row + 8 >= start[c] && row + 8 < end[c] ? s[i + 2 + c] : hidden;
+            const int key = key0 + i * 2 + threadIdx.x % 4 * 2 + c;
+            s[i + c] = visible(p, row, key) ? s[i + c] : hidden;
+            s[i + 2 + c] = visible(p, row + 8, key) ? s[i + 2 + c] : hidden;
         }
     }
 }
@@ -688,41 +601,15 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
     }
 }
 
-// Warpgroup: a tile whose rows see nothing.
-__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int group) {
-    const int query0 = work.tile * kTileM + group * 64;
-    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
-    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
-    for (int i = threadIdx.x % 128; i < 64 * kHeadDim / 8; i += 128) {
-        const int row = query0 + i / (kHeadDim / 8);
-        if (row < p.seq_q) {
-            *reinterpret_cast<uint4*>(out + row * p.out_row + i % (kHeadDim / 8) * 8) = make_uint4(0, 0, 0, 0);
-        }
-    }
-    const int row = query0 + threadIdx.x % 128;
-    if (threadIdx.x % 128 < 64 && row < p.seq_q) {
-        lse[row] = __int_as_float(0xff800000);
-    }
-}
-
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warp: its 16 rows of Q, from row `row` of the tile on, as fragments of wgmma's A.
-__device__ __forceinline__ void load_q(unsigned (&fragments)[kSteps][4], unsigned q, int row) {
-    const int lane = threadIdx.x % 32;
-    row += threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        ldmatrix(fragments[step], q + chunk_at(row, step * 2 + lane / 16, kTileM));
-    }
-}
-
-// Warpgroup: start S = Q K^T.
-__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], const unsigned (&q)[kSteps][4], unsigned k) {
+// Warpgroup: start S = Q K^T with the 64 rows from row `row` of the tile of Q on.
+__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
+    const unsigned long long a = panels_at(q, kTileM, row);
     const unsigned long long b = panels_at(k, kTileN, 0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        wgmma_scores(s, q[step], b + step_at(step, kTileN), step > 0);
+        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
     }
 }
 
@@ -745,7 +632,7 @@ __device__ __forceinline__ int next_work(const Params& p, int& round, Work& work
         if (count > 0) {
             return count;
         }
-        store_empty(p, work, group);
+        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
     }
     return 0;
 }
@@ -761,7 +648,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float s[kTileN / 2];
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
-    unsigned q[kSteps][4];
+    unsigned q_at;
     if (group == kConsumers - 1) {
         named_arrive(kTurnOfFirst, 256);
     }
@@ -776,26 +663,23 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     Rows rows;
     float2 factor;
     barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-    load_q(q, base + kOffsetQ + q_buffer * kTileBytesM, group * 64);
+    q_at = base + kOffsetQ + q_buffer * kTileBytesM;
     barrier_wait(base + kFullK + stage * 8, phase);
     wgmma_fence();
-    start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+    start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
     wgmma_commit();
-
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
     if (entry & 1) {
-        apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-        __syncwarp();
+        apply_mask(p, s, row, (entry >> 1) * kTileN);
     }
-    if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+    if (leader) {
         barrier_arrive(base + kEmptyK + stage * 8);
     }
 
     rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
-
     while (true) {
         // Each step starts S of one key tile and P V of the tile before it.
         for (int i = 1; i < count; ++i) {
@@ -807,11 +691,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 stage = 0;
                 phase ^= 1;
             }
-
             barrier_wait(base + kFullK + stage * 8, phase);
             named_sync(kTurnOfFirst + group, 256);
             wgmma_fence();
-            start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
@@ -821,13 +704,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
             if (entry & 1) {
-                apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-                __syncwarp();
+                apply_mask(p, s, row, (entry >> 1) * kTileN);
             }
-            if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+            if (leader) {
                 barrier_arrive(base + kEmptyK + stage * 8);
             }
-
             wgmma_wait_all();
             accumulator_fence(o);
             if (leader) {
@@ -846,20 +727,21 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             stage = 0;
             phase ^= 1;
         }
-
+        if (++q_buffer == kBuffersQ) {
+            q_buffer = 0;
+            q_phase ^= 1;
+        }
         count = next_work(p, round, work, group);
         if (count == 0) {
             wgmma_fence();
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
             wgmma_commit();
-
             wgmma_wait_all();
             accumulator_fence(o);
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-
             break;
         }
         row = work.tile * kTileM + row_in_tile;
@@ -867,43 +749,32 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_fence();
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
         wgmma_commit();
-
-        if (++q_buffer == kBuffersQ) {
-            q_buffer = 0;
-            q_phase ^= 1;
-        }
-        wgmma_wait_all();
+        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+        q_at = base + kOffsetQ + q_buffer * kTileBytesM;
+        barrier_wait(base + kFullK + stage * 8, phase);
+        wgmma_fence();
+        start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
+        wgmma_commit();
+        wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
         accumulator_fence(o);
         if (leader) {
             barrier_arrive(base + kEmptyV + v_stage * 8);
         }
         store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-
-        if (leader) {
-            tma_store_wait();
-            barrier_arrive(base + kEmptyQ);
-        }
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        load_q(q, base + kOffsetQ + q_buffer * kTileBytesM, group * 64);
-        barrier_wait(base + kFullK + stage * 8, phase);
-        wgmma_fence();
-        start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
-        wgmma_commit();
-
         wgmma_wait_all();
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
         if (entry & 1) {
-            apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-            __syncwarp();
+            apply_mask(p, s, row, (entry >> 1) * kTileN);
         }
-        if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+        if (leader) {
             barrier_arrive(base + kEmptyK + stage * 8);
         }
 
         rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
         softmax(s, p_frags, rows, true, p.scale_log2, factor);
-
+        tma_store_wait();
+        barrier_arrive_if(leader, base + kEmptyQ + done_q * 8);
     }
     if (leader) {
         tma_store_wait();
@@ -912,9 +783,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
-// Grid: tiles_m x batch x heads_q pieces of work, a block each.
+// Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n96_s3_p1_r0_q1(
+attnforge_fwd_sm90a_bf16_d64_full_a16_m192_n128_s3_p1_r1_k0_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -926,7 +797,7 @@ attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n96_s3_p1_r0_q1(
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
-            barrier_init(base + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(base + kEmptyK + i * 8, kConsumers);
             barrier_init(base + kFullV + i * 8, 1);
             barrier_init(base + kEmptyV + i * 8, kConsumers);
         }

@@ -1,14 +1,15 @@
-// attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_q1
+// attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_k0_q1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask spans --align 16
 //     --set tile_m=192 --set tile_n=112 --set stages=2 --set ping_pong=1 --set
-//     persistent=0 --set q_in_regs=1
+//     persistent=0 --set counter=0 --set q_in_regs=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       112   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
 //   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     0   one block per multiprocessor walks many tiles
+//   counter        0   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      1   keep the fragments of Q in registers; its buffer is free for the next tile at once
 
 typedef unsigned short element;  // bf16, only ever moved as bits
@@ -35,6 +36,7 @@ struct Params {
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
     int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
@@ -387,7 +389,7 @@ __device__ __forceinline__ int classify(const Params& p, int query_tile, int key
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_q1_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_k0_q1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned some[kScheduleThreads / 32];
     const int tile = blockIdx.x;
     const int warp = threadIdx.x / 32;
@@ -425,7 +427,7 @@ attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_q1_schedule(const __gr
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties. Also bounds.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_q1_order(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_k0_q1_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -440,6 +442,9 @@ attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_q1_order(const __grid_
     int2* bounds = reinterpret_cast<int2*>(p.bounds);
     for (int key = blockIdx.x * kScheduleThreads + threadIdx.x; key < p.padded_k; key += gridDim.x * kScheduleThreads) {
         bounds[key] = span_of(p, key);
+    }
+    if (tile == 0 && threadIdx.x < 2) {
+        p.pieces[threadIdx.x] = 0;
     }
 }
 
@@ -499,6 +504,23 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     return {owned_tile(p, place.rank), place.head, place.batch};
 }
 
+// Thread `thread` of `threads`: zeros for `rows` rows, from `query0` on, that see nothing.
+__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
+                                            int threads) {
+    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
+    rows = min(rows, p.seq_q - query0);
+#pragma unroll 1
+    for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
+        element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out_row + i % (kHeadDim / 8) * 8;
+        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (int i = thread; i < rows; i += threads) {
+        lse[query0 + i] = __int_as_float(0xff800000);
+    }
+}
+
 // The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
 // piece every time.
 __device__ __forceinline__ int work_index(const Params& p, int round) {
@@ -510,7 +532,7 @@ __device__ __forceinline__ int work_index(const Params& p, int round) {
 // Thread: feed the consumers of this block.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base) {
     unsigned stage = 0;
-    unsigned phase = 0;    // of the K and V buffers
+    unsigned phase = 0;  // of the K and V buffers
     unsigned q_buffer = 0;
     unsigned q_phase = 0;
     for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
@@ -688,23 +710,6 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
     }
 }
 
-// Warpgroup: a tile whose rows see nothing.
-__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int group) {
-    const int query0 = work.tile * kTileM + group * 64;
-    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
-    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
-    for (int i = threadIdx.x % 128; i < 64 * kHeadDim / 8; i += 128) {
-        const int row = query0 + i / (kHeadDim / 8);
-        if (row < p.seq_q) {
-            *reinterpret_cast<uint4*>(out + row * p.out_row + i % (kHeadDim / 8) * 8) = make_uint4(0, 0, 0, 0);
-        }
-    }
-    const int row = query0 + threadIdx.x % 128;
-    if (threadIdx.x % 128 < 64 && row < p.seq_q) {
-        lse[row] = __int_as_float(0xff800000);
-    }
-}
-
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
 // Warp: its 16 rows of Q, from row `row` of the tile on, as fragments of wgmma's A.
@@ -745,7 +750,7 @@ __device__ __forceinline__ int next_work(const Params& p, int& round, Work& work
         if (count > 0) {
             return count;
         }
-        store_empty(p, work, group);
+        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
     }
     return 0;
 }
@@ -781,7 +786,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_fence();
     start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
     wgmma_commit();
-
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
@@ -795,7 +799,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
     rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
-
     while (true) {
         // Each step starts S of one key tile and P V of the tile before it.
         for (int i = 1; i < count; ++i) {
@@ -807,7 +810,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 stage = 0;
                 phase ^= 1;
             }
-
             barrier_wait(base + kFullK + stage * 8, phase);
             named_sync(kTurnOfFirst + group, 256);
             wgmma_fence();
@@ -827,7 +829,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
                 barrier_arrive(base + kEmptyK + stage * 8);
             }
-
             wgmma_wait_all();
             accumulator_fence(o);
             if (leader) {
@@ -846,20 +847,21 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             stage = 0;
             phase ^= 1;
         }
-
+        if (++q_buffer == kBuffersQ) {
+            q_buffer = 0;
+            q_phase ^= 1;
+        }
         count = next_work(p, round, work, group);
         if (count == 0) {
             wgmma_fence();
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
             wgmma_commit();
-
             wgmma_wait_all();
             accumulator_fence(o);
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-
             break;
         }
         row = work.tile * kTileM + row_in_tile;
@@ -867,18 +869,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_fence();
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
         wgmma_commit();
-
-        if (++q_buffer == kBuffersQ) {
-            q_buffer = 0;
-            q_phase ^= 1;
-        }
         wgmma_wait_all();
         accumulator_fence(o);
         if (leader) {
             barrier_arrive(base + kEmptyV + v_stage * 8);
         }
         store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-
         if (leader) {
             tma_store_wait();
             barrier_arrive(base + kEmptyQ);
@@ -889,7 +885,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_fence();
         start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
         wgmma_commit();
-
         wgmma_wait_all();
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
@@ -903,7 +898,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
         rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
         softmax(s, p_frags, rows, true, p.scale_log2, factor);
-
     }
     if (leader) {
         tma_store_wait();
@@ -914,7 +908,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, a block each.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_q1(
+attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n112_s2_p1_r0_k0_q1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
