@@ -14,15 +14,16 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from test_bagel import lists, packs
-from test_patch import MODES, PAD, SAMPLES, SPLITS, TOKENS, batch, clean, flash_attn, make_model, train
+from test_patch import MODES, PAD, SAMPLES, SPLITS, TOKENS, batch, clean, flash_attn, make_model, nemo, train
 
 import attnforge
 from attnforge.bagel.packing import PackedMask
+from attnforge.bagel.ports import Port
 from attnforge.bagel.recording import splits_of
 from attnforge.bagel.workloads import recorded, workload
 from attnforge.cli import main
 
-__all__ = ["clean", "flash_attn"]  # fixtures
+__all__ = ["clean", "flash_attn", "nemo"]  # fixtures
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -82,6 +83,14 @@ def test_other_spans_have_no_splits() -> None:
     window = torch.arange(6, dtype=torch.int32)
     with pytest.raises(ValueError, match="no causal, full and noise splits"):
         splits_of([6], window, (window + 3).clamp(max=6))
+
+
+def test_nemo_automodels_packs(nemo: Port, tmp_path: Path, flash_attn: object) -> None:
+    path = tmp_path / "packs.jsonl"
+    with attnforge.bagel.record(path, trainer="nemo") as recording:
+        train(make_model(nemo), batch(True, PAD, False), torch.float32)
+    assert recording.packs == 1
+    assert json.loads(path.read_text())["used"] == TOKENS
 
 
 def test_record_needs_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
