@@ -26,6 +26,7 @@ from attnforge.runtime.ops import attention
 
 logger = logging.getLogger("attnforge")
 
+_FULL, _CAUSAL, _DENSE = (MASKS.index(kind) for kind in (Mask.FULL, Mask.CAUSAL, Mask.DENSE))
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 
 _lock = threading.RLock()
@@ -204,18 +205,17 @@ def _why_not_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> str | 
 
 
 def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
-    dtype = q.dtype
-    if (
-        dtype.is_floating_point
-        and torch.amp.is_autocast_available(q.device.type)
-        and torch.is_autocast_enabled(q.device.type)
-    ):
-        dtype = torch.get_autocast_dtype(q.device.type)  # which the operator casts to, as torch's does
+    dtype, place = q.dtype, q.device.type
+    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and dtype.is_floating_point:
+        dtype = torch.get_autocast_dtype(place)  # which the operator casts to, as torch's does
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    kind = Mask.CAUSAL if is_causal else Mask.FULL if mask is None else Mask.DENSE
-    # len(range()): a trace with dynamic shapes settles on a number there, and the lookup needs one.
-    dim, dim_v = len(range(q.shape[3])), len(range(v.shape[3]))
-    return _missing(q.device, dtype, dim, dim_v, MASKS.index(kind), grad)
+    dim, dim_v = q.shape[3], v.shape[3]
+    if (
+        torch.compiler.is_compiling()
+    ):  # a trace with dynamic shapes settles on a number here: the lookup needs one
+        dim, dim_v = len(range(dim)), len(range(dim_v))
+    code = _CAUSAL if is_causal else _FULL if mask is None else _DENSE
+    return _missing(q.device, dtype, dim, dim_v, code, grad)
 
 
 def _missing(
