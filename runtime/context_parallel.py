@@ -30,7 +30,7 @@ from attnforge.runtime.shards import Layout, kept, local_dense, local_plain, loc
 
 
 def context_parallel(
-    device_mesh: DeviceMesh, *, heads: int | None = None, pieces: int = 2
+    device_mesh: DeviceMesh, *, heads: int | None = None, pieces: int = 1
 ) -> ContextParallel:
     """Attention over sequences that are sharded over a one-dimensional `device_mesh` (or `mesh["cp"]`).
 
@@ -40,7 +40,8 @@ def context_parallel(
 
     heads: ranks that share the heads (U above), a divisor of the mesh size and of the key heads; 1 only gathers
         keys. None: as many as there can be.
-    pieces: exchanges and kernels overlap in up to this many portions of the heads; 1 does not overlap.
+    pieces: exchanges and kernels overlap in up to this many portions of the heads. 1 does not overlap, and was the
+        fastest on H200s, whose kernels leave no multiprocessor to the exchange (docs/training.md).
     Raises ValueError for a mesh of more dimensions and for numbers that do not divide.
     """
     return ContextParallel(device_mesh, heads, pieces)
