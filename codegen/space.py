@@ -63,6 +63,26 @@ BACKWARD_GRIDS = (
     (4, 4, 4, 4),
 )
 
+# What won on an H200 (docs/performance.md), up to 96 columns and beyond. Without a table, the first that fits is taken.
+# tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs
+HOPPER_NARROW = (
+    Sm90Forward(192, 96, 3, True, True, True, True),
+    Sm90Forward(192, 128, 3, True, True, False, False),
+    Sm90Forward(192, 128, 2, True, True, True, False),
+    Sm90Forward(192, 96, 3, True, True, False, True),
+    Sm90Forward(192, 128, 2, True, True, False, False),
+    Sm90Forward(192, 112, 3, True, True, False, True),
+)
+HOPPER_WIDE = (
+    Sm90Forward(192, 80, 2, False, True, True, False),
+    Sm90Forward(192, 80, 2, True, True, False, False),
+    Sm90Forward(128, 128, 2, False, True, True, True),
+    Sm90Forward(128, 128, 2, True, True, False, True),
+    Sm90Forward(128, 144, 2, False, True, True, True),
+    Sm90Forward(128, 160, 2, False, True, False, False),
+    Sm90Forward(192, 64, 3, False, True, False, False),
+)
+
 
 def candidates(problem: Problem) -> Iterator[Spec]:
     """Feasible specs of `problem`, best guesses first, none twice; none if the family lacks the direction."""
@@ -139,6 +159,7 @@ def _backward_guesses(problem: Problem) -> list[Sm80Backward]:
 
 
 def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
+    yield from HOPPER_NARROW if head_dim <= 96 else HOPPER_WIDE
     tiles = (192, 128, 64) if head_dim <= 96 else (128, 192, 64)
     blocks = ((True, True), (True, False), (False, False))  # persistent, counter
     for tile_m, tile_n, stages, (persistent, counter), ping_pong, q_in_regs in product(
