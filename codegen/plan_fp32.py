@@ -71,11 +71,14 @@ def _common(spec: Spec, loads: tuple[tuple[str, str, str, int, int], ...], stage
         "even": dim % 2 == 0 and dim_v % 2 == 0,
         "tails": bool(dim % 8 or dim_v % 8),
         "pending": max(0, stages - 2),
+        "tensor_cores": True,
     }
 
 
 def _forward(spec: Spec, t: Fp32Forward) -> Plan:
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
+    if t.parts == 0:
+        return _ffma(spec, t)
     _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.parts, t.blocks)
     _require_split("tile_m", t.tile_m, t.warps, 16, "warps")
     _require_split("tile_n", t.tile_n, 1, 16, "two n8 fragments")
@@ -103,6 +106,38 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
         bits="k" if spec.problem.mask is Mask.DENSE else "",
         deterministic=True,
         constants=constants | {"shared_bytes": shared, "frags_apart": apart},
+    )
+
+
+def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
+    """The kernel whose products are those of the float lanes: threads have rows x (keys and columns of O)."""
+    dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
+    _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
+    _require_split("tile_m", t.tile_m, t.warps, 4, "warps")
+    _require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
+    chunk = 32 if t.tile_n % 32 == 0 else 16
+    floats = t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)) + t.tile_m * (pitch(dim) + chunk + 8)
+    rows, keys, columns = t.tile_m // t.warps // 4, t.tile_n // 8, padded(dim_v) // 8
+    # S, O, a maximum and a sum of each row, and operands: four floats of each row and key, or of each row and a row of V.
+    registers = rows * (keys + columns + 2) + max(4 * (rows + keys), 4 * rows + columns)
+    _require_fit(spec, 4 * floats, registers, t.warps * 32, t.blocks)
+    loads = (
+        _load(spec, "q_tile", "kTileM", dim, t.warps),
+        _load(spec, "k_tile", "kTileN", dim, t.warps),
+        _load(spec, "v_tile", "kTileN", dim_v, t.warps),
+    )
+    return Plan(
+        spec=spec,
+        template="sm80/forward_ffma.cu.jinja",
+        suffix=".cu",
+        launches=(Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), t.warps * 32, 4 * floats),),
+        schedule=schedule_launches(spec, "tiles_m"),
+        owner="m",
+        registers=registers + REGISTERS_BESIDES,
+        bits="k" if spec.problem.mask is Mask.DENSE else "",
+        deterministic=True,
+        constants=_common(spec, loads, t.stages)
+        | {"shared_bytes": 4 * floats, "chunk": chunk, "tensor_cores": False},
     )
 
 

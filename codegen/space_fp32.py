@@ -61,6 +61,11 @@ def forward(problem: Problem) -> Iterator[Fp32Forward]:
         (32, 64, 16), ((128, 4), (64, 4), (256, 8), (128, 8), (32, 2)), (2, 1), (2, 3, 1, 4), (1, 2, 4, 8)
     ):
         yield Fp32Forward(tile_m, tile_n, warps, stages, parts, blocks)
+    # By float lanes: where tensor cores do tf32 no faster than these do float32, as on GeForce GPUs.
+    for (tile_m, warps), tile_n, stages, blocks in product(
+        ((128, 8), (128, 4), (64, 4), (64, 2), (256, 8), (32, 2)), (64, 32, 16), (1, 2), (1, 2, 3)
+    ):
+        yield Fp32Forward(tile_m, tile_n, warps, stages, 0, blocks)
 
 
 def backward(problem: Problem) -> Iterator[Fp32Backward]:

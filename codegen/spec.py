@@ -160,13 +160,13 @@ class Sm90Backward:
 
 @dataclass(frozen=True)
 class Fp32Forward:
-    """Tuning of the float32 forward kernel (mma.sync on tf32 parts)."""
+    """Tuning of the float32 forward kernels: mma.sync on tf32 parts, or float lanes (parts = 0)."""
 
     tile_m: int = knob("m", "query rows per block")
     tile_n: int = knob("n", "keys per step of the main loop")
     warps: int = knob("w", "warps per block; each owns tile_m / warps query rows")
     stages: int = knob("s", "shared-memory buffers for K and for V")
-    parts: int = knob("p", "parts of the columns of O, which a step computes in turn")
+    parts: int = knob("p", "parts of the columns of O, computed in turn; 0: float lanes, no tensor cores")
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
 
 
