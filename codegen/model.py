@@ -174,6 +174,8 @@ def _forward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
     """Cycles of each unit in a step of the forward kernel: S = Q K^T, softmax, O += P V."""
     p, t = plan.spec.problem, plan.spec.tuning
     assert isinstance(t, (Sm80Forward, Fp32Forward))
+    if isinstance(t, Fp32Forward) and t.parts == 0:
+        return _lanes_units(plan, t, gpu)
     dims, size = _padded(p.head_dim) + _padded(p.head_dim_v), p.dtype.bytes
     pairs = t.tile_m * t.tile_n
     q_again = 0 if getattr(t, "q_in_regs", False) else t.tile_m * p.head_dim
@@ -185,6 +187,25 @@ def _forward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
         "shared memory": (read + written) / gpu.shared_rate,
         "exponentials": pairs / gpu.exponentials,
         "float lanes": lanes / gpu.lanes,
+        "L2": written / gpu.l2_bytes,
+    }
+
+
+def _lanes_units(plan: Plan, t: Fp32Forward, gpu: Gpu) -> dict[str, float]:
+    """The same where float lanes multiply: a thread reads its operands from shared memory, 16 bytes at a time."""
+    p = plan.spec.problem
+    dim, dim_v = _padded(p.head_dim), _padded(p.head_dim_v)
+    pairs = t.tile_m * t.tile_n
+    rows, keys = t.tile_m // t.warps // 4, t.tile_n // 8
+    # A warp's read of 16 bytes a thread keeps shared memory busy for two clocks, of 8 or 4 bytes for one.
+    scores = (rows + keys) * dim / 4 * 2
+    values = t.tile_n / 4 * (rows * 2 + 4 * -(-dim_v // 16))
+    written = t.tile_n * (dim + dim_v) * 4
+    return {
+        "tensor cores": 0.0,
+        "shared memory": t.warps * (scores + values + rows * keys) + written / gpu.shared_rate,
+        "exponentials": pairs / gpu.exponentials,
+        "float lanes": (pairs * (dim + dim_v) + 6 * pairs + t.tile_m * dim_v) / gpu.lanes,
         "L2": written / gpu.l2_bytes,
     }
 

@@ -118,7 +118,7 @@ def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
     chunk = 32 if t.tile_n % 32 == 0 else 16
     floats = t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)) + t.tile_m * (pitch(dim) + chunk + 8)
     rows, keys, columns = t.tile_m // t.warps // 4, t.tile_n // 8, padded(dim_v) // 8
-    # S, O, a maximum and a sum of each row, and operands: four floats of each row and key, or of each row and a row of V.
+    # S, O, a maximum and a sum of each row; operands: four floats of each row and key, or of each row and a row of V.
     registers = rows * (keys + columns + 2) + max(4 * (rows + keys), 4 * rows + columns)
     _require_fit(spec, 4 * floats, registers, t.warps * 32, t.blocks)
     loads = (
