@@ -135,6 +135,7 @@ static inline unsigned __ballot_sync(unsigned, bool vote) {
     });
     return operand.all;
 }
+static inline void __syncwarp() { __ballot_sync(~0u, false); }
 static inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 static inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
 

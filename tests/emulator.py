@@ -44,6 +44,7 @@ STATEMENTS = {
     r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;': "",
     r'asm volatile\("ld\.acquire[^;]*;"[^;]*;': "taken = *turns_taken;",
     r'asm volatile\("red\.release[^;]*;"[^;]*;': "++*turns_taken;",
+    r"extern __shared__[^;]* float shared\[\];": "float* shared = reinterpret_cast<float*>(shared_memory);",
     r"extern __shared__[^;]*;": "unsigned char* shared = shared_memory;",
     r"max\(kCacheBytes / bytes, (\w+)\)": r"max<long long>(kCacheBytes / bytes, \1)",
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from pathlib import Path
 
 import pytest
 import torch
+from emulator import Emulated
 from test_nvcc import compile_strictly
 from torch import Tensor
 
@@ -97,9 +99,36 @@ def make_mask(kind: Mask, rows: int, keys: int, device: str) -> ops.Mask:
     return None
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+@pytest.mark.parametrize(
+    ("tuning", "dim", "dim_v", "kind"),
+    [
+        (Fp32Forward(64, 64, 2, 1, 0, 1), 64, 0, Mask.FULL),
+        (Fp32Forward(64, 32, 4, 2, 0, 1), 41, 0, Mask.CAUSAL),
+        (Fp32Forward(32, 16, 2, 2, 0, 1), 44, 52, Mask.SPANS),
+        (Fp32Forward(64, 64, 2, 1, 0, 1), 56, 0, Mask.DENSE),
+        (Fp32Forward(32, 32, 2, 2, 0, 1), 40, 24, Mask.DENSE),
+        (Fp32Forward(32, 16, 1, 1, 0, 1), 1, 3, Mask.SPANS),
+    ],
+    ids=lambda value: getattr(value, "value", None),
+)
+def test_its_source_is_right_on_the_cpu(
+    tuning: Fp32Forward, dim: int, dim_v: int, kind: Mask, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    rows, keys = 75, 93 if kind is not Mask.CAUSAL else 60  # then some rows see nothing
+    q = torch.randn(1, 2, rows, dim)
+    k, v = (torch.randn(1, 1, keys, d) for d in (dim, dim_v or dim))
+    mask = make_mask(kind, rows, keys, "cpu")
+    exact = reference(q, k, v, mask)
+    out, lse = Emulated(spec_of(tuning, Arch.SM89, dim, kind, dim_v), tmp_path).forward(q, k, v, mask)
+    close(out, exact.out)
+    close(lse, exact.lse)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", list(Mask), ids=lambda kind: kind.value)
-@pytest.mark.parametrize(("dim", "dim_v"), [(64, 0), (41, 0), (44, 52), (40, 24), (1, 3), (128, 0)])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 0), (41, 0), (44, 52)])
 def test_it_is_right(dim: int, dim_v: int, kind: Mask) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -109,7 +138,7 @@ def test_it_is_right(dim: int, dim_v: int, kind: Mask) -> None:
     mask = make_mask(kind, rows, keys, "cuda")
     exact = reference(q, k, v, mask)
     ran = 0
-    for tuning in TUNINGS:
+    for tuning in TUNINGS[:2]:
         spec = spec_of(tuning, kernels.targets(device)[-1], dim, kind, dim_v)
         if kind is Mask.DENSE and tuning.tile_n % 32:
             spec = dataclasses.replace(spec, tuning=dataclasses.replace(tuning, tile_n=32))
