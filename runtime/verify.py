@@ -211,13 +211,12 @@ def _sdpa(check: Check) -> Outputs:
     seen = visible_rows(case.mask, check.rows, case.seq_q, case.seq_k)[:, : check.heads_kv * group]
     some = seen.any(-1, keepdim=True)
     keys, values = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
+    # With zeros behind the narrower rows torch runs the kernels that it has for equal head dims.
+    width = max(case.head_dim, case.head_dim_v)
+    queries, keys, values = (F.pad(x, (0, width - x.shape[-1])) for x in (q.flatten(1, 2), keys, values))
     out = F.scaled_dot_product_attention(
-        q.flatten(1, 2),
-        keys,
-        values,
-        attn_mask=None if case.mask is None else seen | ~some,
-        scale=case.scale,
-    )
+        queries, keys, values, attn_mask=None if case.mask is None else seen | ~some, scale=case.scale
+    )[..., : case.head_dim_v]
     return _with_gradients(check, (out * some).unflatten(1, (check.heads_kv, group)), (q, k, v))
 
 

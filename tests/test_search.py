@@ -22,7 +22,7 @@ from attnforge.runtime import tables, winners
 from attnforge.runtime.case import Case, Inputs, causal_case
 from attnforge.runtime.errors import CompileError
 from attnforge.runtime.journal import Journal, Result
-from attnforge.runtime.masks import Spans
+from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.reference import reference
 from attnforge.runtime.search import Budget, Finished, Measured, Started
 from attnforge.runtime.tables import device_name
@@ -229,7 +229,18 @@ def kernel(
     return call
 
 
-CASES = [small_case(), odd_case(make_case("finetune/0", "0.5B", DType.BFLOAT16, CPU))]
+def dense_case(dtype: DType = DType.BFLOAT16) -> Case:
+    """A mask for each query head, and a head_dim of v of its own."""
+    mask = DenseMask(torch.rand(1, 4, 90, 64, generator=torch.Generator().manual_seed(0)) < 0.5)
+    return Case("dense", 2, 4, 2, 90, 64, 41, dtype, mask, 0, CPU, dim_v=64)
+
+
+CASES = [
+    small_case(),
+    odd_case(make_case("finetune/0", "0.5B", DType.BFLOAT16, CPU)),
+    dense_case(),
+    odd_case(dense_case(DType.FLOAT32)),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
