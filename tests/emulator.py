@@ -21,7 +21,8 @@ from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import DType, Spec
 from attnforge.runtime.ops import Mask
 
-FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{Path(__file__).parent}")
+# Like nvcc, g++ joins products and sums, where the machine has an instruction for it.
+FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=fast", "-w", "-fPIC", "-shared", f"-I{Path(__file__).parent}")
 # New bodies of the functions of templates/sm80/ptx.cuh.jinja and of the few beside them that hold PTX.
 BODIES = {
     "cp_async_stat": "copy_async(dst, src, 8, 8);",
@@ -38,6 +39,11 @@ BODIES = {
     "log2_approx": "return std::log2(x);",
     "pack": "return narrow_pair(low, high);",
     "to_float": "return widen(bits);",
+}
+# Of those of templates/sm80/fp32_ptx.cuh.jinja that share a name with one above.
+FP32_BODIES = {
+    "ldmatrix": "load_matrices(reinterpret_cast<unsigned*>(x), address, 4, false);",
+    "mma": "multiply_tf32(d, a, b);",
 }
 # The same for statements inside functions.
 STATEMENTS = {
@@ -56,6 +62,8 @@ def translate(source: Source) -> str:
     bytes_copied = "bytes" if "const void* src, int bytes)" in text else f"valid ? {align} : 0"
     add = "for (size_t i = 0; i < sizeof(x) / 4; ++i) { target[i] += reinterpret_cast<const float*>(&x)[i]; }"
     bodies = BODIES | {"cp_async": f"copy_async(dst, src, {align}, {bytes_copied});", "add_to": add}
+    if source.spec.problem.dtype is DType.FLOAT32:
+        bodies |= FP32_BODIES
     for name, body in bodies.items():
         function = (
             rf"(__device__ __forceinline__ [^\n;{{]*\b{name}\([^;{{]*\) )\{{.*?\}}\n(?=\n|//|__device__|\Z)"

@@ -15,7 +15,7 @@ from attnforge.runtime.ops import Mask
 from attnforge.runtime.reference import reference
 
 NAMES = ("out", "dq", "dk", "dv")
-# Error allowed as a multiple of the peers' (SDPA's math backend and a flash attention, see `peers`), the worse of
+# Error allowed as a multiple of the peers' (two of SDPA's backends or a flash attention, see `peers`), the worse of
 # which counts: they round at different places, and either may be exact by luck (one key: weights of 1). In fp32
 # the order counts.
 RMS_RATIO = {torch.float32: 2.0, torch.bfloat16: 1.1, torch.float16: 1.1}
@@ -140,16 +140,39 @@ def peers(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[tuple[Tens
     """out, dq, dk, dv of SDPA's math backend, and of its flash backend where that can do the case.
 
     It can on a GPU in half precision, without a mask or with a causal one on a square; elsewhere `flash` rounds as
-    it would.
+    it would. In float32 on a GPU the fused peer is SDPA's memory-efficient backend, and math is no peer: it multiplies
+    with fused multiply-adds, which round, where the fused one and ours have tensor cores, which cut off.
     """
     square = x.q.shape[2] == x.k.shape[2]
     causal = isinstance(mask, attnforge.Causal)
-    real = x.q.is_cuda and x.q.dtype != torch.float32 and (mask is None or (causal and square))
+    single = x.q.dtype == torch.float32
+    real = x.q.is_cuda and not single and (mask is None or (causal and square))
     seen = visible(mask, x.q.shape[2], x.k.shape[2], str(x.q.device))
     return (
-        sdpa(x, SDPBackend.MATH, scale, attn_mask=seen),
+        efficient(x, seen, scale)
+        if x.q.is_cuda and single
+        else sdpa(x, SDPBackend.MATH, scale, attn_mask=seen),
         sdpa(x, SDPBackend.FLASH_ATTENTION, scale, is_causal=causal) if real else flash(x, mask, scale),
     )
+
+
+def efficient(x: Inputs, seen: Tensor, scale: float | None) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv of SDPA's memory-efficient backend, on what it cannot take as it is turned into what it can.
+
+    It wants as many kv heads as q heads, rows of a multiple of 16 bytes, and a key for every query.
+    """
+    q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+    group, unit = q.shape[1] // k.shape[1], 16 // q.element_size()
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    blind = ~seen.any(-1, keepdim=True)
+    padded = (
+        F.pad(t, (0, -t.shape[3] % unit)).contiguous()
+        for t in (q, *(t.repeat_interleave(group, 1) for t in (k, v)))
+    )
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = F.scaled_dot_product_attention(*padded, attn_mask=seen | blind, scale=scale)
+    out = out[..., : v.shape[3]].masked_fill(blind, 0)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
 
 
 def sdpa(x: Inputs, backend: SDPBackend, scale: float | None, **masking: Any) -> tuple[Tensor, ...]:
