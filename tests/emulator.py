@@ -22,7 +22,16 @@ from attnforge.codegen.spec import DType, Spec
 from attnforge.runtime.ops import Mask
 
 # Like nvcc, g++ joins products and sums, where the machine has an instruction for it.
-FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=fast", "-w", "-fPIC", "-shared", f"-I{Path(__file__).parent}")
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-w",
+    "-fPIC",
+    "-shared",
+    f"-I{Path(__file__).parent}",
+)
 # New bodies of the functions of templates/sm80/ptx.cuh.jinja and of the few beside them that hold PTX.
 BODIES = {
     "cp_async_stat": "copy_async(dst, src, 8, 8);",

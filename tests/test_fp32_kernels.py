@@ -11,22 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 from emulator import Emulated
-from oracle import NAMES, Shape, distance, draw, make_mask, sdpa, visible
-from torch.nn.attention import SDPBackend
+from oracle import NAMES, Shape, distance, draw, make_mask, peers
 
 from attnforge.codegen.spec import Arch, Direction, DType, Fp32Backward, Fp32Forward, Mask, Problem, Spec
 from attnforge.runtime.reference import reference
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
-# Small tiles, so that sums of tiles are added often; both of different heads' and of shared gradients.
+# Small tiles, so that sums of tiles are added often; gradients of kv heads and of q heads.
 FORWARD = Fp32Forward(64, 16, 4, 2, 1, 1)
 GRADIENTS = (
     Fp32Backward(32, 32, 4, 1, 2, 2, 2, 1, 1, False, False),
     Fp32Backward(32, 64, 4, 1, 2, 4, 2, 2, 1, True, False),
 )
-# rms error, as a multiple of that of SDPA's math backend in float32 on the CPU.
-LIMIT = 1.25
+# rms error, as a multiple of that of the worse of two peers that compute in float32 on the CPU.
+LIMIT = 1.1
 
 
 def spec_of(tuning: Fp32Forward | Fp32Backward, dim: int, mask: str) -> Spec:
@@ -37,9 +36,7 @@ def spec_of(tuning: Fp32Forward | Fp32Backward, dim: int, mask: str) -> Spec:
 @pytest.mark.parametrize(
     ("dim", "mask", "backward"), [(64, "causal", GRADIENTS[0]), (41, "spans", GRADIENTS[1])]
 )
-def test_errors_are_those_of_float32(
-    dim: int, mask: str, backward: Fp32Backward, tmp_path: Path
-) -> None:
+def test_errors_are_those_of_float32(dim: int, mask: str, backward: Fp32Backward, tmp_path: Path) -> None:
     length = 270
     x = draw(Shape(length, length, dim, heads_kv=1), torch.float32, "cpu", "bhsd")
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
@@ -47,11 +44,11 @@ def test_errors_are_those_of_float32(
     exact = reference(q, k, v, hidden, None, x.dout)
     out, lse = Emulated(spec_of(FORWARD, dim, mask), tmp_path).forward(q, k, v, hidden)
     grads = Emulated(spec_of(backward, dim, mask), tmp_path).backward(x.dout, q, k, v, out, lse, hidden)
-    peer = sdpa(x, SDPBackend.MATH, None, attn_mask=visible(hidden, length, length, "cpu"))
+    theirs = zip(*peers(x, hidden), strict=True)
     answers = (exact.out, exact.dq, exact.dk, exact.dv)
-    for name, mine, theirs, answer in zip(NAMES, (out, *grads), peer, answers, strict=True):
+    for name, mine, pair, answer in zip(NAMES, (out, *grads), theirs, answers, strict=True):
         assert answer is not None
-        rms, limit = distance(mine, answer)[0], LIMIT * distance(theirs, answer)[0]
+        rms, limit = distance(mine, answer)[0], LIMIT * max(distance(peer, answer)[0] for peer in pair)
         assert rms <= limit, f"{name}: {rms:.3g}, more than {limit:.3g}"
     seen = exact.lse > -torch.inf
     assert torch.equal(lse > -torch.inf, seen)
@@ -63,7 +60,9 @@ def test_one_key(tmp_path: Path) -> None:
     x = draw(Shape(17, 1, 64, heads_kv=1), torch.float32, "cpu", "bhsd")
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
     out, lse = Emulated(spec_of(FORWARD, 64, "full"), tmp_path).forward(q, k, v, None)
-    dq, dk, _ = Emulated(spec_of(GRADIENTS[0], 64, "full"), tmp_path).backward(x.dout, q, k, v, out, lse, None)
+    dq, dk, _ = Emulated(spec_of(GRADIENTS[0], 64, "full"), tmp_path).backward(
+        x.dout, q, k, v, out, lse, None
+    )
     assert torch.allclose(out, v.expand(out.shape), rtol=2e-7, atol=0)
     assert dq.pow(2).mean().sqrt() <= 3e-7
     assert dk.pow(2).mean().sqrt() <= 1e-6
