@@ -165,12 +165,12 @@ def efficient(x: Inputs, seen: Tensor, scale: float | None) -> tuple[Tensor, ...
     group, unit = q.shape[1] // k.shape[1], 16 // q.element_size()
     scale = q.shape[3] ** -0.5 if scale is None else scale
     blind = ~seen.any(-1, keepdim=True)
-    padded = (
+    queries, keys, values = (
         F.pad(t, (0, -t.shape[3] % unit)).contiguous()
-        for t in (q, *(t.repeat_interleave(group, 1) for t in (k, v)))
+        for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
     )
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        out = F.scaled_dot_product_attention(*padded, attn_mask=seen | blind, scale=scale)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen | blind, scale=scale)
     out = out[..., : v.shape[3]].masked_fill(blind, 0)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
 
