@@ -104,7 +104,10 @@ constexpr int kTileM = 192;  // query rows of a tile
 constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr float kLimit = 256.0f;  // of P: until then, row maxima that grow are not followed
+// Row maxima are followed in the first kExact visits, so that P is 1 at most; then only when its average in a thread's
+// row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
+constexpr int kExact = 3;
+constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 2;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
@@ -497,8 +500,8 @@ struct Rows {
     bool known;    // whether all rows of the warp have a maximum
 };
 
-// Warp: where the maximum of a row has grown so much that P would pass kLimit, move all rows to their new maxima;
-// then the result is true and O must be multiplied by `factor`.
+// Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be
+// multiplied by `factor`.
 __device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows, float scale_log2, float2& factor) {
     const float empty = __int_as_float(0xff800000);
     float top[2];
@@ -512,9 +515,7 @@ __device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows,
         top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
         top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
     }
-    const bool grown = exp2_approx((top[0] - rows.top[0]) * scale_log2) > kLimit ||
-                       exp2_approx((top[1] - rows.top[1]) * scale_log2) > kLimit;
-    if (!__any_sync(~0u, grown)) {
+    if (!__any_sync(~0u, top[0] > rows.top[0] || top[1] > rows.top[1])) {
         return false;
     }
     float rescale[2];
@@ -718,7 +719,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            if (softmax(s, p_frags, rows, (entry & 1) || !rows.known, p.scale_log2, factor)) {
+            if (softmax(s, p_frags, rows, (entry & 1) || i < kExact || !rows.known, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
         }

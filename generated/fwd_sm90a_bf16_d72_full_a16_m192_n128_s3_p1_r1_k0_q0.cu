@@ -1,16 +1,16 @@
-// attnforge_fwd_sm90a_bf16_d128_spans_a16_m128_n128_s2_p0_r1_k0_q1
+// attnforge_fwd_sm90a_bf16_d72_full_a16_m192_n128_s3_p1_r1_k0_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0 --set
-//     persistent=1 --set counter=0 --set q_in_regs=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 72 --mask full --align 16
+//     --set tile_m=192 --set tile_n=128 --set stages=3 --set ping_pong=1 --set
+//     persistent=1 --set counter=0 --set q_in_regs=0
 //
-//   tile_m       128   query rows per tile, 64 for each consumer warpgroup
+//   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       128   keys per step of the main loop
-//   stages         2   shared-memory buffers for K and for V
-//   ping_pong      0   consumer warpgroups take turns with the tensor cores
+//   stages         3   shared-memory buffers for K and for V
+//   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        0   a block takes its next tile from a counter, not in fixed rounds
-//   q_in_regs      1   keep the fragments of Q in registers; its buffer is free for the next tile at once
+//   q_in_regs      0   keep the fragments of Q in registers; its buffer is free for the next tile at once
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -89,9 +89,10 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds a tensor. Encoded by the host for each call.
+// How the copy engine finds a tensor: its first kMain columns, and the rest. Encoded by the host for each call.
 struct Map {
     TensorMap main;
+    TensorMap tail;
 };
 struct TensorMaps {
     Map q, k, v, out;
@@ -99,19 +100,25 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 128;
-constexpr int kTileM = 128;  // query rows of a tile
+constexpr int kHeadDim = 72;
+constexpr int kTileM = 192;  // query rows of a tile
 constexpr int kTileN = 128;  // keys of a step
-constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
+constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr float kLimit = 256.0f;  // of P: until then, row maxima that grow are not followed
-constexpr int kStages = 2;  // buffers of K and of V
-// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
+// Row maxima are followed in the first kExact visits, so that P is 1 at most; then only when its average in a thread's
+// row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
+constexpr int kExact = 3;
+constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
+constexpr int kStages = 3;  // buffers of K and of V
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes,
+// and what is left of head_dim in a last panel of kTail columns, swizzled within kTailSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
-constexpr int kPanels = 2;
-constexpr int kMain = kColumns * kPanels;  // columns of a stored row
-constexpr int kRowBytes = (kMain) * 2;
+constexpr int kPanels = 1;
+constexpr int kMain = kColumns * kPanels;  // columns of the panels before the last
+constexpr int kTail = 16;  // zeros past head_dim
+constexpr int kTailSpan = kTail * 2;
+constexpr int kRowBytes = (kMain + kTail) * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
@@ -120,8 +127,7 @@ constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
-constexpr int kBoundsBytes = kTileN * 8;  // of the keys of a tile, where it is masked
-constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
+constexpr int kOffsetBarriers = kOffsetBounds;
 // Barriers: full = the tile has landed, empty = its consumers are done with it.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
@@ -130,7 +136,7 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 198752, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 184448, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -194,14 +200,6 @@ __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, uns
         : "memory");
 }
 
-// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
-__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-        "l"(src), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
 // Thread: start copying a box from shared memory; elements outside the tensor are dropped.
 __device__ __forceinline__ void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head,
                                           int batch) {
@@ -257,6 +255,9 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // Thread: 2^x, about 2 ulp.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -279,62 +280,68 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
-// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 
-// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, Q from registers.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], const unsigned (&a)[4], unsigned long long b,
+// Warp: the same for two matrices; lanes 0-15 give the addresses.
+__device__ __forceinline__ void stmatrix_half(unsigned address, unsigned r0, unsigned r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1) : "memory");
+}
+
+// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 0;\n}"
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 0, 0;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+                 : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: O (64 x 128) = or += P V over 16 keys, P from registers, V as it lies in memory.
+// Warpgroup: O (64 x 64, its first columns) = or += P V over 16 keys, P from registers, V as it lies in memory.
 __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------
-
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+// Warpgroup: the last 8 columns of O = or += P V over 16 keys, P from registers, V as it lies in memory.
+__device__ __forceinline__ void wgmma_out_tail(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, add, 1, 1, 1;\n}"
+                 : "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
 }
+
+// ---- Mask: full ---------------------------------------------------------------------------
+
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+    return rank;
 }
 
 // How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_n;
 }
 
 // Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+    return index * 2 + ((index + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -363,88 +370,6 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-
-// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
-__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
-    const int first = query_tile * kTileM;
-    const int last = min(first + kTileM, p.seq_q);
-    bool some = false;
-    bool all = true;
-    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
-        const int2 span = span_of(p, key_tile * kTileN + i);
-        some |= max(span.x, first) < min(span.y, last);
-        all &= span.x <= first && span.y >= last;
-    }
-    if (!__any_sync(~0u, some)) {
-        return 0;
-    }
-    return __all_sync(~0u, all) ? 2 : 1;
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m128_n128_s2_p0_r1_k0_q1_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned some[kScheduleThreads / 32];
-    const int tile = blockIdx.x;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    int total = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        unsigned some_bits = 0;
-        unsigned partial_bits = 0;
-        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_n; ++i) {
-            const int visited = base + warp * 32 + i;
-            const int kind = classify(p, tile, visited);
-            some_bits |= (kind != 0) << i;
-            partial_bits |= (kind == 1) << i;
-        }
-        if (lane == 0) {
-            some[warp] = some_bits;
-        }
-        __syncthreads();
-        int before = total;
-        for (int w = 0; w < kScheduleThreads / 32; ++w) {
-            before += w < warp ? __popc(some[w]) : 0;
-            total += __popc(some[w]);
-        }
-        if (some_bits >> lane & 1) {
-            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
-            const int visited = base + warp * 32 + lane;
-            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
-        }
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-}
-
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties. Also bounds.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m128_n128_s2_p0_r1_k0_q1_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_m ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
-    }
-    int2* bounds = reinterpret_cast<int2*>(p.bounds);
-    for (int key = blockIdx.x * kScheduleThreads + threadIdx.x; key < p.padded_k; key += gridDim.x * kScheduleThreads) {
-        bounds[key] = span_of(p, key);
-    }
-    if (tile == 0 && threadIdx.x < 2) {
-        p.pieces[threadIdx.x] = 0;
-    }
-}
-
 // ---- Panels --------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
@@ -453,21 +378,33 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address, int l
     return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
 }
 constexpr unsigned kSwizzle = 1;
+constexpr unsigned kTailSwizzle = 3;
 
 // Rows from `row` on of a tile of `rows` rows, as operands of wgmma, whether columns or rows are what it sums over
-// (where it is columns, the distance of panels is ignored).
+// (where it is columns, the distance of panels is ignored): panels, last panel.
 __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
     return descriptor(tile + row * kSpan, rows * kSpan, 8 * kSpan, kSwizzle);
+}
+__device__ __forceinline__ unsigned long long tail_at(unsigned tile, int rows, int row) {
+    return descriptor(tile + rows * kMain * 2 + row * kTailSpan, 0, 8 * kTailSpan, kTailSwizzle);
 }
 
 // Where k16 step `step` along the columns starts, in units of a descriptor's address.
 __device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    if (step >= kMain / 16) {
+        return (step - kMain / 16) * 2;
+    }
     return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
 }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: the chunk's number is XORed
 // with the place of the row in the pattern.
 __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
+    if (chunk >= kMain / 8) {
+        chunk -= kMain / 8;
+        chunk ^= row / 4 % 2;
+        return rows * kMain * 2 + row * kTailSpan + chunk * 16;
+    }
     const int place = chunk % 8 ^ row / 1 % 8;
     return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
 }
@@ -476,6 +413,7 @@ __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
 __device__ __forceinline__ void load_tile(unsigned tile, const Map& map, unsigned barrier, int row, int head, int batch,
                                           int rows) {
     tma_load(tile, map.main, barrier, 0, row, 0, head, batch);
+    tma_load(tile + rows * kMain * 2, map.tail, barrier, kMain, row, 0, head, batch);
 }
 
 // Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on.
@@ -485,6 +423,7 @@ __device__ __forceinline__ void store_rows(const Map& map, unsigned tile, int fr
     for (int panel = 0; panel < kPanels; ++panel) {
         tma_store(map.main, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
     }
+    tma_store(map.tail, tile + rows * kMain * 2 + from * kTailSpan, kMain, row, 0, head, batch);
     tma_store_commit();
 }
 
@@ -539,16 +478,11 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         int entry = count > 0 ? visit(p, work.tile, 0) : 0;
         for (int i = 0; i < count; ++i) {
             const int key0 = (entry >> 1) * kTileN;
-            const int masked = entry & 1;
             if (i + 1 < count) {
                 entry = visit(p, work.tile, i + 1);
             }
             barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
-            barrier_expect(base + kFullK + stage * 8, kTileBytesN + masked * kBoundsBytes);
-            if (masked) {
-                bulk_load(base + kOffsetBounds + stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
-                          base + kFullK + stage * 8);
-            }
+            barrier_expect(base + kFullK + stage * 8, kTileBytesN);
             load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
                       work.batch, kTileN);
             if (i == 0) {
@@ -575,19 +509,16 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
-// Warpgroup: hide what the mask hides; `row` is the thread's first query, `bounds` those of the tile's keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsigned bounds) {
+// Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 2], int row, int key0) {
     const float hidden = __int_as_float(0xff800000);
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 4) {
-        int start[2], end[2];
-        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(start[0]), "=r"(end[0]), "=r"(start[1]), "=r"(end[1])
-                     : "r"(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            s[i + c] = row >= start[c] && row < end[c] ? s[i + c] : hidden;
-            s[i + 2 + c] = row + 8 >= start[c] && row + 8 < end[c] ? s[i + 2 + c] : hidden;
+            const int key = key0 + i * 2 + threadIdx.x % 4 * 2 + c;
+            s[i + c] = visible(p, row, key) ? s[i + c] : hidden;
+            s[i + 2 + c] = visible(p, row + 8, key) ? s[i + 2 + c] : hidden;
         }
     }
 }
@@ -599,8 +530,8 @@ struct Rows {
     bool known;    // whether all rows of the warp have a maximum
 };
 
-// Warp: where the maximum of a row has grown so much that P would pass kLimit, move all rows to their new maxima;
-// then the result is true and O must be multiplied by `factor`.
+// Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be
+// multiplied by `factor`.
 __device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows, float scale_log2, float2& factor) {
     const float empty = __int_as_float(0xff800000);
     float top[2];
@@ -614,9 +545,7 @@ __device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows,
         top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
         top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
     }
-    const bool grown = exp2_approx((top[0] - rows.top[0]) * scale_log2) > kLimit ||
-                       exp2_approx((top[1] - rows.top[1]) * scale_log2) > kLimit;
-    if (!__any_sync(~0u, grown)) {
+    if (!__any_sync(~0u, top[0] > rows.top[0] || top[1] > rows.top[1])) {
         return false;
     }
     float rescale[2];
@@ -700,6 +629,8 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
         stmatrix(q + chunk_at(row, i / 4 + lane / 16, kTileM), pack(o[i], o[i + 1]), pack(o[i + 2], o[i + 3]),
                  pack(o[i + 4], o[i + 5]), pack(o[i + 6], o[i + 7]));
     }
+    constexpr int last = kHeadDim / 2 - 4;
+    stmatrix_half(q + chunk_at(row, last / 4, kTileM), pack(o[last], o[last + 1]), pack(o[last + 2], o[last + 3]));
     proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
     if (threadIdx.x % 128 == 0 && query0 < p.seq_q) {
@@ -709,22 +640,17 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warp: its 16 rows of Q, from row `row` of the tile on, as fragments of wgmma's A.
-__device__ __forceinline__ void load_q(unsigned (&fragments)[kSteps][4], unsigned q, int row) {
-    const int lane = threadIdx.x % 32;
-    row += threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        ldmatrix(fragments[step], q + chunk_at(row, step * 2 + lane / 16, kTileM));
-    }
-}
-
-// Warpgroup: start S = Q K^T.
-__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], const unsigned (&q)[kSteps][4], unsigned k) {
+// Warpgroup: start S = Q K^T with the 64 rows from row `row` of the tile of Q on.
+__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
+    const unsigned long long a = panels_at(q, kTileM, row);
     const unsigned long long b = panels_at(k, kTileN, 0);
+    const unsigned long long a_tail = tail_at(q, kTileM, row);
+    const unsigned long long b_tail = tail_at(k, kTileN, 0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        wgmma_scores(s, q[step], b + step_at(step, kTileN), step > 0);
+        const bool main = step < kMain / 16;
+        wgmma_scores(s, (main ? a : a_tail) + step_at(step, kTileM), (main ? b : b_tail) + step_at(step, kTileN),
+                     step > 0);
     }
 }
 
@@ -735,6 +661,11 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
         wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+    const unsigned long long b_tail = tail_at(v, kTileN, 0);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_out_tail(o, p[step], b_tail + (step * 16 * kTailSpan >> 4), step > 0 ? 1 : add);
     }
 }
 
@@ -763,7 +694,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float s[kTileN / 2];
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
-    unsigned q[kSteps][4];
+    unsigned q_at;
+    if (group == kConsumers - 1) {
+        named_arrive(kTurnOfFirst, 256);
+    }
     int round = 0;
     Work work;
     int count = next_work(p, round, work, group);
@@ -775,19 +709,18 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     Rows rows;
     float2 factor;
     barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-    load_q(q, base + kOffsetQ + q_buffer * kTileBytesM, group * 64);
+    q_at = base + kOffsetQ + q_buffer * kTileBytesM;
     barrier_wait(base + kFullK + stage * 8, phase);
     wgmma_fence();
-    start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+    start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
     wgmma_commit();
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
     if (entry & 1) {
-        apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-        __syncwarp();
+        apply_mask(p, s, row, (entry >> 1) * kTileN);
     }
-    if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+    if (leader) {
         barrier_arrive(base + kEmptyK + stage * 8);
     }
 
@@ -805,20 +738,21 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 phase ^= 1;
             }
             barrier_wait(base + kFullK + stage * 8, phase);
+            named_sync(kTurnOfFirst + group, 256);
             wgmma_fence();
-            start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
             wgmma_commit();
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
             if (entry & 1) {
-                apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-                __syncwarp();
+                apply_mask(p, s, row, (entry >> 1) * kTileN);
             }
-            if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+            if (leader) {
                 barrier_arrive(base + kEmptyK + stage * 8);
             }
             wgmma_wait_all();
@@ -826,7 +760,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            if (softmax(s, p_frags, rows, (entry & 1) || !rows.known, p.scale_log2, factor)) {
+            if (softmax(s, p_frags, rows, (entry & 1) || i < kExact || !rows.known, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
         }
@@ -862,10 +796,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
         wgmma_commit();
         barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        load_q(q, base + kOffsetQ + q_buffer * kTileBytesM, group * 64);
+        q_at = base + kOffsetQ + q_buffer * kTileBytesM;
         barrier_wait(base + kFullK + stage * 8, phase);
         wgmma_fence();
-        start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+        start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
         wgmma_commit();
         wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
         accumulator_fence(o);
@@ -877,10 +811,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
         if (entry & 1) {
-            apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-            __syncwarp();
+            apply_mask(p, s, row, (entry >> 1) * kTileN);
         }
-        if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+        if (leader) {
             barrier_arrive(base + kEmptyK + stage * 8);
         }
 
@@ -898,7 +831,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m128_n128_s2_p0_r1_k0_q1(
+attnforge_fwd_sm90a_bf16_d72_full_a16_m192_n128_s3_p1_r1_k0_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -910,7 +843,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m128_n128_s2_p0_r1_k0_q1(
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
-            barrier_init(base + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(base + kEmptyK + i * 8, kConsumers);
             barrier_init(base + kFullV + i * 8, 1);
             barrier_init(base + kEmptyV + i * 8, kConsumers);
         }
@@ -918,12 +851,12 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m128_n128_s2_p0_r1_k0_q1(
     }
     __syncthreads();
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
             produce(p, maps, base);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
         consume(p, maps, base, group - 1);
     }
 }

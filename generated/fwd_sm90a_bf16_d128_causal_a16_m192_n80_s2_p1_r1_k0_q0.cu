@@ -1,16 +1,16 @@
-// attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s2_p0_r1_k0_q1
+// attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s2_p1_r1_k0_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
-//     16 --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0 --set
-//     persistent=1 --set counter=0 --set q_in_regs=1
+//     16 --set tile_m=192 --set tile_n=80 --set stages=2 --set ping_pong=1 --set
+//     persistent=1 --set counter=0 --set q_in_regs=0
 //
-//   tile_m       128   query rows per tile, 64 for each consumer warpgroup
-//   tile_n       128   keys per step of the main loop
+//   tile_m       192   query rows per tile, 64 for each consumer warpgroup
+//   tile_n        80   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
-//   ping_pong      0   consumer warpgroups take turns with the tensor cores
+//   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        0   a block takes its next tile from a counter, not in fixed rounds
-//   q_in_regs      1   keep the fragments of Q in registers; its buffer is free for the next tile at once
+//   q_in_regs      0   keep the fragments of Q in registers; its buffer is free for the next tile at once
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -100,11 +100,14 @@ struct TensorMaps {
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDim = 128;
-constexpr int kTileM = 128;  // query rows of a tile
-constexpr int kTileN = 128;  // keys of a step
-constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
+constexpr int kTileM = 192;  // query rows of a tile
+constexpr int kTileN = 80;  // keys of a step
+constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr float kLimit = 256.0f;  // of P: until then, row maxima that grow are not followed
+// Row maxima are followed in the first kExact visits, so that P is 1 at most; then only when its average in a thread's
+// row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
+constexpr int kExact = 3;
+constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 2;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
@@ -129,7 +132,7 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 196704, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 180320, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -248,6 +251,9 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // Thread: 2^x, about 2 ulp.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -270,28 +276,20 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
-// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 
-// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, Q from registers.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], const unsigned (&a)[4], unsigned long long b,
+// Warpgroup: S (64 x 80) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+                 : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
@@ -502,8 +500,8 @@ struct Rows {
     bool known;    // whether all rows of the warp have a maximum
 };
 
-// Warp: where the maximum of a row has grown so much that P would pass kLimit, move all rows to their new maxima;
-// then the result is true and O must be multiplied by `factor`.
+// Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be
+// multiplied by `factor`.
 __device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows, float scale_log2, float2& factor) {
     const float empty = __int_as_float(0xff800000);
     float top[2];
@@ -517,9 +515,7 @@ __device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows,
         top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
         top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
     }
-    const bool grown = exp2_approx((top[0] - rows.top[0]) * scale_log2) > kLimit ||
-                       exp2_approx((top[1] - rows.top[1]) * scale_log2) > kLimit;
-    if (!__any_sync(~0u, grown)) {
+    if (!__any_sync(~0u, top[0] > rows.top[0] || top[1] > rows.top[1])) {
         return false;
     }
     float rescale[2];
@@ -612,22 +608,13 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warp: its 16 rows of Q, from row `row` of the tile on, as fragments of wgmma's A.
-__device__ __forceinline__ void load_q(unsigned (&fragments)[kSteps][4], unsigned q, int row) {
-    const int lane = threadIdx.x % 32;
-    row += threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        ldmatrix(fragments[step], q + chunk_at(row, step * 2 + lane / 16, kTileM));
-    }
-}
-
-// Warpgroup: start S = Q K^T.
-__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], const unsigned (&q)[kSteps][4], unsigned k) {
+// Warpgroup: start S = Q K^T with the 64 rows from row `row` of the tile of Q on.
+__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
+    const unsigned long long a = panels_at(q, kTileM, row);
     const unsigned long long b = panels_at(k, kTileN, 0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        wgmma_scores(s, q[step], b + step_at(step, kTileN), step > 0);
+        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
     }
 }
 
@@ -666,7 +653,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float s[kTileN / 2];
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
-    unsigned q[kSteps][4];
+    unsigned q_at;
+    if (group == kConsumers - 1) {
+        named_arrive(kTurnOfFirst, 256);
+    }
     int round = 0;
     Work work;
     int count = next_work(p, round, work, group);
@@ -678,10 +668,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     Rows rows;
     float2 factor;
     barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-    load_q(q, base + kOffsetQ + q_buffer * kTileBytesM, group * 64);
+    q_at = base + kOffsetQ + q_buffer * kTileBytesM;
     barrier_wait(base + kFullK + stage * 8, phase);
     wgmma_fence();
-    start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+    start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
     wgmma_commit();
     wgmma_wait_all();
     accumulator_fence(s);
@@ -707,12 +697,14 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 phase ^= 1;
             }
             barrier_wait(base + kFullK + stage * 8, phase);
+            named_sync(kTurnOfFirst + group, 256);
             wgmma_fence();
-            start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
             wgmma_commit();
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
@@ -727,7 +719,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            if (softmax(s, p_frags, rows, (entry & 1) || !rows.known, p.scale_log2, factor)) {
+            if (softmax(s, p_frags, rows, (entry & 1) || i < kExact || !rows.known, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
         }
@@ -763,10 +755,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
         wgmma_commit();
         barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        load_q(q, base + kOffsetQ + q_buffer * kTileBytesM, group * 64);
+        q_at = base + kOffsetQ + q_buffer * kTileBytesM;
         barrier_wait(base + kFullK + stage * 8, phase);
         wgmma_fence();
-        start_scores(s, q, base + kOffsetK + stage * kTileBytesN);
+        start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
         wgmma_commit();
         wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
         accumulator_fence(o);
@@ -798,7 +790,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s2_p0_r1_k0_q1(
+attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s2_p1_r1_k0_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -818,12 +810,12 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s2_p0_r1_k0_q1(
     }
     __syncthreads();
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
             produce(p, maps, base);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
         consume(p, maps, base, group - 1);
     }
 }
