@@ -166,7 +166,9 @@ def efficient(x: Inputs, seen: Tensor, scale: float | None) -> tuple[Tensor, ...
     scale = q.shape[3] ** -0.5 if scale is None else scale
     blind = ~seen.any(-1, keepdim=True)
     queries, keys, values = (
-        F.pad(t, (0, -t.shape[3] % unit)).contiguous()
+        F.pad(t, (0, -t.shape[3] % unit)).clone(
+            memory_format=torch.contiguous_format
+        )  # odd strides of axes of 1, too
         for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
     )
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
