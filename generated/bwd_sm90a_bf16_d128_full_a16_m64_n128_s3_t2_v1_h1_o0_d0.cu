@@ -1,14 +1,14 @@
-// attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0
+// attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_v1_h1_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
-//     overlap=0 --set split_heads=1 --set ordered=0 --set descending=0
+//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set
+//     overlap=1 --set split_heads=1 --set ordered=0 --set descending=0
 //
 //   tile_m        64   query rows per step of the main loop, 64 or 128
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
-//   stages         2   shared-memory buffers for Q
+//   stages         3   shared-memory buffers for Q
 //   stages_dout    2   shared-memory buffers for dO
-//   overlap        0   dS is computed while the product dV is still going on
+//   overlap        1   dS is computed while the product dV is still going on
 //   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
@@ -104,7 +104,7 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
-constexpr int kStagesQ = 2;  // buffers of Q
+constexpr int kStagesQ = 3;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
@@ -143,7 +143,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 197768, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 214688, "codegen/plan_sm90_backward.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -640,7 +640,7 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
 // Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: the next P is computed while dK and
-// dQ are running.
+// dQ are running, dS while dV is.
 __device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
@@ -681,16 +681,15 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         const bool more = step + 1 < steps;
 
         barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+        pack_scores(p_frags, s);
         wgmma_fence();
         start_scores(dp, v, dout);
         wgmma_commit();
-        wgmma_wait_all();
-        accumulator_fence(dp);
-        score_gradients(ds_frags, s, dp, delta);
-        pack_scores(p_frags, s);
-        wgmma_fence();
         start_dkv(dv, p_frags, dout, step > 0);
         wgmma_commit();
+        wgmma_wait_all_but_one();  // dP is complete
+        accumulator_fence(dp);
+        score_gradients(ds_frags, s, dp, delta);
         store_ds(ds, ds_frags, group);
         proxy_fence();
         __syncwarp();
@@ -751,7 +750,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
 
 // Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0(
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_v1_h1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -814,7 +813,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_v1_h1_o0_d0_prepare(const __grid_constant__ Params p) {
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -882,7 +881,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_v1_h1_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -898,7 +897,7 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0_finish(const _
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s2_t2_v0_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_v1_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
