@@ -65,7 +65,8 @@ class Bench:
         self.angles = angles(rope_positions(*self.lists).to(self.device), config)
 
     def share(self) -> Shared:
-        return Shared(*self.rows, *self.angles, mask=self.operator.mask(*self.lists, self.device))
+        (understanding, generation), (cos, sin) = self.rows, self.angles
+        return Shared(understanding, generation, cos, sin, self.operator.mask(*self.lists, self.device))
 
     def run(self, shared: Shared | None = None) -> Tensor:
         """A micro-step of this one layer: the input's gradient."""
