@@ -9,6 +9,9 @@ from attnforge.codegen.plan_sm80 import (
     REGISTER_FILE,
     REGISTER_LIMIT,
     SHARED_LIMIT,
+    require_grids,
+    require_positive,
+    require_split,
     require_words,
     schedule_launches,
 )
@@ -79,9 +82,9 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     if t.parts == 0:
         return _ffma(spec, t)
-    _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.parts, t.blocks)
-    _require_split("tile_m", t.tile_m, t.warps, 16, "warps")
-    _require_split("tile_n", t.tile_n, 1, 16, "two n8 fragments")
+    require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.parts, t.blocks)
+    require_split("tile_m", t.tile_m, t.warps, 16, "warps")
+    require_split("tile_n", t.tile_n, 1, 16, "two n8 fragments")
     groups = padded(dim_v) // 8
     apart = _part("O", groups, t.parts)
     shared = 4 * (t.tile_m * pitch(dim) + t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)))
@@ -112,9 +115,9 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
 def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
     """The kernel whose products are those of the float lanes: threads have rows x (keys and columns of O)."""
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
-    _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
-    _require_split("tile_m", t.tile_m, t.warps, 4, "warps")
-    _require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
+    require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
+    require_split("tile_m", t.tile_m, t.warps, 4, "warps")
+    require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
     chunk = 32 if t.tile_n % 32 == 0 else 16
     floats = t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)) + t.tile_m * (pitch(dim) + chunk + 8)
     rows, keys, columns = t.tile_m // t.warps // 4, t.tile_n // 8, padded(dim_v) // 8
@@ -193,24 +196,12 @@ def _backward(spec: Spec, t: Fp32Backward) -> Plan:
 
 
 def _check_grids(t: Fp32Backward) -> None:
-    _require_positive(
-        t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq, t.parts, t.blocks
-    )
-    if t.stages > 2:
-        raise Infeasible(f"stages {t.stages}: the backward kernel has 1 or 2")
-    if t.split_heads and t.ordered:
-        raise Infeasible("ordered: with split_heads the sums of dK and dV have no fixed order")
-    for name in ("warps_sdp", "warps_dkv", "warps_dq"):
-        if t.warps % getattr(t, name):
-            raise Infeasible(f"{name} {getattr(t, name)} does not divide warps {t.warps}")
-    _require_split("tile_m", t.tile_m, t.warps_sdp, 16, "warps_sdp")
-    _require_split("tile_n", t.tile_n, t.warps // t.warps_sdp, 8, "warps / warps_sdp")
+    require_positive(t.parts, t.blocks)
+    require_grids(t, 8)
     if (frags := t.tile_n // (t.warps // t.warps_sdp) // 8) % 4 and frags not in (1, 2):
         raise Infeasible(
             f"tile_n {t.tile_n}: the {8 * frags} keys of a warp neither share nor fill words of 32"
         )
-    _require_split("tile_n", t.tile_n, t.warps_dkv, 16, "warps_dkv")
-    _require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
 
 
 def _part(what: str, groups: int, parts: int) -> int:
@@ -221,16 +212,6 @@ def _part(what: str, groups: int, parts: int) -> int:
             f"parts {parts}: {what} has {groups} groups of columns, which do not fill so many parts"
         )
     return size
-
-
-def _require_positive(*values: int) -> None:
-    if min(values) < 1:
-        raise Infeasible(f"tuning values must be at least 1, got {values}")
-
-
-def _require_split(name: str, size: int, parts: int, unit: int, by: str) -> None:
-    if size % (parts * unit):
-        raise Infeasible(f"{name} {size} is not a multiple of {by} {parts} x {unit}")
 
 
 def _require_fit(spec: Spec, shared: int, registers: int, threads: int, blocks: int) -> None:

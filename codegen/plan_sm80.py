@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import Arch, DType, Mask, Sm80Backward, Sm80Forward, Spec
+from attnforge.codegen.spec import Arch, DType, Fp32Backward, Mask, Sm80Backward, Sm80Forward, Spec
 
 # Shared memory one block may use, bytes (CUDA programming guide, table of compute capabilities).
 SHARED_LIMIT = {
@@ -98,9 +98,9 @@ def _write(name: str, dim: int, own: bool, columns: int) -> dict[str, Any]:
 
 def _forward(spec: Spec, t: Sm80Forward) -> Plan:
     p = spec.problem
-    _require_positive(t.tile_m, t.tile_n, t.warps, t.stages)
-    _require_split("tile_m", t.tile_m, t.warps, 16, "warps")
-    _require_split("tile_n", t.tile_n, 1, 16, "k16 steps")
+    require_positive(t.tile_m, t.tile_n, t.warps, t.stages)
+    require_split("tile_m", t.tile_m, t.warps, 16, "warps")
+    require_split("tile_n", t.tile_n, 1, 16, "k16 steps")
     columns, columns_v = up(p.head_dim, 8), up(p.head_dim_v, 8)
     (row, swizzle), (row_v, swizzle_v) = pitch(columns), pitch(columns_v)
     q_bytes, kv_bytes = t.tile_m * row, t.stages * t.tile_n * (row + row_v)
@@ -143,7 +143,7 @@ def _forward(spec: Spec, t: Sm80Forward) -> Plan:
 
 def _backward(spec: Spec, t: Sm80Backward) -> Plan:
     p = spec.problem
-    _require_grids(t)
+    require_grids(t, 16)
     # Columns are padded until the warps can share them; what is computed beyond head_dim is dropped.
     split_dkv, split_dq = t.warps // t.warps_dkv, t.warps // t.warps_dq
     columns = up(p.head_dim, 8 * columns_unit(t))
@@ -229,9 +229,9 @@ def columns_unit(t: Sm80Backward) -> int:
     return math.lcm(t.warps // t.warps_dkv, t.warps // t.warps_dq)
 
 
-def _require_grids(t: Sm80Backward) -> None:
-    """Infeasible unless the warps of each product share its rows and columns evenly."""
-    _require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq)
+def require_grids(t: Sm80Backward | Fp32Backward, keys: int) -> None:
+    """Infeasible unless the warps of each product share its rows and columns evenly, in S and dP `keys` at least."""
+    require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq)
     if t.stages > 2:
         raise Infeasible(f"stages {t.stages}: the backward kernel has 1 or 2")
     if t.split_heads and t.ordered:
@@ -239,10 +239,10 @@ def _require_grids(t: Sm80Backward) -> None:
     for name in ("warps_sdp", "warps_dkv", "warps_dq"):
         if t.warps % getattr(t, name):
             raise Infeasible(f"{name} {getattr(t, name)} does not divide warps {t.warps}")
-    _require_split("tile_m", t.tile_m, t.warps_sdp, 16, "warps_sdp")
-    _require_split("tile_n", t.tile_n, t.warps // t.warps_sdp, 16, "warps / warps_sdp")
-    _require_split("tile_n", t.tile_n, t.warps_dkv, 16, "warps_dkv")
-    _require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
+    require_split("tile_m", t.tile_m, t.warps_sdp, 16, "warps_sdp")
+    require_split("tile_n", t.tile_n, t.warps // t.warps_sdp, keys, "warps / warps_sdp")
+    require_split("tile_n", t.tile_n, t.warps_dkv, 16, "warps_dkv")
+    require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
 
 
 def _swizzles(columns: int, *splits: int) -> bool:
@@ -278,12 +278,14 @@ def require_words(spec: Spec) -> None:
         )
 
 
-def _require_positive(*values: int) -> None:
+def require_positive(*values: int) -> None:
+    """Infeasible unless all values of a tuning are at least 1."""
     if min(values) < 1:
         raise Infeasible(f"tuning values must be at least 1, got {values}")
 
 
-def _require_split(name: str, size: int, parts: int, unit: int, by: str) -> None:
+def require_split(name: str, size: int, parts: int, unit: int, by: str) -> None:
+    """Infeasible unless `size`, called `name`, falls into `parts`, called `by`, of whole `unit`s."""
     if size % (parts * unit):
         raise Infeasible(f"{name} {size} is not a multiple of {by} {parts} x {unit}")
 

@@ -22,17 +22,7 @@ def make_plan(spec: Spec) -> Plan:
     """Plan of a Hopper spec, or `Infeasible`."""
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Forward)
-    if p.dtype is DType.FLOAT32:
-        raise Infeasible("dtype fp32: the sm90a kernels take bf16 or fp16")
-    if p.align != 16:
-        raise Infeasible(
-            f"align {p.align}: TMA needs rows that start at multiples of 16 bytes; sm90 takes this call"
-        )
-    if p.head_dim % 8 or not 16 <= p.head_dim <= 256:
-        raise Infeasible(
-            f"head_dim {p.head_dim}: the sm90a forward kernel takes multiples of 8 from 16 to 256"
-        )
-    require_plain(p)
+    require_hopper(p, "forward", 256)
     require_words(spec)
     consumers = t.tile_m // 64
     if t.tile_m % 64 or consumers not in REGISTERS:
@@ -46,8 +36,18 @@ def make_plan(spec: Spec) -> Plan:
     return _forward(spec, t, consumers)
 
 
-def require_plain(p: Problem) -> None:
-    """Infeasible for what only the mma.sync family does."""
+def require_hopper(p: Problem, name: str, limit: int) -> None:
+    """Infeasible for what only the mma.sync family does; the pass called `name` takes head dims up to `limit`."""
+    if p.dtype is DType.FLOAT32:
+        raise Infeasible("dtype fp32: the sm90a kernels take bf16 or fp16")
+    if p.align != 16:
+        raise Infeasible(
+            f"align {p.align}: TMA needs rows that start at multiples of 16 bytes; sm90 takes this call"
+        )
+    if p.head_dim % 8 or not 16 <= p.head_dim <= limit:
+        raise Infeasible(
+            f"head_dim {p.head_dim}: the sm90a {name} kernel takes multiples of 8 from 16 to {limit}"
+        )
     if p.dim_v:
         raise Infeasible(f"head_dim {p.head_dim}, {p.dim_v} of v: the sm90a kernels take equal ones")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
-from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, require_plain
+from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, require_hopper
 from attnforge.codegen.spec import Arch, DType, Mask, Sm90Backward, Spec
 
 CONSUMERS = 2  # warpgroups, 64 keys each
@@ -23,17 +23,7 @@ def make_plan(spec: Spec) -> Plan:
     """Plan of a Hopper backward spec, or `Infeasible`."""
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
-    if p.dtype is DType.FLOAT32:
-        raise Infeasible("dtype fp32: the sm90a kernels take bf16 or fp16")
-    if p.align != 16:
-        raise Infeasible(
-            f"align {p.align}: TMA needs rows that start at multiples of 16 bytes; sm90 takes this call"
-        )
-    if p.head_dim % 8 or not 16 <= p.head_dim <= 128:
-        raise Infeasible(
-            f"head_dim {p.head_dim}: the sm90a backward kernel takes multiples of 8 from 16 to 128"
-        )
-    require_plain(p)
+    require_hopper(p, "backward", 128)
     if p.mask is Mask.DENSE and not t.split_heads:
         raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
     if t.tile_m not in (64, 128):

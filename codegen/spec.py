@@ -137,9 +137,7 @@ class Sm90Forward:
     ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
     persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
     counter: bool = knob("k", "a block takes its next tile from a counter, not in fixed rounds")
-    q_in_regs: bool = knob(
-        "q", "keep the fragments of Q in registers; its buffer is free for the next tile at once"
-    )
+    q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
 
 
 @dataclass(frozen=True)

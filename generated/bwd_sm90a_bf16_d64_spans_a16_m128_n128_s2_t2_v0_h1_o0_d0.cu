@@ -200,15 +200,6 @@ __device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int byt
         : "memory");
 }
 
-// Thread: start copying a box from shared memory; elements outside the tensor are dropped.
-__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head,
-                                          int batch) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
-        "r"(src), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
-        : "memory");
-}
-
 // Thread: close the group of stores issued since the last commit.
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -234,12 +225,9 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until at most 0 or 1 groups are in flight.
+// Warpgroup: wait until no group is in flight.
 __device__ __forceinline__ void wgmma_wait_all() {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_wait_all_but_one() {
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
@@ -249,11 +237,6 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     for (int i = 0; i < n; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");
     }
-}
-
-// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
-__device__ __forceinline__ void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.

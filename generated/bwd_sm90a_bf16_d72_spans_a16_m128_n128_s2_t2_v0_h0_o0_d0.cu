@@ -238,12 +238,9 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until at most 0 or 1 groups are in flight.
+// Warpgroup: wait until no group is in flight.
 __device__ __forceinline__ void wgmma_wait_all() {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_wait_all_but_one() {
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
@@ -255,7 +252,7 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     }
 }
 
-// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
+// Warps: named barrier `id` for `threads` threads: wait for all.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

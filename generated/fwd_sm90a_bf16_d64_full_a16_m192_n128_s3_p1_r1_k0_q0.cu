@@ -10,7 +10,7 @@
 //   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        0   a block takes its next tile from a counter, not in fixed rounds
-//   q_in_regs      0   keep the fragments of Q in registers; its buffer is free for the next tile at once
+//   q_in_regs      0   keep the fragments of Q in registers
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -230,7 +230,7 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until at most 0 or 1 groups are in flight.
+// Warpgroup: wait until no group, or at most one, is in flight.
 __device__ __forceinline__ void wgmma_wait_all() {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
