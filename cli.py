@@ -35,7 +35,9 @@ def values(enum: Any) -> click.Choice[str]:
 def selecting(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that choose what to run on; the command gets them as one `Selection`."""
 
-    @click.option("--pack", multiple=True, help="pretrain/0, ... or full/4x8192, causal/2048; repeatable.")
+    @click.option(
+        "--pack", multiple=True, help="pretrain/0, full/4x8192, causal/2048, blocks/0.9; repeatable."
+    )
     @file_option("--packs", help="JSONL of attnforge.bagel.record: 3 of its packs, lightest to heaviest.")
     @click.option("--model", help="Attention heads: 7B, 1.5B, 0.5B or vit.")
     @click.option("--dtype", type=values(DType))

@@ -7,6 +7,7 @@ import re
 
 import torch
 
+from attnforge.bagel.blocks import LENGTH, random_blocks
 from attnforge.bagel.models import MODELS, Model
 from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.workloads import names, workload
@@ -17,6 +18,7 @@ _IMAGES = re.compile(r"images/(\d+)")
 IMAGE_TOKENS, IMAGE_SIZES = 8 * 4096, (256, 4900)  # in all, and of one image in the vision encoder
 _HEADS = re.compile(r"([1-9]\d*)/([1-9]\d*)/([1-9]\d*)")
 _DENSE = re.compile(r"(full|causal)/(?:([1-9]\d*)x)?([1-9]\d*)")
+_BLOCKS = re.compile(r"blocks/(0?\.\d+)(?:/([1-9]\d*))?")
 
 # (pack, model) rows of `bench`, by suite and kind of device: a GPU's milliseconds are a CPU's seconds.
 SUITES = {
@@ -49,8 +51,9 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
     """The case called `pack`: a workload ("pretrain/0") or a dense shape ("full/4x8192", "causal/2048").
 
     "packs.jsonl:7" is line 7 of a recorded file, "images/3" random images, 8 x 4096 tokens in all, each of which
-    sees itself. With model "vit" a workload stands for its images in the vision encoder; a model may also be given
-    as its heads, "8/8/64". Raises ValueError for names that do not exist.
+    sees itself. "blocks/0.9" is a dense mask of 8192 x 8192 pairs, of whose blocks of 128 x 128 a random 90 % are
+    hidden, "blocks/0.9/2048" a smaller one. With model "vit" a workload stands for its images in the vision encoder;
+    a model may also be given as its heads, "8/8/64". Raises ValueError for names that do not exist.
     """
     heads = _heads(model)
     name = f"{pack} {model}"
@@ -58,10 +61,12 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
         make = full_case if match[1] == "full" else causal_case
         shape = (int(match[2] or 1), heads.heads_q, heads.heads_kv, int(match[3]), heads.head_dim)
         return make(name, shape, dtype, device)
+    if match := _BLOCKS.fullmatch(pack):
+        return _blocks_case(name, float(match[1]), int(match[2] or LENGTH), heads, dtype, device)
     if pack not in names() and ".jsonl:" not in pack and not _IMAGES.fullmatch(pack):
         raise ValueError(
             f"pack: there is no {pack!r}; packs are {', '.join(names())}, "
-            "or a dense shape such as full/4x8192 or causal/2048"
+            "a dense shape such as full/4x8192 or causal/2048, or random blocks such as blocks/0.9"
         )
     if match := _IMAGES.fullmatch(pack):
         lengths = _image_lengths(int(match[1]))
@@ -82,6 +87,15 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
         mask.pairs,
         device,
     )
+
+
+def _blocks_case(
+    name: str, sparsity: float, length: int, heads: Model, dtype: DType, device: torch.device
+) -> Case:
+    mask = random_blocks(sparsity, length, device)
+    pairs = int(mask.mask.sum())
+    shape = (1, heads.heads_q, heads.heads_kv, length, length, heads.head_dim)
+    return Case(name, *shape, dtype, mask, pairs, device)
 
 
 def _heads(model: str) -> Model:

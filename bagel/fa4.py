@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnforge.bagel.packing import PackedMask
 from attnforge.runtime.case import Case
-from attnforge.runtime.masks import Causal, Spans
+from attnforge.runtime.masks import Causal, DenseMask, Spans
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -26,16 +26,23 @@ def installed() -> bool:
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 
+def require() -> None:
+    """Raises Unavailable without flash-attn-4."""
+    if not installed():
+        raise Unavailable("flash-attn-4 is not installed")
+
+
 def attention(case: Case, pack_gqa: bool | None = None) -> Attention:
     """FA4 on a case; `pack_gqa` folds the query heads of a group into the rows of a tile (None: its own choice).
 
     Raises Unavailable without the package, or for a mask that is neither full nor causal nor whole documents.
     """
-    if not installed():
-        raise Unavailable("flash-attn-4 is not installed")
+    require()
     cute = importlib.import_module("flash_attn.cute")
     if isinstance(case.mask, Spans):
         return _varlen(cute.flash_attn_varlen_func, case, pack_gqa)
+    if isinstance(case.mask, DenseMask):
+        raise Unavailable("takes no mask")
     causal = isinstance(case.mask, Causal)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

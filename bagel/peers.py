@@ -18,7 +18,7 @@ from attnforge.bagel.fa4 import Attention, Unavailable
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.case import Case, Inputs
-from attnforge.runtime.masks import Spans
+from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.timing import Effort, Timing, effort, measure, rotate
 
 log = logging.getLogger("attnforge")
@@ -106,6 +106,7 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
     if name in ("flex", "flex-bagel"):
         return _flex(case, often=True) if often and name == "flex" else _flex(case)
     if name == "flex-fa4":
+        fa4.require()
         return _flex(case, "FLASH", often)
     if name in FA4:
         return fa4.attention(case, False if name == "fa4-nopack" else None)
@@ -115,17 +116,18 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
 
 
 def _sdpa(name: str, case: Case) -> Attention:
-    """One call; a spans mask becomes a dense additive one."""
+    """One call; a mask of spans or pairs becomes an additive one."""
     backend = BACKENDS[name]
     on_cpu = case.device.type == "cpu"
-    if case.mask_kind is Mask.SPANS and name == "sdpa-flash" and not on_cpu:
+    masked = isinstance(case.mask, (Spans, DenseMask))
+    if masked and name == "sdpa-flash" and not on_cpu:
         raise Unavailable("takes no mask")
     need = _bytes_needed(name, case)
     room = _free_bytes(case.device)
     if need > room:
         raise Unavailable(f"needs {need / 2**30:.0f} GiB, {room / 2**30:.0f} are free")
     bias = None
-    if isinstance(case.mask, Spans):
+    if isinstance(case.mask, (Spans, DenseMask)):
         seen = case.mask.visible(case.seq_q, case.seq_k, case.device)
         bias = _bias(seen, case.torch_dtype)
     causal = case.mask_kind is Mask.CAUSAL
@@ -157,7 +159,7 @@ def _bytes_needed(name: str, case: Case) -> int:
     square = case.seq_q * case.seq_k
     if name == "sdpa-math":
         return 3 * 4 * case.batch * case.heads_q * square
-    return 8 * square if case.mask_kind is Mask.SPANS else 0
+    return 8 * square if case.mask_kind in (Mask.SPANS, Mask.DENSE) else 0
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -202,12 +204,13 @@ def _flex(case: Case, backend: str | None = None, often: bool = False) -> Attent
 
     mod = _mask_mod(case)
     size = (None, None, case.seq_q, case.seq_k, case.device)
-    # Compiled, nothing S x S is stored; on the CPU compiling it costs more than it saves.
-    compiled = case.device.type == "cuda"
-    if often and compiled:
+    on_gpu = case.device.type == "cuda"
+    if often and on_gpu:
         block_mask = mod and _compiled_block_mask()(mod, *size)
     else:
-        block_mask = mod and create_block_mask(mod, *size, _compile=compiled)
+        # Compiled, nothing S x S is stored; but Triton's sort of the blocks of a row compiles for minutes.
+        large = on_gpu and 4 * case.seq_q * case.seq_k > _free_bytes(case.device)
+        block_mask = mod and create_block_mask(mod, *size, _compile=large)
     flex = _compiled_flex()
     options = {"BACKEND": backend} if backend else None
 
@@ -246,6 +249,8 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
             return (starts[j] <= i) & (i < ends[j])
 
         return in_span
+    if isinstance(case.mask, DenseMask):
+        return _pair_mod(case.mask.mask)
     if case.mask is None:
         return None
     offset = case.seq_k - case.seq_q
@@ -254,3 +259,15 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
         return j <= i + offset
 
     return before
+
+
+def _pair_mod(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    if seen.dim() > 2:
+        raise Unavailable(
+            "a mask of its own for each batch entry or head is not written for FlexAttention here"
+        )
+
+    def in_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return seen[i, j]
+
+    return in_mask

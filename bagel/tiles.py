@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from attnforge.runtime.masks import Spans
+from attnforge.runtime.masks import DenseMask, Spans
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -28,8 +29,13 @@ class TileMap:
         return pairs / (self.tile_m * self.tile_n * max(1, self.count(FULL) + self.count(PARTIAL)))
 
 
-def tile_map(mask: Spans, seq_q: int, tile_m: int, tile_n: int) -> TileMap:
-    """Classify every tile of `mask` exactly, without anything seq_q x seq_k in memory."""
+def tile_map(mask: Spans | DenseMask, seq_q: int, tile_m: int, tile_n: int) -> TileMap:
+    """Classify every tile of `mask` exactly; of spans without anything seq_q x seq_k in memory.
+
+    Raises ValueError for a dense mask with more than one plane.
+    """
+    if isinstance(mask, DenseMask):
+        return TileMap(_dense_kinds(mask.mask, tile_m, tile_n), tile_m, tile_n)
     starts = mask.starts.cpu().long().clamp(0, seq_q)
     ends = torch.maximum(mask.ends.cpu().long().clamp(0, seq_q), starts)
     tiles_m, tiles_n = -(-seq_q // tile_m), -(-starts.numel() // tile_n)
@@ -50,3 +56,19 @@ def tile_map(mask: Spans, seq_q: int, tile_m: int, tile_n: int) -> TileMap:
     kinds[touched] = PARTIAL
     kinds[covered] = FULL
     return TileMap(kinds, tile_m, tile_n)
+
+
+def _dense_kinds(mask: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
+    if mask.dim() > 2 and mask.shape[:2] != (1, 1):
+        raise ValueError(f"mask: has planes {tuple(mask.shape[:2])}, expected one mask for all heads")
+    seen = mask.reshape(mask.shape[-2:])
+    rest = (0, -seen.shape[1] % tile_n, 0, -seen.shape[0] % tile_m)
+
+    def tiles(outside: bool) -> torch.Tensor:
+        padded = F.pad(seen, rest, value=outside)
+        tiled: torch.Tensor = padded.unflatten(1, (-1, tile_n)).unflatten(0, (-1, tile_m))
+        return tiled
+
+    kinds = tiles(False).any(3).any(1).to(torch.int8) * PARTIAL
+    kinds[tiles(True).all(3).all(1)] = FULL
+    return kinds.cpu()

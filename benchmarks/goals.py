@@ -35,7 +35,7 @@ from attnforge.runtime.launcher import launcher
 
 def triton_peer(case: Case) -> Attention:
     """Our Triton attention as a peer."""
-    if case.mask_kind is Mask.SPANS:
+    if case.mask_kind not in (Mask.FULL, Mask.CAUSAL):
         raise Unavailable("takes no mask")
     try:
         from attnforge.benchmarks.triton_attention import attention

@@ -82,6 +82,16 @@ HOPPER_WIDE = (
     Sm90Forward(128, 160, 2, False, True, False, False),
     Sm90Forward(192, 64, 3, False, True, False, False),
 )
+# Dense masks often come in blocks of 64 or 128: tiles that such blocks fill are seen whole or not at all. Not measured.
+HOPPER_DENSE = (
+    Sm90Forward(128, 128, 2, True, True, False, True),
+    Sm90Forward(128, 128, 2, False, True, False, True),
+    Sm90Forward(128, 64, 3, False, True, False, False),
+    Sm90Forward(128, 128, 2, False, True, False, False),
+    Sm90Forward(128, 64, 3, True, True, False, True),
+    Sm90Forward(128, 128, 2, True, True, False, False),
+    Sm90Forward(64, 64, 3, False, True, False, False),
+)
 
 
 def candidates(problem: Problem) -> Iterator[Spec]:
@@ -126,7 +136,7 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
         yield from (space_fp32.forward if forward else space_fp32.backward)(problem)
     elif problem.arch.family == "sm90a":
         forward = problem.direction is Direction.FORWARD
-        yield from (_hopper_forward if forward else _hopper_backward)(problem.head_dim)
+        yield from _hopper_forward(problem) if forward else _hopper_backward(problem.head_dim)
     elif problem.direction is Direction.FORWARD:
         yield from (tuning for limit, tuning in _forward_guesses(problem) if problem.largest_dim <= limit)
         for tile_m, tile_n, warps, stages, q_in_regs in product(
@@ -158,9 +168,12 @@ def _backward_guesses(problem: Problem) -> list[Sm80Backward]:
     return sorted(guesses, key=lambda t: up(problem.head_dim, 8 * columns_unit(t)) > PADDING * least)
 
 
-def _hopper_forward(head_dim: int) -> Iterator[Tuning]:
-    yield from HOPPER_NARROW if head_dim <= 96 else HOPPER_WIDE
-    tiles = (192, 128, 64) if head_dim <= 96 else (128, 192, 64)
+def _hopper_forward(problem: Problem) -> Iterator[Tuning]:
+    narrow = problem.head_dim <= 96
+    if problem.mask is Mask.DENSE:
+        yield from HOPPER_DENSE
+    yield from HOPPER_NARROW if narrow else HOPPER_WIDE
+    tiles = (192, 128, 64) if narrow else (128, 192, 64)
     blocks = ((True, True), (True, False), (False, False))  # persistent, counter
     for tile_m, tile_n, stages, (persistent, counter), ping_pong, q_in_regs in product(
         tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), blocks, (True, False), (True, False)

@@ -139,14 +139,16 @@ def visible(mask: Mask, seq_q: int, seq_k: int, device: str) -> Tensor:
 def peers(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[tuple[Tensor, ...], ...]:
     """out, dq, dk, dv of SDPA's math backend, and of its flash backend where that can do the case.
 
-    It can on a GPU in half precision, without a mask or with a causal one on a square; elsewhere `flash` rounds as
-    it would. In float32 on a GPU the fused peer is SDPA's memory-efficient backend, and math is no peer: it multiplies
-    with fused multiply-adds, which round, where the fused one and ours have tensor cores, which cut off.
+    It can on a GPU in half precision, without a mask or with a causal one on a square, and with v as wide as q and k;
+    elsewhere `flash` rounds as it would. In float32 on a GPU the fused peer is SDPA's memory-efficient backend, and
+    math is no peer: it multiplies with fused multiply-adds, which round, where the fused one and ours have tensor
+    cores, which cut off.
     """
     square = x.q.shape[2] == x.k.shape[2]
     causal = isinstance(mask, attnforge.Causal)
     single = x.q.dtype == torch.float32
-    real = x.q.is_cuda and not single and (mask is None or (causal and square))
+    wide = x.q.shape[3] == x.v.shape[3]
+    real = x.q.is_cuda and not single and wide and (mask is None or (causal and square))
     seen = visible(mask, x.q.shape[2], x.k.shape[2], str(x.q.device))
     return (
         efficient(x, seen, scale)

@@ -7,10 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnforge.bagel.blocks import equal_documents, random_blocks
+from attnforge.bagel.cases import make_case
 from attnforge.bagel.models import MODELS
 from attnforge.bagel.packing import MODES, PackedMask, visible_from_definition
 from attnforge.bagel.tiles import EMPTY, FULL, PARTIAL, tile_map
 from attnforge.bagel.workloads import names, workload
+from attnforge.codegen.spec import DType
+from attnforge.runtime.masks import DenseMask
 
 CPU = torch.device("cpu")
 
@@ -74,6 +78,7 @@ def test_tile_kinds_equal_a_dense_count(
         for n, tile in enumerate(rows.split(tile_n, dim=1)):
             expected = FULL if tile.all() else PARTIAL if tile.any() else EMPTY
             assert kinds[m, n] == expected, (m, n)
+    assert torch.equal(tile_map(DenseMask(dense), dense.shape[0], tile_m, tile_n).kinds, kinds)
 
 
 def test_example_of_the_docstring() -> None:
@@ -157,3 +162,43 @@ def test_model_heads() -> None:
         "0.5B": (14, 2, 64),
         "vit": (16, 16, 72),
     }
+
+
+# ---- Dense masks of random blocks
+
+
+@pytest.mark.parametrize(("sparsity", "length", "block"), [(0.5, 1024, 128), (0.9, 1000, 64), (0.0, 90, 128)])
+def test_random_blocks_are_whole_and_counted(sparsity: float, length: int, block: int) -> None:
+    mask = random_blocks(sparsity, length, CPU, block)
+    tiles = tile_map(mask, length, block, block)
+    assert tiles.count(PARTIAL) == 0
+    assert tiles.count(EMPTY) == round(sparsity * (-(-length // block)) ** 2)
+    assert torch.equal(mask.mask, random_blocks(sparsity, length, CPU, block).mask)
+    if tiles.count(EMPTY):
+        assert not torch.equal(mask.mask, random_blocks(sparsity, length, CPU, block, seed=1).mask)
+
+
+@pytest.mark.parametrize(("share", "length"), [(0.5, 8192), (0.1, 8192), (1.0, 1000), (0.01, 300)])
+def test_documents_of_whole_blocks(share: float, length: int) -> None:
+    mask = equal_documents(share, length, CPU)
+    tiles = tile_map(mask, length, 128, 128)
+    assert tiles.count(PARTIAL) == 0
+    assert mask.used == length
+    if length == 8192:
+        assert mask.pairs / length**2 == pytest.approx(share, rel=0.02)
+
+
+def test_a_case_of_random_blocks() -> None:
+    case = make_case("blocks/0.9/1024", "7B", DType.BFLOAT16, CPU)
+    assert isinstance(case.mask, DenseMask)
+    assert (case.seq_q, case.heads_q, case.heads_kv, case.head_dim) == (1024, 28, 4, 128)
+    assert case.pairs == (64 - round(0.9 * 64)) * 128**2 == int(case.mask.mask.sum())
+    assert make_case("blocks/.5", "1/1/8", DType.BFLOAT16, CPU).seq_q == 8192
+    for name in ("blocks/1", "blocks/1.5", "blocks/0.5/0", "blocks/"):
+        with pytest.raises(ValueError, match=r"or random blocks such as blocks/0\.9"):
+            make_case(name, "7B", DType.BFLOAT16, CPU)
+
+
+def test_a_mask_for_each_head_has_no_tile_map() -> None:
+    with pytest.raises(ValueError, match=r"planes \(1, 2\)"):
+        tile_map(DenseMask(torch.ones(1, 2, 8, 8, dtype=torch.bool)), 8, 4, 4)

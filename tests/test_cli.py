@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.case import Case
+from attnforge.runtime.masks import DenseMask
 from attnforge.runtime.reference import reference
 
 ROOT = Path(__file__).parent.parent
@@ -171,6 +173,22 @@ def documents(device: torch.device, dtype: DType) -> Case:
 @pytest.fixture
 def pack() -> Case:
     return documents(CPU, DType.FLOAT32)
+
+
+def test_peers_see_a_dense_mask() -> None:
+    case = make_case("blocks/0.5/512", "6/2/16", DType.FLOAT32, CPU)
+    assert isinstance(case.mask, DenseMask)
+    x = case.inputs()
+    exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
+    got = attention_of("sdpa-flash", case)(x.q, x.k, x.v)
+    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
+    mod = _mask_mod(case)
+    assert mod is not None
+    row, zero = torch.arange(512), torch.tensor(0)
+    assert torch.equal(mod(zero, zero, row[:, None], row[None]), case.mask.mask)
+    planes = replace(case, mask=DenseMask(torch.stack([case.mask.mask, ~case.mask.mask])[None]))
+    with pytest.raises(Unavailable, match="each batch entry or head"):
+        attention_of("flex", planes)
 
 
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-samples"])

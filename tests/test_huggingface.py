@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
 from attnforge.runtime import huggingface
 
 DEVICES = [
-    pytest.param("cpu", torch.float32, 2e-4, id="cpu"),
-    pytest.param("cuda", torch.bfloat16, 5e-2, id="gpu", marks=pytest.mark.gpu),
+    pytest.param("cpu", torch.float32, id="cpu-fp32"),
+    pytest.param("cpu", torch.bfloat16, id="cpu-bf16"),
+    pytest.param("cuda", torch.bfloat16, id="gpu-bf16", marks=pytest.mark.gpu),
 ]
+# RMS error allowed, as a multiple of the same model's on SDPA: two roundings of the same numbers, most of which neither
+# attention makes, and in float32 sums in another order.
+RATIO = {torch.float32: 2.0, torch.bfloat16: 1.5}
 
 
 @pytest.fixture
@@ -48,11 +53,27 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+def results_of(model: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Logits of all rows, and the gradients of the first layer's attention: its weights act through both layers."""
+    # SDPA's math backend gives zeros to rows that see no key, as we do. Padding makes such rows, and their loss counts
+    # here; cuDNN, torch's own choice on Hopper, lets them see all keys.
+    with sdpa_kernel(SDPBackend.MATH):
+        output = model(**arguments)
+        output.loss.backward()
+    layer = model.model.layers[0].self_attn
+    gradients = {name: getattr(layer, f"{name}_proj").weight.grad for name in "qkvo"}
+    return {"logits": output.logits.detach()} | gradients
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """RMS of the difference, as a part of the exact tensor's."""
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("case", ["causal", "padded", "packed", "window"])
-def test_a_model_is_the_same(
-    case: str, device: str, dtype: torch.dtype, tolerance: float, qwen: Any, calls: list[Any]
-) -> None:
+def test_a_model_is_the_same(case: str, device: str, dtype: torch.dtype, qwen: Any, calls: list[Any]) -> None:
+    """Beside the same weights in float64: no further off than the model is on SDPA, in the same dtype."""
     tokens = torch.randint(1, 64, (2, 30), generator=torch.Generator().manual_seed(1)).to(device)
     arguments: dict[str, Any] = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     if case == "padded":
@@ -66,18 +87,14 @@ def test_a_model_is_the_same(
         if case == "window"
         else {}
     )
-    results = []
-    for implementation in ("sdpa", "attnforge"):
-        model = qwen(implementation, device, dtype, **changes)
-        output = model(**arguments)
-        output.loss.backward()
-        gradient = model.model.layers[0].self_attn.k_proj.weight.grad
-        visible = arguments.get("attention_mask", torch.ones_like(tokens)).bool()
-        results.append((output.logits[visible].float(), gradient.float()))
+    exact = results_of(qwen("sdpa", device, dtype, **changes).double(), arguments)
+    theirs = results_of(qwen("sdpa", device, dtype, **changes), arguments)
+    ours = results_of(qwen("attnforge", device, dtype, **changes), arguments)
     assert len(calls) == 2
     assert {type(mask) for mask in calls} == {attnforge.Causal if case == "causal" else attnforge.DenseMask}
-    for theirs, ours in zip(*results, strict=True):
-        assert (theirs - ours).abs().max() <= tolerance * theirs.abs().max()
+    for name, answer in exact.items():
+        mine, peer = error(ours[name], answer), error(theirs[name], answer)
+        assert mine <= RATIO[dtype] * peer, f"{name}: error {mine:.1e}, SDPA's {peer:.1e}"
 
 
 def test_generation_is_the_same(qwen: Any) -> None:

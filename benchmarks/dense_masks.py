@@ -1,0 +1,164 @@
+"""Dense masks of random blocks beside spans with as many visible pairs: what lists of tiles and partial tiles cost.
+
+    python benchmarks/dense_masks.py [--sparsity 0.5 0.9] [--length 8192] [--model 7B] [--flex] [--markdown FILE]
+
+The masks of a sparsity: documents of whole blocks of 128, as spans and as a dense mask; random blocks of 128, which
+tiles that divide 128 see whole or not at all; random blocks of 64. All run in turns. `visible` counts the arithmetic
+of visible pairs, as our other tables do; `visited` that of all pairs in tiles that the kernel visits, and so depends on
+its tile. The last two columns are the ratios of both to spans. `--flex` times FlexAttention on the blocks of 128, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnforge.bagel.bench import machine, ours
+from attnforge.bagel.blocks import BLOCK, LENGTH, equal_documents, random_blocks
+from attnforge.bagel.cases import make_case
+from attnforge.bagel.fa4 import Unavailable
+from attnforge.bagel.peers import as_unavailable, contestant
+from attnforge.bagel.tiles import EMPTY, tile_map
+from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime import dispatch, kernels
+from attnforge.runtime.case import Case, Inputs
+from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.timing import Effort, measure_interleaved, rotate
+
+SPANS, FLEX = "spans", "FlexAttention"
+HEAD = (
+    "hidden, pass", "mask", "tile", "pairs visible", "visited", "ms", "TFLOP/s visible", "visited", "of spans: visible",
+    "visited",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contestant of one sparsity and direction."""
+
+    mask: str
+    tile: str  # queries x keys
+    share: float  # of all pairs that are visible
+    visited: float  # of all pairs that lie in a visited tile, with what a tile has beyond the ends
+    ms: float
+    tflops: float  # of visible pairs
+
+    @property
+    def tflops_visited(self) -> float:
+        return self.tflops * self.visited / self.share
+
+
+def cases_of(blocks: Case, sparsity: float) -> dict[str, Case]:
+    """The cases of a sparsity by the name of the mask; `blocks` is that of random blocks of BLOCK."""
+    documents = equal_documents(1 - sparsity, blocks.seq_q, blocks.device)
+    pairs = documents.visible(blocks.seq_q, blocks.seq_k, blocks.device)
+    fine = random_blocks(sparsity, blocks.seq_q, blocks.device, BLOCK // 2)
+    return {
+        SPANS: replace(blocks, mask=documents, pairs=documents.pairs),
+        "the same, dense": replace(blocks, mask=DenseMask(pairs), pairs=documents.pairs),
+        f"blocks of {BLOCK}": blocks,
+        f"blocks of {BLOCK // 2}": replace(blocks, mask=fine, pairs=int(fine.mask.sum())),
+    }
+
+
+def visited(case: Case, tile_m: int, tile_n: int) -> float:
+    """The part of all pairs in tiles of which the kernel visits any pair."""
+    assert isinstance(case.mask, (Spans, DenseMask))
+    kinds = tile_map(case.mask, case.seq_q, tile_m, tile_n).kinds
+    return int((kinds != EMPTY).sum()) * tile_m * tile_n / (case.seq_q * case.seq_k)
+
+
+def tile_of(case: Case, direction: Direction) -> tuple[int, int]:
+    """The tile of the kernel that dispatch takes."""
+    problem = case.problem(direction, kernels.target(case.device))
+    group = case.heads_q // case.heads_kv
+    tuning = dispatch.choose(problem, group, case.seq_q, case.device).spec.tuning
+    return tuning.tile_m, tuning.tile_n
+
+
+def measure(sparsity: float, direction: Direction, args: argparse.Namespace) -> list[Line]:
+    """Time all contestants in turns; one that cannot run is reported and left out."""
+    device = torch.device(args.device)
+    dtype = DType(args.dtype)
+    blocks = make_case(f"blocks/{sparsity}/{args.length}", args.model, dtype, device)
+    cases = cases_of(blocks, sparsity)
+    sets = [Inputs(*tensors) for tensors in rotate(tuple(blocks.inputs()), device)]
+    calls: dict[str, Callable[[int], Any]] = {
+        name: ours(case, direction, sets) for name, case in cases.items()
+    }
+    tiles = {name: tile_of(case, direction) for name, case in cases.items()}
+    if args.flex:
+        try:
+            with as_unavailable():
+                call = contestant("flex", blocks, direction, sets)
+                call(0)
+                calls[FLEX], cases[FLEX], tiles[FLEX] = call, blocks, (BLOCK, BLOCK)
+        except Unavailable as reason:
+            print(f"{FLEX} {direction.value}: {reason}", flush=True)
+    effort = Effort(seconds=args.seconds, warmups=2)
+    timings = measure_interleaved(calls, [(index,) for index in range(len(sets))], device, effort)
+    lines = []
+    for name, case in cases.items():
+        ms, share = timings[name].median, case.pairs / (case.seq_q * case.seq_k)
+        tile = tiles[name]
+        tflops = case.flops(direction) / ms / 1e9
+        lines.append(Line(name, f"{tile[0]} x {tile[1]}", share, visited(case, *tile), ms, tflops))
+    return lines
+
+
+def rows(what: str, lines: list[Line]) -> list[str]:
+    """Rows of the table; the first line is that of spans."""
+    base = lines[0]
+    found = []
+    for line in lines:
+        cells = (
+            what,
+            line.mask,
+            line.tile,
+            f"{line.share:.3f}",
+            f"{line.visited:.3f}",
+            f"{line.ms:.3f}",
+            f"{line.tflops:.3g}",
+            f"{line.tflops_visited:.3g}",
+            f"{line.tflops / base.tflops:.2f}",
+            f"{line.tflops_visited / base.tflops_visited:.2f}",
+        )
+        found.append(f"| {' | '.join(cells)} |")
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Dense masks of random blocks beside spans.")
+    parser.add_argument(
+        "--sparsity", type=float, nargs="+", default=[0.5, 0.9], help="parts of blocks that are hidden"
+    )
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--model", default="7B")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in DType], default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of timed calls of each contestant")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention, too: compiles for half a minute")
+    parser.add_argument("--markdown", type=Path, help="write the table here as well")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    for sparsity in args.sparsity:
+        for direction in Direction:
+            table += rows(f"{sparsity:.0%} {direction.value}", measure(sparsity, direction, args))
+    text = "\n".join((f"S = {args.length}, {args.model}, {args.dtype}; {facts}", "", *table, ""))
+    print(text)
+    if args.markdown:
+        args.markdown.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
