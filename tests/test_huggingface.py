@@ -67,7 +67,7 @@ def results_of(model: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 def error(x: Tensor, exact: Tensor) -> float:
     """RMS of the difference, as a part of the exact tensor's."""
-    return ((x.double() - exact).norm() / exact.norm()).item()
+    return float((x.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
