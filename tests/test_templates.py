@@ -1,0 +1,103 @@
+"""Templates and their parts: each one is used, and what a part says is in the identity of what is rendered from it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jinja2 import Environment, FileSystemLoader
+
+from attnforge.codegen import render as rendering
+from attnforge.codegen.plan import make_plan
+from attnforge.codegen.render import TEMPLATES, render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tree import Item, Tree
+from attnforge.runtime import cache, toolchain
+from attnforge.runtime.journal import source_key
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+COMPILER = toolchain.Command("a", Path("a"), "identity", ("-O3",), "kernel.cubin")
+
+
+def first(direction: Direction, arch: Arch, dtype: DType, mask: Mask) -> Spec:
+    return next(candidates(Problem(direction, arch, dtype, 64, mask)))
+
+
+def kinds(problem: Problem) -> list[Spec]:
+    """A candidate of each template, with ordered sums and without."""
+    of = {(make_plan(s).template, getattr(s.tuning, "ordered", False)): s for s in candidates(problem)}
+    return list(of.values())
+
+
+@pytest.fixture
+def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of templates/ that everything is rendered from."""
+    copy = tmp_path / "templates"
+    shutil.copytree(TEMPLATES, copy)
+    monkeypatch.setattr(rendering, "TEMPLATES", copy)
+    rendering.environment.cache_clear()
+    yield copy
+    rendering.environment.cache_clear()
+
+
+class Recorder(FileSystemLoader):
+    """Notes what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(TEMPLATES)
+        self.names: set[str] = set()
+
+    def get_source(self, environment: Environment, template: str) -> tuple[str, str, object]:  # type: ignore[override]
+        self.names.add(template)
+        return super().get_source(environment, template)
+
+
+def test_every_template_is_used(templates: Path) -> None:
+    recorder = Recorder()
+    rendering.environment().loader = recorder
+    targets = [(arch, DType.BFLOAT16) for arch in (Arch.CPU, Arch.SM80, Arch.SM90A)]
+    targets += [(Arch.SM80, DType.FLOAT32), (Arch.SM120, DType.FLOAT32)]
+    for arch, dtype in targets:
+        for mask in Mask:
+            problems = [Problem(direction, arch, dtype, 64, mask) for direction in Direction]
+            specs = [spec for problem in problems for spec in kinds(problem)]
+            for spec in specs:
+                render(spec)
+            items = tuple(Item(spec, 1024, "guess") for spec in specs)
+            Tree("my_attention", arch, items, contract=True).files("export")
+    present = {path.relative_to(TEMPLATES).as_posix() for path in TEMPLATES.rglob("*.jinja")}
+    assert recorder.names == present
+
+
+# A part, one spec that it is a part of, one that it is not.
+BF16, SPANS = DType.BFLOAT16, Mask.SPANS
+CASES = [
+    ("sm80/forward_loop.cuh.jinja", (FORWARD, Arch.SM80, BF16, SPANS), (BACKWARD, Arch.SM80, BF16, SPANS)),
+    ("sm80/hide.cuh.jinja", (BACKWARD, Arch.SM89, DType.FLOAT32, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
+    ("sm80/hide.cuh.jinja", (FORWARD, Arch.SM90, BF16, SPANS), (FORWARD, Arch.SM90, BF16, Mask.DENSE)),
+    ("gpu/mask.cuh.jinja", (FORWARD, Arch.SM90A, BF16, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
+    ("cpu/pack.h.jinja", (BACKWARD, Arch.CPU, BF16, SPANS), (BACKWARD, Arch.SM90A, BF16, SPANS)),
+]
+
+
+@pytest.mark.parametrize(("part", "inside", "outside"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_changed_part_is_a_new_kernel_to_cache_and_journal(
+    templates: Path,
+    part: str,
+    inside: tuple[Direction, Arch, DType, Mask],
+    outside: tuple[Direction, Arch, DType, Mask],
+) -> None:
+    def keys() -> list[tuple[str, str]]:
+        rendering.environment.cache_clear()  # as in a new process
+        sources = [render(first(*problem)) for problem in (inside, outside)]
+        return [(cache.key(source, COMPILER), source_key(source.text)) for source in sources]
+
+    before = keys()
+    with (templates / part).open("a") as file:
+        file.write("// One more line.\n")
+    after = keys()
+    assert all(one != other for one, other in zip(before[0], after[0], strict=True))
+    assert before[1] == after[1]
