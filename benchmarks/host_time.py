@@ -1,108 +1,171 @@
 """Host time of one warm call on tiny inputs: what the operators themselves cost, beside others' on the same tensors.
 
-    python benchmarks/host_time.py [cpu|cuda]
+    python benchmarks/host_time.py [--device cuda] [--bursts 50] [--markdown FILE]
 
-Others are torch's SDPA, compiled FlexAttention, FlashAttention-4 if it is installed, our Triton attention and, as the
-least that a Python launch costs, a Triton kernel with as many tensors that does nothing. On a GPU calls are timed until
-they are enqueued, in bursts short enough to fit the queue.
+Others are torch's SDPA by backend, compiled FlexAttention, FlashAttention-4 if it is installed, our Triton attention
+and, as the least that a launch from Python costs, a Triton kernel with as many tensors that does nothing. On a GPU
+calls are timed until they are enqueued, in bursts short enough to fit the queue; contestants take turns burst by burst.
+The table has medians. On a CPU the calls compute within the time.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
 from attnforge.bagel import fa4
+from attnforge.bagel.bench import machine
 from attnforge.bagel.peers import attention_of
 from attnforge.codegen.spec import DType
 from attnforge.runtime.case import full_case
 
-BURST, BURSTS = 100, 50
+BURST = 100
+WARM = 3  # bursts that are not counted
 ROWS = {"cuda": 128, "cpu": 8}  # a CPU computes within the time
+COLUMNS = ("no grad", "forward, recorded", "forward and backward")
+LIMITS = (10.0, 25.0)  # microseconds that ours may take in the first two
+OURS, FLASH, LAUNCH = "attnforge, spans", "SDPA flash", "Triton kernel that does nothing"
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def host_microseconds(call: Callable[[], object], device: str) -> float:
-    """Median over bursts of the time that one call keeps the host."""
-    times = []
-    for _ in range(BURSTS + 5):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(BURST):
-            call()
-        times.append((time.perf_counter() - begin) / BURST)
-    return statistics.median(times[5:]) * 1e6
+@dataclass
+class Contestant:
+    """An attention, or (`bare`) a call that only the first column times; inside of `backend` if there is one."""
+
+    call: Callable[..., Any]
+    backend: SDPBackend | None = None
+    bare: bool = False
+    times: dict[str, float] = field(default_factory=dict)
+
+    def within(self) -> contextlib.AbstractContextManager[object]:
+        return sdpa_kernel(self.backend) if self.backend else contextlib.nullcontext()
 
 
-def attentions(device: str) -> dict[str, Attention]:
+def contestants(device: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Contestant]:
     """Ours by mask, then the others that there are here."""
     rows = ROWS[device]
     starts = torch.zeros(rows, dtype=torch.int32, device=device)
     masks = {"full": None, "causal": attnforge.Causal(), "spans": attnforge.Spans(starts, starts + rows)}
-    found: dict[str, Attention] = {
-        f"ours, {kind}": lambda q, k, v, mask=mask: attnforge.attention(q, k, v, mask)
+    found = {
+        f"attnforge, {kind}": Contestant(lambda q, k, v, mask=mask: attnforge.attention(q, k, v, mask))
         for kind, mask in masks.items()
     }
-    found["SDPA"] = F.scaled_dot_product_attention
+    found[FLASH] = Contestant(F.scaled_dot_product_attention, SDPBackend.FLASH_ATTENTION)
     if device == "cpu":
         return found
+    found["SDPA cuDNN"] = Contestant(F.scaled_dot_product_attention, SDPBackend.CUDNN_ATTENTION)
     case = full_case("tiny", (1, 2, 2, rows, 64), DType.BFLOAT16, torch.device(device))
-    found["FlexAttention"] = attention_of("flex", case)
+    found["FlexAttention, compiled"] = Contestant(attention_of("flex", case))
     if fa4.installed():
-        found["FA4"] = attention_of("fa4", case)
+        found["FlashAttention-4"] = Contestant(attention_of("fa4", case))
+    return found | triton_ones(q, k, v)
+
+
+def triton_ones(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Contestant]:
+    """Our Triton attention, and the launch of a kernel that takes four tensors."""
     try:
-        from attnforge.benchmarks.triton_attention import attention
+        from attnforge.benchmarks.triton_attention import attention, nothing
     except ImportError as error:
-        print(f"{device} Triton is not installed: {error}")
-        return found
-    return {**found, "Triton attention": attention}
-
-
-def triton_launch(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
-    """The launch of a Triton kernel that takes four tensors and does nothing."""
-    from attnforge.benchmarks.triton_attention import nothing
-
+        print(f"Triton is not installed: {error}")
+        return {}
     out = torch.empty_like(q)
-    return lambda: nothing[(1,)](q, k, v, out)
+    launch = Contestant(lambda q, k, v: nothing[(1,)](q, k, v, out), bare=True)
+    return {"Triton attention": Contestant(attention), LAUNCH: launch}
 
 
-def report(device: str, what: str, name: str, call: Callable[[], object]) -> None:
-    try:
+def burst_microseconds(call: Callable[[], object], device: str) -> float:
+    """The time that one call keeps the host, of BURST after the device has nothing left to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(BURST):
         call()
-        print(f"{device} {what:18s} {name:18s} {host_microseconds(call, device):7.1f} us", flush=True)
-    except Exception as error:  # one of the others must not cost the rest
-        print(
-            f"{device} {what:18s} {name:18s} failed: {type(error).__name__}: {str(error)[:200]}", flush=True
-        )
+    return (time.perf_counter() - begin) / BURST * 1e6
+
+
+def measure(found: dict[str, Contestant], column: str, tensors: tuple[Tensor, ...], bursts: int) -> None:
+    """Time one column of all contestants in turns; who fails once is left out, and says why."""
+    q, k, v = (x.detach().requires_grad_(column != COLUMNS[0]) for x in tensors)
+    dout = torch.ones_like(q)
+    samples: dict[str, list[float]] = {}
+    out_of_it = set()
+
+    def call_of(one: Contestant) -> Callable[[], object]:
+        if column != COLUMNS[2]:
+            return lambda: one.call(q, k, v)
+        return lambda: torch.autograd.grad(one.call(q, k, v), (q, k, v), dout)
+
+    for turn in range(WARM + bursts):
+        for name, one in found.items():
+            if name in out_of_it or (one.bare and column != COLUMNS[0]):
+                continue
+            try:
+                with one.within():
+                    microseconds = burst_microseconds(call_of(one), q.device.type)
+            except Exception as error:  # one of the others must not cost the rest
+                print(f"{name}, {column}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                out_of_it.add(name)
+                continue
+            if turn >= WARM:
+                samples.setdefault(name, []).append(microseconds)
+    for name, times in samples.items():
+        if name not in out_of_it:
+            found[name].times[column] = statistics.median(times)
+
+
+def table(found: dict[str, Contestant]) -> str:
+    """Markdown, a row a contestant."""
+    lines = [f"| microseconds a call | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name, one in found.items():
+        cells = (f"{one.times[column]:.1f}" if column in one.times else "-" for column in COLUMNS)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def verdict(found: dict[str, Contestant]) -> str:
+    """Whether the goals are met: LIMITS, and no slower than SDPA's flash backend."""
+    words = []
+    for column, limit in zip(COLUMNS, LIMITS, strict=False):
+        mine, flash = found[OURS].times.get(column), found[FLASH].times.get(column)
+        if mine is None or flash is None:
+            words.append(f"{column}: not measured")
+        else:
+            met = "met" if mine <= min(limit, flash) else "missed"
+            words.append(f"{column}: {mine:.1f} of at most {limit:.0f} and {flash:.1f} us, {met}")
+    return "; ".join(words)
 
 
 def main() -> None:
-    device = sys.argv[1] if len(sys.argv) > 1 else ("cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description="Host time of one warm call.")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=list(ROWS), default=default)
+    parser.add_argument("--bursts", type=int, default=50, help=f"of {BURST} calls, that count")
+    parser.add_argument("--markdown", type=Path, help="write the table here as well")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    q, k, v = (torch.randn(1, 2, ROWS[device], 64, device=device, dtype=torch.bfloat16) for _ in range(3))
-    dout = torch.ones_like(q)
-    found = attentions(device)
-    if "Triton attention" in found:
-        report(device, "launch", "Triton kernel", triton_launch(q, k, v))
-    for what, grad in (("forward, no grad", False), ("forward, grad", True)):
-        for x in (q, k, v):
-            x.requires_grad_(grad)
-        for name, attention in found.items():
-            report(device, what, name, lambda attention=attention: attention(q, k, v))
-    for name, attention in found.items():
-
-        def both(attention: Attention = attention) -> object:
-            return torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
-
-        report(device, "forward, backward", name, both)
+    shape = (1, 2, ROWS[args.device], 64)
+    q, k, v = (torch.randn(shape, device=args.device, dtype=torch.bfloat16) for _ in range(3))
+    found = contestants(args.device, q, k, v)
+    for column in COLUMNS:
+        measure(found, column, (q, k, v), args.bursts)
+    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    end = (verdict(found), "") if args.device == "cuda" else ()
+    text = "\n".join((facts, "", table(found), "", *end))
+    print(text)
+    if args.markdown:
+        args.markdown.write_text(text)
 
 
 if __name__ == "__main__":
