@@ -30,7 +30,7 @@ def test_columns_of_a_run_on_the_cpu(script: dict[str, Any], capsys: pytest.Capt
     for column in script["COLUMNS"]:
         script["measure"](found, column, (q, k, v), 1)
     assert {name: list(one.times) for name, one in found.items()} == {
-        **dict.fromkeys(list(found)[:4], list(script["COLUMNS"])),
+        **{key: list(script["COLUMNS"]) for key in list(found)[:4]},
         "poor": [script["COLUMNS"][0]],
         "bare": [script["COLUMNS"][0]],
     }
