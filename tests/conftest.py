@@ -6,6 +6,7 @@ import os
 from functools import cache
 from pathlib import Path
 
+import fakes
 import hypothesis
 import pytest
 
@@ -67,3 +68,11 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache"
     monkeypatch.setenv(CACHE_DIR, str(path))
     return path
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> fakes.Compiler:
+    """A stub compiler and a cache of its own."""
+    stub = fakes.compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(stub.path))
+    return stub

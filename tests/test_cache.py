@@ -20,15 +20,6 @@ from attnforge.runtime import cache, locks, store, toolchain
 from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
 from attnforge.runtime.settings import NO_JIT
 
-
-@pytest.fixture
-def compiler(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> fakes.Compiler:
-    """A stub compiler and a cache of its own."""
-    stub = fakes.compiler(tmp_path)
-    monkeypatch.setenv("CXX", str(stub.path))
-    return stub
-
-
 # ---- Hit and miss
 
 

@@ -1,5 +1,5 @@
 """attnforge.bagel.patch() on the real decoder of NVIDIA NeMo Automodel, where it is installed (`pip install
-nemo_automodel einops`); tests/test_patch.py has a stand-in for everywhere else."""
+nemo_automodel einops`); tests/trainer.py is a stand-in for everywhere else."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_patch import MODES, NOISE, PAD, SAMPLES, SPLITS, TOKENS, nested, same_gradients
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
+from trainer import MODES, NOISE, PAD, SAMPLES, SPLITS, TOKENS, nested, same_gradients
 
 import attnforge
 from attnforge.bagel.ports import NEMO

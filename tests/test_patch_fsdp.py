@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_patch import PAD, batch, clean, flash_attn, make_model, train
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     fully_shard,
 )
+from trainer import PAD, batch, clean, flash_attn, make_model, train
 
 import attnforge
 

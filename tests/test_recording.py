@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from test_bagel import lists, packs
-from test_patch import MODES, PAD, SAMPLES, SPLITS, TOKENS, batch, clean, flash_attn, make_model, nemo, train
+from trainer import MODES, PAD, SAMPLES, SPLITS, TOKENS, batch, clean, flash_attn, make_model, nemo, train
 
 import attnforge
 from attnforge.bagel.packing import PackedMask

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_patch import MODES, SAMPLES, SPLITS, TOKENS, nested
+from trainer import MODES, SAMPLES, SPLITS, TOKENS, nested
 
 import attnforge
 from attnforge.bagel import substitutes

@@ -1,0 +1,47 @@
+"""The log of a search: what it remembers, and what it does not trust."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fakes
+
+from attnforge.codegen.spec import Spec
+from attnforge.runtime.journal import Journal, Result
+
+
+def result_of(spec: Spec, status: str = "ok", ms: float = 1.0) -> Result:
+    return Result(spec, status, ms=ms, errors={"out": (1e-8, 1e-7)})
+
+
+def journal(path: Path, **env: str) -> Journal:
+    return Journal(path, "a case", "fwd", {"device": "x", **env})
+
+
+def test_log_resumes_what_it_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "log.jsonl"
+    result = result_of(fakes.spec())
+    journal(path).add("key", result)
+    assert journal(path).find("key") == result
+    assert journal(path).find("other") is None
+    assert journal(path, torch="another").find("key") is None
+
+
+def test_log_forgets_crashes(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for status in ("launch", "timeout", "compile", "wrong"):
+        journal(path).add(status, result_of(fakes.spec(), status))
+    found = {status for status in ("launch", "timeout", "compile", "wrong") if journal(path).find(status)}
+    assert found == {"compile", "wrong"}
+
+
+def test_log_survives_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    journal(path).add("first", result_of(fakes.spec()))
+    journal(path).add("second", result_of(fakes.spec()))
+    path.write_bytes(path.read_bytes()[:-40])
+    assert journal(path).find("first")
+    assert journal(path).find("second") is None
+    journal(path).add("third", result_of(fakes.spec()))
+    assert journal(path).find("first")
+    assert journal(path).find("third")

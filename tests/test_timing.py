@@ -1,0 +1,36 @@
+"""How often and in which order things are timed; no clock is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnforge.runtime.timing import Effort, measure, measure_interleaved
+
+CPU = torch.device("cpu")
+
+
+def test_effort_counts() -> None:
+    how = Effort(seconds=1.0, repeats=50, least=3, give_up_ms=400.0)
+    assert [how.count(ms) for ms in (1.0, 100.0, 390.0, 401.0)] == [50, 10, 3, 1]
+
+
+def test_calls_are_timed_in_turns() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> Callable[[Tensor], None]:
+        return lambda x: order.append(name)
+
+    how = Effort(seconds=1.0, repeats=4, warmups=1)
+    timings = measure_interleaved({"a": call("a"), "b": call("b")}, [(torch.ones(1),)], CPU, how)
+    assert order[:4] == ["a", "a", "b", "b"]
+    assert [set(order[turn : turn + 2]) for turn in (4, 6, 8)] == [{"a", "b"}] * 3
+    assert {name: timing.repeats for name, timing in timings.items()} == {"a": 4, "b": 4}
+
+
+def test_inputs_rotate() -> None:
+    seen: list[int] = []
+    measure(seen.append, [(0,), (1,), (2,)], CPU, Effort(seconds=1.0, repeats=5, warmups=1))
+    assert seen == [0, 2, 0, 1, 2, 0]

@@ -1,0 +1,117 @@
+"""Verification: the exact answer passes, one wrong element does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attnforge.bagel.cases import make_case
+from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime.case import Case, Inputs, causal_case
+from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.reference import reference
+from attnforge.runtime.verify import Outputs, WrongResult, make_check, odd_case, verify
+
+CPU = torch.device("cpu")
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+SMALL = causal_case("causal/64", (1, 4, 2, 64, 64), DType.FLOAT32, CPU)
+Damage = Callable[[Outputs], None]
+
+
+def kernel(
+    case: Case, direction: Direction, damage: Callable[[Outputs], None]
+) -> Callable[[Inputs], Outputs]:
+    """The exact answer in the case's dtype, then damaged."""
+
+    def call(x: Inputs) -> Outputs:
+        exact = reference(x.q, x.k, x.v, case.mask, case.scale, x.dout)._asdict()
+        names = ("out", "lse") if direction is FORWARD else ("dq", "dk", "dv")
+        results = {name: exact[name].to(x.q.dtype if name != "lse" else torch.float32) for name in names}
+        damage(results)
+        return results
+
+    return call
+
+
+def dense_case(dtype: DType = DType.BFLOAT16) -> Case:
+    """A mask for each query head, and a head_dim of v of its own."""
+    mask = DenseMask(torch.rand(1, 4, 90, 64, generator=torch.Generator().manual_seed(0)) < 0.5)
+    return Case("dense", 2, 4, 2, 90, 64, 41, dtype, mask, 0, CPU, dim_v=64)
+
+
+CASES = [
+    SMALL,
+    odd_case(make_case("finetune/0", "0.5B", DType.BFLOAT16, CPU)),
+    dense_case(),
+    odd_case(dense_case(DType.FLOAT32)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
+def test_verification_accepts_the_exact_answer(case: Case, direction: Direction) -> None:
+    errors = verify(make_check(case, direction), kernel(case, direction, lambda results: None))
+    assert set(errors) == ({"out", "lse"} if direction is FORWARD else {"dq", "dk", "dv"})
+    assert all(error.ok for error in errors.values())
+
+
+def poke(name: str, value: float) -> Damage:
+    """Change one element."""
+
+    def damage(results: Outputs) -> None:
+        results[name][0, 0, 3, ...] = value
+
+    return damage
+
+
+def transposed_heads(results: Outputs) -> None:
+    results["out"].copy_(results["out"].flip(1))
+
+
+@pytest.mark.parametrize(
+    ("direction", "damage", "message"),
+    [
+        (FORWARD, poke("out", float("nan")), "out: holds NaN"),
+        (FORWARD, poke("out", 9.0), "out: error rms .* worst"),
+        (FORWARD, transposed_heads, "out: error rms"),
+        (FORWARD, poke("lse", -torch.inf), "lse: rows without a visible key"),
+        (FORWARD, poke("lse", 9.0), "lse: error"),
+        (BACKWARD, poke("dq", 9.0), "dq: error"),
+        (BACKWARD, poke("dk", 9.0), "dk: error"),
+        (BACKWARD, poke("dv", 9.0), "dv: error"),
+    ],
+)
+def test_verification_rejects_one_wrong_element(direction: Direction, damage: Damage, message: str) -> None:
+    with pytest.raises(WrongResult, match=message):
+        verify(make_check(SMALL, direction), kernel(SMALL, direction, damage))
+
+
+def test_a_large_case_is_sampled() -> None:
+    length = 1100
+    edge = torch.tensor([0, 700]).repeat_interleave(torch.tensor([700, 400])).int()
+    spans = Spans(edge, torch.where(edge == 0, 700, length).int())
+    case = Case("two documents", 1, 6, 2, length, length, 32, DType.FLOAT32, spans, 700**2 + 400**2, CPU)
+    check = make_check(case, BACKWARD)
+    assert check.heads_kv == 1
+    assert check.rows.numel() < 300
+    assert {0, length - 1} <= set(check.rows.tolist())
+    assert not check.inputs.dout[:, :, 1:-1].any(-1).all()
+    verify(check, kernel(case, BACKWARD, lambda results: None))
+
+    def leak(results: Outputs) -> None:
+        row = next(i for i in range(length) if i not in set(check.rows.tolist()))
+        results["dq"][0, 0, row] = 1e-9
+
+    with pytest.raises(WrongResult, match="dq: rows whose dout is zero"):
+        verify(check, kernel(case, BACKWARD, leak))
+
+
+def test_odd_cases_have_hidden_rows_and_keys() -> None:
+    spans = odd_case(make_case("finetune/0", "0.5B", DType.FLOAT32, CPU)).mask
+    assert isinstance(spans, Spans)
+    seen = spans.visible(333, 333)
+    assert (~seen.any(0)).any()
+    assert (~seen.any(1)).any()
+    assert not seen.all(1).any()
