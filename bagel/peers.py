@@ -99,15 +99,15 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
     """The peer as a function of q, k and v, its mask made. Raises Unavailable, or what the peer raises.
 
     `often`: masks are made again and again, which FlexAttention does quickest by compiling all of
-    create_block_mask. "flex-bagel" never does, as BAGEL's trainer never does; it is "flex" otherwise.
+    create_block_mask. "flex-bagel" makes them as BAGEL's trainer does; it is "flex" otherwise.
     """
     if name in EXTRA:
         return EXTRA[name](case)
-    if name in ("flex", "flex-bagel"):
-        return _flex(case, often=True) if often and name == "flex" else _flex(case)
     if name == "flex-fa4":
         fa4.require()
-        return _flex(case, "FLASH", often)
+    if name in ("flex", "flex-bagel", "flex-fa4"):
+        making = ("bagel" if name == "flex-bagel" else "often") if often else "once"
+        return _flex(case, making, "FLASH" if name == "flex-fa4" else None)
     if name in FA4:
         return fa4.attention(case, False if name == "fa4-nopack" else None)
     if name == "sdpa-samples":
@@ -198,19 +198,10 @@ def _samples(case: Case) -> Attention:
     return call
 
 
-def _flex(case: Case, backend: str | None = None, often: bool = False) -> Attention:
+def _flex(case: Case, making: str, backend: str | None = None) -> Attention:
     """Compiled; `backend` "FLASH" is FA4's kernels under FlexAttention's interface, None torch's Triton ones."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     mod = _mask_mod(case)
-    size = (None, None, case.seq_q, case.seq_k, case.device)
-    on_gpu = case.device.type == "cuda"
-    if often and on_gpu:
-        block_mask = mod and _compiled_block_mask()(mod, *size)
-    else:
-        # Compiled, nothing S x S is stored; but Triton's sort of the blocks of a row compiles for minutes.
-        large = on_gpu and 4 * case.seq_q * case.seq_k > _free_bytes(case.device)
-        block_mask = mod and create_block_mask(mod, *size, _compile=large)
+    block_mask = mod and _block_mask(mod, case, making)
     flex = _compiled_flex()
     options = {"BACKEND": backend} if backend else None
 
@@ -221,6 +212,25 @@ def _flex(case: Case, backend: str | None = None, often: bool = False) -> Attent
         return out
 
     return call
+
+
+def _block_mask(mod: Callable[..., Tensor], case: Case, making: str) -> Any:
+    """FlexAttention's mask of a case, made "once" or "often", or as "bagel" does. On the CPU always eagerly.
+
+    Once is eagerly, too, where there is memory for it: compiled, nothing S x S is stored, but the sort of the blocks of
+    a row takes Triton minutes to compile.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    size = (None, None, case.seq_q, case.seq_k, case.device)
+    if case.device.type == "cpu":
+        return create_block_mask(mod, *size)
+    if making == "often":
+        return _compiled_block_mask()(mod, *size)
+    too_large = 4 * case.seq_q * case.seq_k > _free_bytes(
+        case.device
+    )  # pairs, and what is computed on the way
+    return create_block_mask(mod, *size, _compile=making == "bagel" or too_large)
 
 
 @cache

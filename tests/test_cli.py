@@ -287,7 +287,7 @@ def test_markdown_ratio_is_to_the_best_peer() -> None:
 
 
 def test_a_failing_peer_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def boom(case: Case) -> None:
+    def boom(*arguments: object) -> None:
         raise RuntimeError("lowering failed:\n  no [valid] configs")
 
     monkeypatch.setattr("attnforge.bagel.peers._flex", boom)

@@ -227,6 +227,30 @@ def test_absent_peers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
             peers.attention_of(name, make_case(*TINY, DType.FLOAT32, CPU))
 
 
+@pytest.mark.parametrize(
+    ("name", "often", "free", "compiled"),
+    [
+        ("flex", False, 1 << 40, [False]),  # eagerly: compiling the sort takes minutes
+        ("flex", False, 1 << 10, [True]),  # there is no memory for S x S
+        ("flex-bagel", False, 1 << 40, [False]),
+        ("flex-bagel", True, 1 << 40, [True]),  # as BAGEL's trainer does
+        ("flex", True, 1 << 40, []),  # a compiled function of its own
+    ],
+)
+def test_how_block_masks_are_made(
+    name: str, often: bool, free: int, compiled: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    path = "torch.nn.attention.flex_attention.create_block_mask"
+    monkeypatch.setattr(path, lambda *size, _compile: made.append(_compile))
+    monkeypatch.setattr(peers, "_compiled_block_mask", lambda: lambda *size: None)
+    monkeypatch.setattr(peers, "_free_bytes", lambda device: free)
+    mask = PackedMask([30, 20], [30, 20], ["full", "full"], CPU)
+    case = Case("x", 1, 4, 2, 50, 50, 16, DType.FLOAT32, mask, mask.pairs, torch.device("cuda"))
+    peers.attention_of(name, case, often)
+    assert made == compiled
+
+
 # ---- benchmarks/goals.py
 
 
