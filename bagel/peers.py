@@ -227,9 +227,8 @@ def _block_mask(mod: Callable[..., Tensor], case: Case, making: str) -> Any:
         return create_block_mask(mod, *size)
     if making == "often":
         return _compiled_block_mask()(mod, *size)
-    too_large = 4 * case.seq_q * case.seq_k > _free_bytes(
-        case.device
-    )  # pairs, and what is computed on the way
+    # Twelve bytes a pair is what it took at its peak on a CPU.
+    too_large = 12 * case.seq_q * case.seq_k > _free_bytes(case.device)
     return create_block_mask(mod, *size, _compile=making == "bagel" or too_large)
 
 

@@ -5,7 +5,8 @@
 The masks of a sparsity: documents of whole blocks of 128, as spans and as a dense mask; random blocks of 128, which
 tiles that divide 128 see whole or not at all; random blocks of 64. All run in turns. `visible` counts the arithmetic
 of visible pairs, as our other tables do; `visited` that of all pairs in tiles that the kernel visits, and so depends on
-its tile. The last two columns are the ratios of both to spans. `--flex` times FlexAttention on the blocks of 128, too.
+its tile. Then come the ratios of both to spans, and the time that the lists of tiles take: once a mask, for all layers.
+`--flex` times FlexAttention on the blocks of 128, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from attnforge.runtime.timing import Effort, measure_interleaved, rotate
 SPANS, FLEX = "spans", "FlexAttention"
 HEAD = (
     "hidden, pass", "mask", "tile", "pairs visible", "visited", "ms", "TFLOP/s visible", "visited", "of spans: visible",
-    "visited",
+    "visited", "lists, ms",
 )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ class Line:
     visited: float  # of all pairs that lie in a visited tile, with what a tile has beyond the ends
     ms: float
     tflops: float  # of visible pairs
+    lists_ms: float | None = None  # to make the lists of tiles
 
     @property
     def tflops_visited(self) -> float:
@@ -101,14 +103,29 @@ def measure(sparsity: float, direction: Direction, args: argparse.Namespace) -> 
         except Unavailable as reason:
             print(f"{FLEX} {direction.value}: {reason}", flush=True)
     effort = Effort(seconds=args.seconds, warmups=2)
-    timings = measure_interleaved(calls, [(index,) for index in range(len(sets))], device, effort)
+    indices = [(index,) for index in range(len(sets))]
+    timings = measure_interleaved(calls, indices, device, effort)
+    # In turns of their own: who forgets lists makes the others make theirs again.
+    anew = {name: _anew(call) for name, call in calls.items() if name != FLEX}
+    anew_timings = measure_interleaved(anew, indices, device, effort)
     lines = []
     for name, case in cases.items():
         ms, share = timings[name].median, case.pairs / (case.seq_q * case.seq_k)
         tile = tiles[name]
         tflops = case.flops(direction) / ms / 1e9
-        lines.append(Line(name, f"{tile[0]} x {tile[1]}", share, visited(case, *tile), ms, tflops))
+        lists_ms = anew_timings[name].median - ms if name in anew else None
+        lines.append(Line(name, f"{tile[0]} x {tile[1]}", share, visited(case, *tile), ms, tflops, lists_ms))
     return lines
+
+
+def _anew(call: Callable[[int], Any]) -> Callable[[int], Any]:
+    """The call without what is kept of masks."""
+
+    def forgetful(index: int) -> Any:
+        torch.ops.attnforge.forget_schedules()
+        return call(index)
+
+    return forgetful
 
 
 def rows(what: str, lines: list[Line]) -> list[str]:
@@ -127,6 +144,7 @@ def rows(what: str, lines: list[Line]) -> list[str]:
             f"{line.tflops_visited:.3g}",
             f"{line.tflops / base.tflops:.2f}",
             f"{line.tflops_visited / base.tflops_visited:.2f}",
+            "-" if line.lists_ms is None else f"{line.lists_ms:.3f}",
         )
         found.append(f"| {' | '.join(cells)} |")
     return found

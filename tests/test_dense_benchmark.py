@@ -61,7 +61,7 @@ def test_rows_are_relative_to_spans(script: dict[str, Any]) -> None:
     lines = [line("spans", "128 x 128", 0.5, 0.5, 1.0, 600.0), line("x", "192 x 64", 0.5, 0.75, 1.5, 400.0)]
     assert lines[1].tflops_visited == 600.0
     assert script["rows"]("50% fwd", lines)[1] == (
-        "| 50% fwd | x | 192 x 64 | 0.500 | 0.750 | 1.500 | 400 | 600 | 0.67 | 1.00 |"
+        "| 50% fwd | x | 192 x 64 | 0.500 | 0.750 | 1.500 | 400 | 600 | 0.67 | 1.00 | - |"
     )
     assert len(script["HEAD"]) == script["rows"]("", lines)[0].count("|") - 1
 
@@ -89,6 +89,7 @@ def test_a_run_on_the_cpu(
         assert line.tile == f"{tile[0]} x {tile[1]}"
         assert line.ms > 0
         assert line.share == 0.5 <= line.visited
+        assert line.lists_ms is not None
 
 
 def test_a_search_makes_the_table_know_dense_masks(tmp_path: Path) -> None:
