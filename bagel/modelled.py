@@ -45,6 +45,13 @@ class Target:
     group: int
     rows: int
 
+    @property
+    def visible_keys(self) -> int:
+        """Of a query, on average."""
+        if self.mask is not Mask.SPANS:
+            return self.pairs // self.rows
+        return int(workload(self.name).mask("cpu").visible_keys or 0)
+
     @cached_property
     def _visible(self) -> torch.Tensor:
         return ~final_mask(self.rows)
@@ -155,7 +162,8 @@ def _entry(target: Target, prediction: Prediction, spec: Spec, used: dict[str, i
         "shared_bytes": max(launch.shared_bytes for launch in make_plan(spec).launches),
     }
     ms = round(prediction.ms, 4)
-    return Tuned(spec, target.group, target.rows, ms, round(flops / prediction.ms / 1e9, 3), notes)
+    tflops = round(flops / prediction.ms / 1e9, 3)
+    return Tuned(spec, target.group, target.rows, ms, tflops, notes, target.visible_keys)
 
 
 def write_tables(

@@ -109,6 +109,7 @@ class PackedMask(Spans):
     seen: their rows of the output are zero, as in BAGEL, where padding attends to zeros, and cost nothing.
     With padding="compute" they are ordinary samples. Without `used` no sample is known to be padding; BAGEL's
     flex training always appends it, if only with length 0: there, used is sum(sample_lens[:-1]).
+    `visible_keys` is the mean of the rows that see anything.
 
     Only a table of one line a split is copied to the device, asynchronously; rows are expanded there.
     Raises ValueError naming the argument (see `cut`).
@@ -132,7 +133,8 @@ class PackedMask(Spans):
         self.splits = tuple(splits)
         limit = self.used if padding == "skip" else total
         self.pairs = sum(split.pairs for split in splits if split.start < limit)
-        super().__init__(*_expand(splits, total, limit, torch.device(device)))
+        visible_keys = self.pairs // limit if limit else None
+        super().__init__(*_expand(splits, total, limit, torch.device(device)), visible_keys=visible_keys)
 
 
 def _check_used(used: int | None, sample_lens: Sequence[int], total: int) -> int:

@@ -59,7 +59,7 @@ def create_sparse_mask(
         if rows == tokens:
             return PackedMask(*lists, device)
         whole = PackedMask(*lists, device, used=rows)
-        return Spans(whole.starts[:rows], whole.ends[:rows])
+        return Spans(whole.starts[:rows], whole.ends[:rows], visible_keys=whole.visible_keys)
 
     return Pack(tokens, build)
 
@@ -134,22 +134,25 @@ def from_dense(masks: Sequence[Tensor], sample_lens: Sequence[int]) -> Pack:
     if [tuple(mask.shape) for mask in masks] != [(n, n) for n in lens]:
         shapes = [tuple(mask.shape) for mask in masks]
         raise ValueError(f"nested_attention_masks: shapes {shapes} do not fit sample_lens {lens}")
-    starts, ends, fine, first = [], [], [], 0
+    starts, ends, counts, fine, first = [], [], [], [], 0
     for mask in masks:
         for columns in mask.split(_COLUMNS, dim=1) if mask.numel() else ():
             start, count, good = _columns(columns)
             starts.append(start + first)
             ends.append(start + count + first)
+            counts.append(count)
             fine.append(good)
         first += mask.shape[0]
     if not fine:
         raise ValueError("sample_lens: the pack has no token")
-    if not bool(torch.stack(fine).all()):
+    good, pairs = torch.stack([torch.stack(fine).all().long(), torch.cat(counts).sum()]).tolist()
+    if not good:
         raise ValueError(
             "nested_attention_masks: a mask is not BAGEL's: values other than 0 and -inf, or a key that is "
             "visible to more than one run of queries"
         )
-    spans = Spans(torch.cat(starts).to(torch.int32), torch.cat(ends).to(torch.int32))
+    bounds = (torch.cat(x).to(torch.int32) for x in (starts, ends))
+    spans = Spans(*bounds, visible_keys=pairs // first)
 
     def build(rows: int) -> Spans:
         if rows != first:

@@ -17,6 +17,10 @@ from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.errors import CompileError
 
 SIZES = tuple(1 << octave for octave in range(8, 18))  # rows of packs: dispatch chooses by octave
+VISIBLE = (
+    0,
+    *(1 << octave for octave in range(4, 18)),
+)  # keys that a query sees: by octave too, 0: not known
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,14 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
         ratio = model.heads_q // model.heads_kv
         # Context parallelism computes parts of a group of heads.
         groups = sorted({ratio, max(1, ratio // 2), -(-ratio // 2)})
-        for direction, group, size, ordered in product(wanted.directions, groups, SIZES, orders):
+        shown = VISIBLE if mask.listed else (0,)
+        for direction, group, size, visible, ordered in product(
+            wanted.directions, groups, SIZES, shown, orders
+        ):
             problem = Problem(direction, target.archs[0], dtype, model.head_dim, mask, align)
+            strict = ordered and direction is Direction.BACKWARD
             try:
-                yield choose_for(
-                    problem, group, size, target, ordered and direction is Direction.BACKWARD
-                ).spec
+                yield choose_for(problem, group, size, target, strict, visible).spec
             except Infeasible:
                 continue  # dispatch would say so to the caller too
 

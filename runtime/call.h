@@ -30,6 +30,7 @@ struct Call {
     int64_t mask;
     std::optional<double> scale;
     const OptionalTensor& dense;
+    int64_t visible;  // keys that a query sees on average, as the mask's maker says; 0: not said
 };
 
 // ---- Checks ---------------------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ inline bool acceptable(const Call& c) {
            c.q.size(0) == c.k.size(0) && c.q.size(3) == c.k.size(3) && c.q.size(3) <= kMaxHeadDim &&
            c.v.size(3) <= kMaxHeadDim && c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) <= INT_MAX / 2 &&
            c.k.size(2) <= INT_MAX / 2 && c.q.size(0) * c.q.size(1) <= INT_MAX && is_mask(c) &&
-           (!c.scale || (std::isfinite(*c.scale) && *c.scale > 0));
+           (!c.scale || (std::isfinite(*c.scale) && *c.scale > 0)) && c.visible >= 0;
 }
 
 // Has x the shape of the call's output, dtype and device of q?
@@ -93,10 +94,10 @@ inline void complain(const Call& c, const OptionalTensor& dout = {}, const Optio
               const OptionalTensor& lse = {}) {
     static const auto op =
         find_op<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t,
-                     std::optional<double>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                     const OptionalTensor&)>("attnforge::complain");
+                     std::optional<double>, const OptionalTensor&, int64_t, const OptionalTensor&,
+                     const OptionalTensor&, const OptionalTensor&)>("attnforge::complain");
     const at::AutoDispatchBelowAutograd below;
-    op.call(c.q, c.k, c.v, c.starts, c.ends, c.mask, c.scale, c.dense, dout, out, lse);
+    op.call(c.q, c.k, c.v, c.starts, c.ends, c.mask, c.scale, c.dense, c.visible, dout, out, lse);
     TORCH_INTERNAL_ASSERT(false, "attnforge: inputs were refused, but runtime/inputs.py finds nothing wrong");
 }
 
@@ -133,11 +134,12 @@ class Router {
 public:
     int64_t choose(const Call& c, bool backward, bool deterministic, int64_t align) {
         const uint64_t octave = 63 - __builtin_clzll(static_cast<uint64_t>(c.q.size(2)));
+        const uint64_t shown = c.visible > 0 ? 64 - __builtin_clzll(static_cast<uint64_t>(c.visible)) : 0;
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
         const Route route{
             static_cast<uint64_t>(c.q.size(3)) << 48 | static_cast<uint64_t>(c.v.size(3)) << 32 |
                 static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
-            device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 | octave << 24 |
+            shown << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 | octave << 24 |
                 static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.mask) << 8 | deterministic * 2u |
                 backward};
         {
@@ -148,10 +150,11 @@ public:
             }
         }
         static const auto resolve = find_op<int64_t(bool, at::ScalarType, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                                    int64_t, int64_t, int64_t, at::Device, bool)>("attnforge::resolve");
+                                                    int64_t, int64_t, int64_t, at::Device, bool, int64_t)>(
+            "attnforge::resolve");
         const int64_t handle =
             resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.mask, c.q.size(1), c.k.size(1),
-                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic);
+                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible);
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;

@@ -56,6 +56,14 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype.value]
 
+    @property
+    def visible_keys(self) -> int:
+        """Keys that a query sees on average: as the mask says if it does. 0 where the length says it."""
+        if not isinstance(self.mask, (Spans, DenseMask)):
+            return 0
+        said = self.mask.visible_keys
+        return int(self.pairs / self.seq_q if said is None else said)
+
     def flops(self, direction: Direction) -> float:
         """Arithmetic of the visible pairs: two products forward, five backward (2.5 times that at equal head dims)."""
         products = (3, 2) if direction is Direction.BACKWARD else (1, 1)  # as deep or wide as q and k, as v

@@ -48,37 +48,45 @@ def target_of(device: torch.device) -> Target:
 
 
 def choose(
-    problem: Problem, group: int, size: int, device: torch.device, deterministic: bool = False
+    problem: Problem,
+    group: int,
+    size: int,
+    device: torch.device,
+    deterministic: bool = False,
+    visible: int = 0,
 ) -> Choice:
     """As `choose_for`, for a device of this machine."""
-    return choose_for(problem, group, size, target_of(device), deterministic)
+    return choose_for(problem, group, size, target_of(device), deterministic, visible)
 
 
 def choose_for(
-    problem: Problem, group: int, size: int, target: Target, deterministic: bool = False
+    problem: Problem, group: int, size: int, target: Target, deterministic: bool = False, visible: int = 0
 ) -> Choice:
     """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
+    `visible`: keys that a query sees on average, 0 if the mask does not say.
     Raises Infeasible with the reason if there is none, ValueError for a dtype without kernels on the device.
     """
     check_dtype(problem)
-    for spec, reason in _offers(problem, group, size, target):
+    for spec, reason in _offers(problem, group, size, target, visible):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
         if ordered := _ordered(spec):
             return Choice(ordered, f"{reason}; with ordered sums")
     dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
-    if deterministic and next(_offers(problem, group, size, target), None):
+    if deterministic and next(_offers(problem, group, size, target, visible), None):
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
     last = dataclasses.replace(problem, arch=target.archs[-1])
     raise Infeasible(f"q: no {what}: {why_infeasible(last)}")
 
 
-def _offers(problem: Problem, group: int, size: int, target: Target) -> Iterator[tuple[Spec, str]]:
+def _offers(
+    problem: Problem, group: int, size: int, target: Target, visible: int
+) -> Iterator[tuple[Spec, str]]:
     for arch in target.archs:
         there = dataclasses.replace(problem, arch=arch)
-        yield from tables.choose(there, group, size, target.name)
+        yield from tables.choose(there, group, size, target.name, visible=visible)
         count = 0
         for spec in candidates(there):
             count += 1
@@ -123,12 +131,13 @@ def resolve(
     align: int,
     device: torch.device,
     deterministic: bool,
+    visible: int,
 ) -> int:
     """Answer to launcher.cpp: the handle of the variant for a call of a class it has not met yet."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
     arch, kind = kernels.target(device), MASKS[mask]
     problem = Problem(direction, arch, _DTYPES[dtype], head_dim, kind, align, head_dim_v)
-    choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward)
+    choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward, visible)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     return kernels.load(choice.spec, device)
 

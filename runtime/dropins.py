@@ -157,7 +157,8 @@ def _kept_band(seq_q: int, seq_k: int, sides: Sides, device: torch.device, strea
 
 def _make_band(seq_q: int, seq_k: int, sides: Sides, device: torch.device) -> Spans:
     diagonal = torch.arange(seq_q - seq_k, seq_q, dtype=torch.int32, device=device)
-    return Spans(*_queries_of(diagonal, seq_q, sides))
+    left, right = (side if side >= 0 else seq_k // 2 for side in sides)
+    return Spans(*_queries_of(diagonal, seq_q, sides), visible_keys=min(left + right + 1, seq_k))
 
 
 def _queries_of(diagonal: Tensor, length: Any, sides: Sides) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,8 @@ def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
         return call.mask
     group = call.layout.among_heads
     first = 0 if group is None else dist.get_rank(group) * (heads // call.shared)
-    return DenseMask(call.mask.mask[:, first + piece.q0 : first + piece.q1])
+    planes = call.mask.mask[:, first + piece.q0 : first + piece.q1]
+    return DenseMask(planes, visible_keys=call.mask.visible_keys)
 
 
 def _send_keys(k: Tensor, v: Tensor, shared: int, group: Any) -> _Flight:

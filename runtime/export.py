@@ -99,15 +99,20 @@ def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
 
 
 def read_specs(path: Path) -> tuple[Item, ...]:
-    """Items of a JSON list of specs (`Spec.to_json`), or of a tuned table. ValueError names what is wrong."""
+    """Items of a JSON list of specs (`Spec.to_json`), or of a tuned table. ValueError names what is wrong.
+
+    A package chooses by rows alone: of a table's entries that differ in visible keys only, the faster one counts.
+    """
     data = json.loads(path.read_text())
     if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
         raise ValueError(f"{path}: expected a JSON list of specs or a tuned table")
-    items = []
-    for entry in data:
+    items = {}
+    for number, entry in enumerate(sorted(data, key=lambda entry: float(entry.get("tflops", 0)))):
         spec = Spec.from_json(entry.get("spec", entry))
-        items.append(Item(spec, int(entry.get("size", ROWS)), f"named in {path.name}"))
-    return unique(items)
+        seen = {name: value for name, value in entry.get("class", {}).items() if name != "visible_octave"}
+        key = json.dumps(seen) if seen else number
+        items[key] = Item(spec, int(entry.get("size", ROWS)), f"named in {path.name}")
+    return unique(items.values())
 
 
 def write(tree: Tree, directory: Path, command: str) -> list[Path]:

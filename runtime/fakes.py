@@ -36,8 +36,9 @@ def _forward(
     mask: int,
     scale: float | None,
     deterministic: bool = False,
-    variant: int = 0,
+    visible: int = 0,
     dense: Tensor | None = None,
+    variant: int = 0,
 ) -> tuple[Tensor, Tensor]:
     inputs.check_forward(q, k, v, starts, ends, mask, scale, dense)
     return _output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -55,8 +56,9 @@ def _backward(
     mask: int,
     scale: float | None,
     deterministic: bool = False,
-    variant: int = 0,
+    visible: int = 0,
     dense: Tensor | None = None,
+    variant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs.check_forward(q, k, v, starts, ends, mask, scale, dense)
     inputs.check_backward(q, v, dout, out, lse)
@@ -76,11 +78,12 @@ def _complain(
     mask: int,
     scale: float | None,
     dense: Tensor | None,
+    visible: int,
     dout: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> None:
-    inputs.check_forward(q, k, v, starts, ends, mask, scale, dense)
+    inputs.check_forward(q, k, v, starts, ends, mask, scale, dense, visible)
     if dout is not None and out is not None and lse is not None:
         inputs.check_backward(q, v, dout, out, lse)
 

@@ -105,7 +105,7 @@ def _convert(mask: BlockMask) -> Mask:
     row = torch.arange(seq_k, dtype=torch.int32, device=starts.device)
     if seq_q == seq_k and bool(((starts == row) & (ends == seq_q)).all()):
         return Causal()
-    return Spans(starts, ends)
+    return Spans(starts, ends, visible_keys=int((ends - starts).sum()) // seq_q)
 
 
 def _planes(mask: BlockMask) -> Iterator[_Blocks]:
@@ -188,4 +188,4 @@ def _dense(mask: BlockMask, planes: list[_Blocks]) -> DenseMask:
         for row, column, seen in _evaluate(mask, plane):
             whole[row[:, :, None], column[:, None, :]] = seen
         visible[plane.batch, plane.head] = whole[:seq_q, :seq_k]
-    return DenseMask(visible)
+    return DenseMask(visible, visible_keys=int(visible.sum()) // (batch * heads * seq_q))

@@ -30,6 +30,7 @@ def check_forward(
     mask: int,
     scale: float | None,
     dense: Tensor | None = None,
+    visible: int = 0,
 ) -> None:
     """Raises ValueError for the first argument that `attention` cannot take (see there)."""
     if q.dtype not in DTYPES:
@@ -41,6 +42,10 @@ def check_forward(
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(
             f"scale: got {scale}, expected a finite number above 0, or None for head_dim ** -0.5"
+        )
+    if visible < 0:
+        raise ValueError(
+            f"visible: got {visible}, expected keys that a query sees on average, 0 if not known"
         )
 
 

@@ -114,8 +114,8 @@ Tensor output(const Tensor& q, const Tensor& v) {
 
 ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
                       const OptionalTensor& ends, int64_t mask, std::optional<double> scale, bool /*deterministic*/,
-                      int64_t variant_handle, const OptionalTensor& dense) {
-    const Call call{q, k, v, starts, ends, mask, scale, dense};
+                      int64_t visible, const OptionalTensor& dense, int64_t variant_handle) {
+    const Call call{q, k, v, starts, ends, mask, scale, dense, visible};
     if (!acceptable(call)) {
         complain(call);
     }
@@ -132,8 +132,8 @@ ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const O
 BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& out_any, const Tensor& lse_any, const OptionalTensor& starts,
                         const OptionalTensor& ends, int64_t mask, std::optional<double> scale, bool deterministic,
-                        int64_t variant_handle, const OptionalTensor& dense) {
-    const Call call{q, k, v, starts, ends, mask, scale, dense};
+                        int64_t visible, const OptionalTensor& dense, int64_t variant_handle) {
+    const Call call{q, k, v, starts, ends, mask, scale, dense, visible};
     if (!acceptable(call) || !acceptable_gradient(dout_any, out_any, lse_any, call)) {
         complain(call, dout_any, out_any, lse_any);
     }
@@ -174,13 +174,20 @@ BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k
     return {dq, dk, dv};
 }
 
+// As the dispatcher has them: in a trace `visible` may stand for a number that changes from pack to pack.
 const auto& forward_op() {
-    static const auto op = find_op<decltype(forward)>("attnforge::forward");
+    static const auto op =
+        find_op<ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                              int64_t, std::optional<double>, bool, c10::SymInt, const OptionalTensor&, int64_t)>(
+            "attnforge::forward");
     return op;
 }
 
 const auto& backward_op() {
-    static const auto op = find_op<decltype(backward)>("attnforge::backward");
+    static const auto op =
+        find_op<BackwardResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                               const OptionalTensor&, const OptionalTensor&, int64_t, std::optional<double>, bool,
+                               c10::SymInt, const OptionalTensor&, int64_t)>("attnforge::backward");
     return op;
 }
 
@@ -192,22 +199,23 @@ struct Attention : torch::autograd::Function<Attention> {
 
     static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v,
                              const OptionalTensor& starts, const OptionalTensor& ends, int64_t mask,
-                             std::optional<double> scale, bool deterministic, int64_t variant,
-                             const OptionalTensor& dense) {
+                             std::optional<double> scale, bool deterministic, const c10::SymInt& visible,
+                             const OptionalTensor& dense, int64_t variant) {
         const at::AutoDispatchBelowADInplaceOrView below;
-        auto [out, lse] = forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, variant, dense);
+        auto [out, lse] = forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, visible, dense, variant);
         context->save_for_backward({q, k, v, out, lse, starts.value_or(Tensor()), ends.value_or(Tensor()),
                                     dense.value_or(Tensor())});
         context->saved_data["mask"] = mask;
         context->saved_data["scale"] = scale;
         context->saved_data["deterministic"] = deterministic;
+        context->saved_data["visible"] = visible;
         context->mark_non_differentiable({lse});
         context->set_materialize_grads(false);
         return {out, lse};
     }
 
     static Variables backward(Context* context, Variables gradients) {
-        Variables result(10);
+        Variables result(11);
         if (!gradients[0].defined()) {
             return result;
         }
@@ -216,43 +224,47 @@ struct Attention : torch::autograd::Function<Attention> {
         std::tie(result[0], result[1], result[2]) = backward_op().call(
             gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], present(saved[5]), present(saved[6]),
             context->saved_data["mask"].toInt(), context->saved_data["scale"].toOptional<double>(),
-            context->saved_data["deterministic"].toBool(), 0, present(saved[7]));
+            context->saved_data["deterministic"].toBool(), context->saved_data["visible"].toSymInt(),
+            present(saved[7]), 0);
         return result;
     }
 };
 
 ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
                                const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                               bool deterministic, int64_t variant, const OptionalTensor& dense) {
+                               bool deterministic, c10::SymInt visible, const OptionalTensor& dense, int64_t variant) {
     if (at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad())) {
-        auto results = Attention::apply(q, k, v, starts, ends, mask, scale, deterministic, variant, dense);
+        auto results = Attention::apply(q, k, v, starts, ends, mask, scale, deterministic, visible, dense, variant);
         return {results[0], results[1]};
     }
     const at::AutoDispatchBelowADInplaceOrView below;
-    return forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, variant, dense);
+    return forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, std::move(visible), dense, variant);
 }
 
 BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                  const Tensor& out, const Tensor& lse, const OptionalTensor& starts,
                                  const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                                 bool deterministic, int64_t variant, const OptionalTensor& dense) {
+                                 bool deterministic, c10::SymInt visible, const OptionalTensor& dense,
+                                 int64_t variant) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !at::GradMode::is_enabled() ||
             !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad()),
         "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
     const at::AutoDispatchBelowADInplaceOrView below;
-    return backward_op().call(dout, q, k, v, out, lse, starts, ends, mask, scale, deterministic, variant, dense);
+    return backward_op().call(dout, q, k, v, out, lse, starts, ends, mask, scale, deterministic, std::move(visible),
+                              dense, variant);
 }
 
 template <c10::DeviceType type>
 ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
                                const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                               bool deterministic, int64_t variant, const OptionalTensor& dense) {
+                               bool deterministic, c10::SymInt visible, const OptionalTensor& dense, int64_t variant) {
     const c10::impl::ExcludeDispatchKeyGuard once(at::autocast::get_autocast_dispatch_key_from_device_type(type));
     const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
         return at::autocast::cached_cast(dtype, x, type);
     };
-    return forward_op().call(cast(q), cast(k), cast(v), starts, ends, mask, scale, deterministic, variant, dense);
+    return forward_op().call(cast(q), cast(k), cast(v), starts, ends, mask, scale, deterministic, std::move(visible),
+                             dense, variant);
 }
 
 // ---- Registration --------------------------------------------------------------------------------------------------
@@ -260,16 +272,17 @@ ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v
 TORCH_LIBRARY(attnforge, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
     m.def("forward(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
-          "bool deterministic=False, int variant=0, Tensor? dense=None) -> (Tensor out, Tensor lse)", tags);
+          "bool deterministic=False, SymInt visible=0, Tensor? dense=None, int variant=0) -> (Tensor out, Tensor lse)",
+          tags);
     m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? starts, Tensor? ends, "
-          "int mask, float? scale, bool deterministic=False, int variant=0, Tensor? dense=None) "
+          "int mask, float? scale, bool deterministic=False, SymInt visible=0, Tensor? dense=None, int variant=0) "
           "-> (Tensor dq, Tensor dk, Tensor dv)", tags);
     m.def("snapshot(Tensor x) -> Tensor", tags);
     // Called from C++, implemented in Python.
     m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
-          "Tensor? dense, Tensor? dout, Tensor? out, Tensor? lse) -> ()");
+          "Tensor? dense, int visible, Tensor? dout, Tensor? out, Tensor? lse) -> ()");
     m.def("resolve(bool backward, ScalarType dtype, int head_dim, int head_dim_v, int mask, int heads_q, int heads_kv, "
-          "int seq_q, int seq_k, int align, Device device, bool deterministic) -> int");
+          "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible) -> int");
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
           "int head_dim, int head_dim_v, int mask, int align, int tile_m, int tile_n, bool owner_n, bool dq_accum, "

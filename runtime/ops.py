@@ -18,6 +18,9 @@ Mask = Causal | Spans | DenseMask | None
 
 _CODES = {mask: code for code, mask in enumerate(MASKS)}
 _FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)
+_operators = (
+    torch.ops.attnforge
+)  # empty until they are loaded; kept because finding it takes half of the look-up
 
 
 def _load() -> bool:
@@ -88,10 +91,8 @@ def attention(
     share for odd ones.
     """
     _load()
-    code, starts, ends, dense = _unpack(mask)
-    out, lse = torch.ops.attnforge.forward.default(
-        q, k, v, starts, ends, code, scale, deterministic, 0, dense
-    )
+    code, starts, ends, dense, visible = _unpack(mask)
+    out, lse = _operators.forward.default(q, k, v, starts, ends, code, scale, deterministic, visible, dense)
     return (out, lse) if return_lse else out
 
 
@@ -100,9 +101,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Else as `attention`."""
     _load()
-    code, starts, ends, dense = _unpack(mask)
-    result: tuple[Tensor, Tensor] = torch.ops.attnforge.forward.default(
-        q, k, v, starts, ends, code, scale, False, variant, dense
+    code, starts, ends, dense, visible = _unpack(mask)
+    result: tuple[Tensor, Tensor] = _operators.forward.default(
+        q, k, v, starts, ends, code, scale, False, visible, dense, variant
     )
     return result
 
@@ -121,36 +122,37 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the layouts of q, k and v, given what `forward` returned. `variant` as there."""
     _load()
-    code, starts, ends, dense = _unpack(mask)
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.attnforge.backward.default(
-        dout, q, k, v, out, lse, starts, ends, code, scale, deterministic, variant, dense
+    code, starts, ends, dense, visible = _unpack(mask)
+    result: tuple[Tensor, Tensor, Tensor] = _operators.backward.default(
+        dout, q, k, v, out, lse, starts, ends, code, scale, deterministic, visible, dense, variant
     )
     return result
 
 
-def _unpack(mask: Mask) -> tuple[int, Tensor | None, Tensor | None, Tensor | None]:
-    """What the operators take of a mask: its code, starts and ends of spans, the tensor of a dense mask."""
+def _unpack(mask: Mask) -> tuple[int, Tensor | None, Tensor | None, Tensor | None, int]:
+    """What the operators take of a mask: its code, starts and ends of spans, the tensor of a dense mask, its bucket."""
     if mask is None:
-        return _FULL, None, None, None
+        return _FULL, None, None, None, 0
     if isinstance(mask, Spans):
-        return _SPANS, _unshared(mask.starts), _unshared(mask.ends), None
+        starts, ends = _unshared(mask.starts, mask.ends)
+        return _SPANS, starts, ends, None, mask.bucket
     if isinstance(mask, Causal):
-        return _CAUSAL, None, None, None
+        return _CAUSAL, None, None, None, 0
     if isinstance(mask, DenseMask):
-        return _DENSE, None, None, _unshared(mask.mask)
+        (dense,) = _unshared(mask.mask)
+        return _DENSE, None, None, dense, mask.bucket
     raise TypeError(
         f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "
         "and attnforge.DenseMask(...)"
     )
 
 
-def _unshared(x: Tensor) -> Tensor:
-    """`x`, in compiled code a copy of it.
+def _unshared(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """`tensors`, in compiled code copies of them.
 
     Compiled code writes several values into one buffer without touching its version counter, which schedules
     are cached by. A tensor that the operator allocated itself is never such a buffer.
     """
     if not torch.compiler.is_compiling():
-        return x
-    copy: Tensor = torch.ops.attnforge.snapshot(x)
-    return copy
+        return tensors
+    return tuple(_operators.snapshot(x) for x in tensors)

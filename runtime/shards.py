@@ -66,7 +66,8 @@ def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], ro
     padding = torch.zeros(len(keys) * rows - total, dtype=torch.int32, device=device)
     order = rows_of(keys, rows, device)
     starts, ends = (torch.cat([count(x).to(torch.int32), padding])[order] for x in (mask.starts, mask.ends))
-    return Spans(starts, ends)
+    # The blocks of a rank are early and late ones: its queries see about as many keys as all do.
+    return Spans(starts, ends, visible_keys=mask.visible_keys)
 
 
 def local_dense(
@@ -76,7 +77,8 @@ def local_dense(
     row, column = (rows_of(blocks, rows, mask.mask.device) for blocks in (queries, keys))
     real = (row < total)[:, None] & (column < total)[None]
     row, column = row.clamp(max=total - 1), column.clamp(max=total - 1)
-    return DenseMask(mask.mask.index_select(-2, row).index_select(-1, column) & real)
+    visible = mask.mask.index_select(-2, row).index_select(-1, column) & real
+    return DenseMask(visible, visible_keys=mask.visible_keys)
 
 
 def local_plain(
@@ -89,7 +91,8 @@ def local_plain(
 ) -> Spans:
     """As `local_spans`, of Causal() or None."""
     key = torch.arange(total, dtype=torch.int32, device=device)
-    whole = Spans(key if causal else torch.zeros_like(key), torch.full_like(key, total))
+    starts = key if causal else torch.zeros_like(key)
+    whole = Spans(starts, torch.full_like(key, total), visible_keys=total // 2 if causal else total)
     return local_spans(whole, queries, keys, rows, total)
 
 

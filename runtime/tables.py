@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -19,15 +20,16 @@ from typing import Any
 import torch
 
 from attnforge.codegen.plan import Infeasible, make_plan
-from attnforge.codegen.spec import Arch, Problem, Spec
+from attnforge.codegen.spec import Arch, Mask, Problem, Spec
 
 DIRECTORY = Path(__file__).parent.parent / "generated" / "tuned"
 MODELLED = "modelled"  # folder of the tables that were computed
+UNKNOWN = 1  # octaves between what a call says of its visible keys and an entry that does not say
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One measured winner. The class is the spec's problem, the GQA ratio `group` and the length `size`."""
+    """One measured winner. Its class: the spec's problem, the GQA ratio `group`, the length `size`, `visible_keys`."""
 
     spec: Spec
     group: int  # heads_q / heads_kv
@@ -35,10 +37,13 @@ class Tuned:
     ms: float
     tflops: float
     notes: dict[str, Any] = field(default_factory=dict)  # e.g. workload, registers, versions: for readers
+    visible_keys: int = (
+        0  # that a query saw on average; 0: not known, or no matter of the mask but of the length
+    )
 
     @property
     def cls(self) -> dict[str, Any]:
-        """The problem class: a later winner of it replaces this one. `octave` is log2 of the size."""
+        """The problem class: a later winner of it replaces this one. Octaves are log2, of the size and visible keys."""
         p = self.spec.problem
         return {
             "direction": p.direction.value,
@@ -49,22 +54,25 @@ class Tuned:
             "mask": p.mask.value,
             "group": self.group,
             "octave": self.size.bit_length() - 1,
+            **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` inverts it."""
-        measured = {"size": self.size, "ms": self.ms, "tflops": self.tflops}
+        seen = {"visible_keys": self.visible_keys} if self.visible_keys else {}
+        measured = {"size": self.size, **seen, "ms": self.ms, "tflops": self.tflops}
         return {"class": self.cls, "spec": self.spec.to_json(), **measured, "notes": self.notes}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Tuned:
-        """Rebuild an entry; ValueError names what is missing or wrong."""
+        """Rebuild an entry; ValueError names what is missing or wrong. Older ones do not say their visible keys."""
         try:
             spec, group = Spec.from_json(data["spec"]), int(data["class"]["group"])
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
+            visible_keys = int(data.get("visible_keys", 0))
         except KeyError as error:
             raise ValueError(f"tuned entry: field {error} is missing") from error
-        return Tuned(spec, group, *numbers, dict(data.get("notes", {})))
+        return Tuned(spec, group, *numbers, dict(data.get("notes", {})), visible_keys)
 
 
 def device_name(device: torch.device) -> str:
@@ -98,9 +106,15 @@ def _read(path: Path, modified: int) -> tuple[Tuned, ...]:
 
 
 def save(name: str, entries: Iterable[Tuned], directory: Path = DIRECTORY) -> Path:
-    """Merge `entries` into a device's table, each replacing the one of its class. Returns the file."""
+    """Merge `entries` into a device's table, each replacing the one of its class. Returns the file.
+
+    An older entry that does not say its visible keys gives way to a new one of the same case that does.
+    """
     path = table_path(name, directory)
-    merged = {json.dumps(entry.cls): entry for entry in (*load(name, directory), *entries)}
+    new = list(entries)
+    cases = {(_without_visible(entry), entry.notes.get("case")) for entry in new if entry.visible_keys}
+    old = [e for e in load(name, directory) if (_key(e), e.notes.get("case")) not in cases]
+    merged = {_key(entry): entry for entry in (*old, *new)}
     text = json.dumps([merged[key].to_json() for key in sorted(merged)], indent=1) + "\n"
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".tmp", delete=False) as file:
@@ -110,22 +124,32 @@ def save(name: str, entries: Iterable[Tuned], directory: Path = DIRECTORY) -> Pa
     return path
 
 
+def _key(entry: Tuned) -> str:
+    return json.dumps(entry.cls)
+
+
+def _without_visible(entry: Tuned) -> str:
+    return _key(dataclasses.replace(entry, visible_keys=0))
+
+
 def choose(
-    problem: Problem, group: int, size: int, name: str, directory: Path = DIRECTORY
+    problem: Problem, group: int, size: int, name: str, directory: Path = DIRECTORY, *, visible: int = 0
 ) -> Iterator[tuple[Spec, str]]:
     """Specs for `problem` made from tuned entries, nearest first, each with the reason; feasible ones only.
 
     An entry counts if direction, head_dim and element size agree; its tuning is then re-planned for the
     call's own dtype, mask and alignment. Nearest means, in this order: this device before another of the same
-    architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest GQA ratio,
-    and the faster.
+    architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest number of
+    visible keys (in octaves), nearest GQA ratio, and the faster. `visible` is what the call's mask says, 0 if
+    nothing: then visible keys do not matter. Length comes first since it says how many blocks there are to be
+    shared out, without which nothing else helps; full and causal masks show what their length says.
     """
     ranked = []
     for path in _tables(name, problem.arch, directory):
         rank = 2 if path.parent.name == MODELLED else int(path != table_path(name, directory))
         for entry in load(path.stem, path.parent):
             if _counts(entry.spec.problem, problem):
-                ranked.append((_distance(entry, problem, group, size), rank, entry, path))
+                ranked.append((_distance(entry, problem, group, size, visible), rank, entry, path))
     ranked.sort(key=lambda item: (item[1], item[0], item[2].spec.slug))
     for _, rank, entry, path in ranked:
         spec = Spec(problem, entry.spec.tuning)
@@ -136,7 +160,7 @@ def choose(
         verb = "modelled, not measured," if rank == 2 else "tuned"
         yield (
             spec,
-            f"{verb} as {entry.spec.slug} for {entry.size} rows, GQA ratio {entry.group} ({path.name})",
+            f"{verb} as {entry.spec.slug} for {entry.size} rows{_seen(entry)}, GQA ratio {entry.group} ({path.name})",
         )
 
 
@@ -155,12 +179,30 @@ def _counts(tuned: Problem, problem: Problem) -> bool:
     return same == (problem.direction, problem.arch, problem.head_dim, problem.dim_v, problem.dtype.bytes)
 
 
-def _distance(entry: Tuned, problem: Problem, group: int, size: int) -> tuple[float, ...]:
+def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible: int) -> tuple[float, ...]:
     tuned = entry.spec.problem
     return (
         tuned.mask is not problem.mask,
         tuned.dtype is not problem.dtype,
         abs(entry.size.bit_length() - size.bit_length()),
+        _octaves(_visible(problem.mask, size, visible), _visible(tuned.mask, entry.size, entry.visible_keys)),
         abs(math.log2(entry.group / group)),
         -entry.tflops,
     )
+
+
+def _visible(mask: Mask, size: int, said: int) -> int:
+    """Keys that a query sees on average, 0 if that is not known."""
+    if mask.listed:
+        return said
+    return size if mask is Mask.FULL else -(-size // 2)
+
+
+def _octaves(call: int, entry: int) -> int:
+    if not call:
+        return 0
+    return abs(call.bit_length() - entry.bit_length()) if entry else UNKNOWN
+
+
+def _seen(entry: Tuned) -> str:
+    return f", {entry.visible_keys} visible keys" if entry.visible_keys else ""

@@ -35,7 +35,8 @@ def keep(
         **{name: value for name, value in env.items() if name != "device"},
     }
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
-    entry = Tuned(winner.spec, case.heads_q // case.heads_kv, case.seq_q, ms, tflops, notes)
+    group = case.heads_q // case.heads_kv
+    entry = Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, case.visible_keys)
     table = tables.save(device_name, [entry], directory / "tuned")
     write(directory)
     return [table, directory / render(winner.spec).file_name]

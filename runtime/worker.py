@@ -115,9 +115,10 @@ def _portable(case: Case) -> Case:
 def _moved(mask: Mask, device: torch.device) -> Mask:
     """`mask` with its tensors copied to `device`."""
     if isinstance(mask, Spans):
-        return Spans(mask.starts.to(device, copy=True), mask.ends.to(device, copy=True))
+        copies = (x.to(device, copy=True) for x in (mask.starts, mask.ends))
+        return Spans(*copies, visible_keys=mask.visible_keys)
     if isinstance(mask, DenseMask):
-        return DenseMask(mask.mask.to(device, copy=True))
+        return DenseMask(mask.mask.to(device, copy=True), visible_keys=mask.visible_keys)
     return mask
 
 

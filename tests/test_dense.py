@@ -167,8 +167,8 @@ def test_compile(device: str) -> None:
 def test_opcheck(device: str) -> None:
     x = draw(SHAPE, torch.bfloat16, device)
     mask = dense(SEQ_Q, SEQ_K, device, planes=(1, 4))
-    code, starts, ends, bits = ops._unpack(mask)
-    given = {"dense": bits}
+    code, starts, ends, bits, visible = ops._unpack(mask)
+    given = {"dense": bits, "visible": visible}
     torch.library.opcheck(
         torch.ops.attnforge.forward.default, (x.q, x.k, x.v, starts, ends, code, None), given
     )

@@ -28,8 +28,8 @@ def fresh() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(device: str, kind: str) -> None:
     x = draw(Shape(group=2), DTYPE, device)
-    code, starts, ends, dense = ops._unpack(make_mask(kind, 65, 65, device))
-    shared = {"dense": dense}
+    code, starts, ends, dense, visible = ops._unpack(make_mask(kind, 65, 65, device))
+    shared = {"dense": dense, "visible": visible}
     torch.library.opcheck(
         torch.ops.attnforge.forward.default, (x.q, x.k, x.v, starts, ends, code, None), shared
     )

@@ -92,7 +92,7 @@ def test_budget_of_variants() -> None:
 @pytest.mark.usefixtures("fakes")
 def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     late = list(candidates(small_case().problem(FORWARD, Arch.CPU)))[7]
-    monkeypatch.setattr(tables, "choose", lambda *_: iter([(late, "tuned")]))
+    monkeypatch.setattr(tables, "choose", lambda *_, **__: iter([(late, "tuned")]))
     started, measured, _ = run(Budget(variants=3))
     slugs = [event.result.spec.slug for event in measured]
     assert slugs[0] == late.slug

@@ -78,18 +78,21 @@ def test_specs_are_what_dispatch_answers_there(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(kernels, "load", load)
     for backward in (False, True):
-        for mask, size, (heads_q, heads_kv, dim) in (
-            (2, 36864, (28, 4, 128)),
-            (2, 11520, (28, 4, 128)),
-            (2, 131072, (7, 1, 128)),
-            (0, 4900, (16, 16, 72)),
-            (2, 29000, (16, 16, 72)),
-            (1, 8192, (28, 4, 128)),
+        for mask, size, (heads_q, heads_kv, dim), visible in (
+            (2, 36864, (28, 4, 128), 4096),
+            (2, 36864, (28, 4, 128), 512),
+            (2, 36864, (28, 4, 128), 0),
+            (2, 11520, (28, 4, 128), 2048),
+            (2, 131072, (7, 1, 128), 0),
+            (0, 4900, (16, 16, 72), 0),
+            (2, 29000, (16, 16, 72), 1024),
+            (1, 8192, (28, 4, 128), 0),
         ):
+            heads = (heads_q, heads_kv)
             dispatch.resolve(
-                backward, torch.bfloat16, dim, dim, mask, heads_q, heads_kv, size, size, 16, device, False
+                backward, torch.bfloat16, dim, dim, mask, *heads, size, size, 16, device, False, visible
             )
-    assert len(loaded) == 12
+    assert len(loaded) == 16
     assert set(loaded) <= set(wanted)
 
 
