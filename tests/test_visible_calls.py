@@ -1,4 +1,4 @@
-"""From visible keys of a mask to the variant that runs: classes in C++, autograd, checkpoints, compiled code, exports."""
+"""From visible keys of a mask to the variant that runs: classes in C++, autograd, checkpoints, compiled code."""
 
 from __future__ import annotations
 
