@@ -12,24 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.syntax import Syntax
 
 from attnforge.bagel.openkernel_commands import challenge, export, model_command
-from attnforge.bagel.shell import Commands
+from attnforge.bagel.render_command import render
+from attnforge.bagel.shell import Commands, file_option, values
 from attnforge.bagel.warm_command import warm
-from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
+from attnforge.codegen.spec import Arch, DType, Spec
 
 if TYPE_CHECKING:  # torch takes a second to import: commands that do not need it do without
     from attnforge.bagel.bench import Row
     from attnforge.bagel.selection import Selection
 
 console = Console(width=None if sys.stdout.isatty() else 140)  # a log has no width of its own
-file_option = functools.partial(click.option, type=click.Path(path_type=Path, dir_okay=False))
-
-
-def values(enum: Any) -> click.Choice[str]:
-    return click.Choice([member.value for member in enum])
 
 
 def selecting(command: Callable[..., None]) -> Callable[..., None]:
@@ -79,7 +73,11 @@ def main(traceback: bool) -> None:
 
 @main.command()
 @selecting
-@click.option("--seconds", type=float, help="Per pack and direction. [default: 50 on a CPU, 180 on a GPU]")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0),
+    help="Per pack and direction. [default: 50 on a CPU, 180 on a GPU]",
+)
 @click.option("--variants", type=click.IntRange(1), help="Per pack and direction.")
 @file_option("--log", help="JSONL to append to, and to resume from.")
 @click.option("--table-out", type=click.Path(path_type=Path), help="Folder for winners, not generated/.")
@@ -96,7 +94,7 @@ def search(
     workers: int | None,
     json_out: Path | None,
 ) -> None:
-    """Find the fastest kernels for a pack, and make them what `attention` runs."""
+    """Find the fastest kernels for a pack. They are what `attention` runs from then on."""
     from attnforge.bagel.bench import machine
     from attnforge.bagel.live import Options, run_search
     from attnforge.runtime.search import Budget
@@ -115,77 +113,6 @@ def search(
 
 
 @main.command()
-@click.option("--direction", type=values(Direction), default="fwd", show_default=True)
-@click.option("--arch", type=values(Arch), default="sm80", show_default=True)
-@click.option("--dtype", type=values(DType), default="bf16", show_default=True)
-@click.option("--head-dim", type=int, default=128, show_default=True)
-@click.option("--head-dim-v", type=int, default=0, help="Of v, if it has its own.")
-@click.option("--mask", type=values(Mask), default="spans", show_default=True)
-@click.option("--align", type=int, default=16, show_default=True, help="Bytes that divide all row starts.")
-@click.option("--set", "knobs", multiple=True, metavar="NAME=VALUE", help="Every knob; none: the default.")
-@file_option("--out", help="Write to this file instead of the terminal.")
-@click.option("--tuned", is_flag=True, help="Render all tuned variants into generated/.")
-@click.option("--check", is_flag=True, help="Exit with 1 and a diff if generated/ is out of date.")
-def render(
-    direction: str,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    mask: str,
-    align: int,
-    knobs: tuple[str, ...],
-    out: Path | None,
-    tuned: bool,
-    check: bool,
-) -> None:
-    """Show the source of one variant, or renew generated/."""
-    if tuned or check:
-        render_tuned(check)
-        return
-    from attnforge.codegen.render import render as rendered
-
-    kind = Mask(mask)
-    problem = Problem(Direction(direction), Arch(arch), DType(dtype), head_dim, kind, align, head_dim_v)
-    text = rendered(pick_spec(problem, knobs)).text
-    if out is not None:
-        out.write_text(text)
-    elif console.is_terminal:
-        console.print(Syntax(text, "cpp" if arch == "cpu" else "cuda", background_color="default"))
-    else:
-        click.echo(text, nl=False)
-
-
-def render_tuned(check: bool) -> None:
-    from attnforge.runtime import winners
-
-    if not check:
-        changed = winners.write()
-        console.print("\n".join(str(path) for path in changed) or "generated/ is up to date", soft_wrap=True)
-        return
-    lines = winners.differences()
-    sys.stdout.writelines(lines)
-    if lines:
-        raise click.ClickException("generated/ is out of date: run `python cli.py render --tuned`")
-
-
-def pick_spec(problem: Problem, knobs: tuple[str, ...]) -> Spec:
-    """The spec of `--set` options, or the default one; Infeasible with the reason."""
-    from attnforge.codegen.space import candidates, why_infeasible
-
-    if knobs:
-        pairs = [text.partition("=") for text in knobs]
-        for name, _, value in pairs:
-            if not value.isdecimal():
-                raise ValueError(f"--set {name}: expected NAME=VALUE with a whole number")
-        return Spec(problem, make_tuning(problem, {name: int(value) for name, _, value in pairs}))
-    spec = next(candidates(problem), None)
-    if spec is None:
-        raise Infeasible(why_infeasible(problem))
-    return spec
-
-
-@main.command()
 @selecting
 @click.option("--suite", type=click.Choice(["dense", "packs"]), default="packs", help="Cases without --pack.")
 @click.option("--peers", help="Names with commas between; without it all, empty for none.")
@@ -198,7 +125,7 @@ def bench(
     from attnforge.bagel import bench as bench_module
     from attnforge.bagel.report import bench_markdown, bench_table
 
-    chosen = None if peers is None else [name for name in peers.split(",") if name]
+    chosen = bench_module.chosen_peers(peers, selection.device)
     facts = bench_module.machine(selection.device)
     rows: list[Row] = []
     with console.status("timing") as status:
@@ -221,7 +148,7 @@ def bench(
 @selecting
 @click.option("--variants", type=int, default=0, help="Check the first N candidates, not dispatch's choice.")
 def verify(selection: Selection, variants: int) -> None:
-    """Check kernels against float64 and SDPA's error, on packs and on a small odd relative of each."""
+    """Check kernels against float64 and SDPA's error. On packs, and on a small odd relative of each."""
     from attnforge.bagel.report import verify_table
     from attnforge.codegen.space import candidates
     from attnforge.runtime import kernels
@@ -289,7 +216,7 @@ def cache_clear() -> None:
 
 @main.command()
 def doctor() -> None:
-    """What attnforge finds on this machine, and what to do about what is missing."""
+    """Say what this machine has and lacks, and what to do about it."""
     from attnforge.bagel.report import doctor_table
     from attnforge.runtime.doctor import FAILURE, report
 
@@ -299,7 +226,7 @@ def doctor() -> None:
         raise click.ClickException("something is missing: see the remedies above")
 
 
-for command in (challenge, export, model_command, warm):
+for command in (challenge, export, model_command, render, warm):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnforge.bagel.fa4 import Unavailable
-from attnforge.bagel.peers import present, time_peer
+from attnforge.bagel.peers import known, present, time_peer
 from attnforge.codegen.spec import Direction
 from attnforge.runtime import ops
 from attnforge.runtime.case import Case, Inputs
@@ -57,6 +57,17 @@ def ours(case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[
         return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale)
 
     return backward
+
+
+def chosen_peers(text: str | None, device: torch.device) -> tuple[str, ...]:
+    """The peers that `text` names, with commas between; None: all that are here. Raises ValueError for others."""
+    if text is None:
+        return present(device)
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in known():
+            raise ValueError(f"--peers: there is no {name!r}; there are {', '.join(known())}")
+    return names
 
 
 def peers_of(case: Case, direction: Direction, names: Iterable[str] | None = None) -> Iterator[Row]:

@@ -10,7 +10,7 @@ import torch
 from attnforge.bagel.blocks import LENGTH, random_blocks
 from attnforge.bagel.models import MODELS, Model
 from attnforge.bagel.packing import PackedMask
-from attnforge.bagel.workloads import names, workload
+from attnforge.bagel.workloads import names, summary, workload
 from attnforge.codegen.spec import DType
 from attnforge.runtime.case import Case, causal_case, full_case
 
@@ -65,8 +65,8 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
         return _blocks_case(name, float(match[1]), int(match[2] or LENGTH), heads, dtype, device)
     if pack not in names() and ".jsonl:" not in pack and not _IMAGES.fullmatch(pack):
         raise ValueError(
-            f"pack: there is no {pack!r}; packs are {', '.join(names())}, "
-            "a dense shape such as full/4x8192 or causal/2048, or random blocks such as blocks/0.9"
+            f"pack: there is no {pack!r}; packs are {summary()}; others are packs.jsonl:7 (a line of a recorded file), "
+            "images/0, full/4x8192, causal/2048, blocks/0.9"
         )
     if match := _IMAGES.fullmatch(pack):
         lengths = _image_lengths(int(match[1]))

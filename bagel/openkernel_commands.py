@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -11,30 +10,26 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from attnforge.bagel.shell import file_option, values
 from attnforge.codegen.spec import Arch, Direction, DType, Mask
 
 if TYPE_CHECKING:  # imported where it is used: `attnforge --help` does without
     import torch
 
 console = Console(width=None if sys.stdout.isatty() else 140)
-file_option = functools.partial(click.option, type=click.Path(path_type=Path, dir_okay=False))
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command()
 @click.argument("out", type=DIRECTORY)
-@click.option("--arch", type=click.Choice([a.value for a in Arch]), required=True, help="Compiled for this.")
+@click.option("--arch", type=values(Arch), required=True, help="Compiled for this.")
 @click.option("--contract", type=click.Choice(["openkernel"]), help="The OpenKernel challenge's interface.")
 @file_option("--shapes", help="Lines of B H S D [Dv]. [default: the challenge's, or --head-dim]")
 @file_option("--specs", help="JSON list of specs, or a tuned table: exactly these kernels.")
 @click.option("--name", help="Of the Python package. [default: custom_attention]")
 @click.option("--head-dim", "head_dims", type=click.IntRange(1), multiple=True, help="Repeatable.")
-@click.option(
-    "--dtype", "dtypes", type=click.Choice([d.value for d in DType]), multiple=True, help="Repeatable."
-)
-@click.option(
-    "--mask", "masks", type=click.Choice([m.value for m in Mask]), multiple=True, help="Repeatable."
-)
+@click.option("--dtype", "dtypes", type=values(DType), multiple=True, help="Repeatable.")
+@click.option("--mask", "masks", type=values(Mask), multiple=True, help="Repeatable.")
 @click.option("--direction", type=click.Choice(["fwd", "bwd", "both"]), default="both", show_default=True)
 def export(
     out: Path,
@@ -48,7 +43,7 @@ def export(
     masks: tuple[str, ...],
     direction: str,
 ) -> None:
-    """Write kernels as a package of their own into OUT: sources, torch binding, setup.py, checks."""
+    """Write kernels as a package of their own into OUT. Sources, torch binding, setup.py, checks."""
     from attnforge.bagel.openkernel import FINAL, NAME, OTHERS
     from attnforge.codegen.tree import Tree
     from attnforge.runtime import export as exporting
@@ -93,7 +88,7 @@ def _dtypes(target: Arch, contract: str | None) -> tuple[DType, ...]:
 
 @click.group()
 def challenge() -> None:
-    """The OpenKernel challenge: its operator on our kernels, and a harness of the same shape as its own."""
+    """The OpenKernel challenge: its operator and a harness."""
 
 
 @challenge.command("install")
@@ -130,7 +125,7 @@ def challenge_run(
     logs: Path,
     json_out: Path | None,
 ) -> None:
-    """Check and time the operator in a training step, or on the final round's shapes; 1 if a result is wrong."""
+    """Check and time the operator in a training step. Or on the final round's shapes; 1 if a result is wrong."""
     import torch
 
     device = torch.device("cpu" if cpu or not torch.cuda.is_available() else "cuda")
@@ -180,12 +175,16 @@ def _final(device: torch.device, module: str, dtypes: tuple[str, ...], json_out:
 @click.option("--head-dim", "head_dims", type=int, multiple=True, help="Only these. [default: all]")
 @click.option("--table-out", type=DIRECTORY, help="Folder for the tables, not generated/tuned.")
 def model_command(archs: tuple[str, ...], head_dims: tuple[int, ...], table_out: Path | None) -> None:
-    """Choose kernels for GPUs that nothing was measured on, by a model; compiles what it chooses."""
-    from attnforge.bagel.modelled import ARCHS, write_tables
+    """Choose kernels by a model, for GPUs nothing was measured on. Compiles what it chooses."""
+    from attnforge.bagel.modelled import ARCHS, targets, write_tables
     from attnforge.runtime.tables import DIRECTORY as TUNED
 
     def told(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    known = sorted({target.head_dim for target in targets()})
+    for dim in head_dims:
+        if dim not in known:
+            raise ValueError(f"--head-dim: {dim} is not modelled; {', '.join(map(str, known))} are")
     for path in write_tables(tuple(map(Arch, archs)) or ARCHS, table_out or TUNED, told, head_dims):
         console.print(f"{path}: modelled, not measured", soft_wrap=True)

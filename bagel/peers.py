@@ -42,6 +42,11 @@ def present(device: torch.device) -> tuple[str, ...]:
     return tuple(name for name in NAMES[device.type] if name not in FA4 or fa4.installed())
 
 
+def known() -> tuple[str, ...]:
+    """All names that `time_peer` takes, on whatever device."""
+    return tuple(dict.fromkeys((*(name for names in NAMES.values() for name in names), "flex-bagel", *EXTRA)))
+
+
 def time_peer(name: str, case: Case, direction: Direction) -> Timing:
     """Time one peer (of NAMES or EXTRA) on a case; backward is timed alone. Raises Unavailable."""
     with memory_freed(case.device), as_unavailable():

@@ -104,7 +104,7 @@ def bench_markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
     """The same as a Markdown table, one line a case; TFLOP/s of visible pairs, `-` where the notes below say why."""
     names = list(dict.fromkeys(row.name for row in rows))
     head = ["case", "pass", *names, "ours / best peer"]
-    text = [", ".join(f"{key} {value}" for key, value in facts.items()), ""]
+    text = [", ".join(f"{key} {value}" for key, value in facts.items()), "TFLOP/s of visible pairs:", ""]
     text += [_markdown(head), _markdown(["---"] * len(head))]
     for (case, direction, dtype), group in groupby(rows, key=_key):
         by_name = {row.name: row for row in group}

@@ -1,7 +1,9 @@
-"""How the command line reports what went wrong."""
+"""What all commands share: kinds of options, and how they report what went wrong."""
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,6 +11,7 @@ import click
 from attnforge.codegen.plan import Infeasible
 from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
 
+file_option = functools.partial(click.option, type=click.Path(path_type=Path, dir_okay=False))
 USER_ERRORS = (ValueError, TypeError, OSError, Infeasible, CacheError, CompileError, NoCompilerError)
 
 
@@ -28,4 +31,16 @@ class Commands(click.Group):
         except USER_ERRORS as error:
             if ctx.params.get("traceback") or isinstance(error, BrokenPipeError):
                 raise
-            raise UserError(str(error)) from error
+            raise UserError(_message(error)) from error
+
+
+def values(enum: Any) -> click.Choice[str]:
+    """An option whose values are those of an enum."""
+    return click.Choice([member.value for member in enum])
+
+
+def _message(error: BaseException) -> str:
+    """Files before what happened to them: Python begins with a number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

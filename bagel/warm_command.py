@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from attnforge.bagel.shell import values
 from attnforge.codegen.spec import Arch, DType, Mask
 from attnforge.runtime.settings import CACHE_DIR, settings
 
@@ -21,12 +22,8 @@ from attnforge.runtime.settings import CACHE_DIR, settings
 @click.option(
     "--cache", type=click.Path(path_type=Path, file_okay=False), help="Not the usual cache directory."
 )
-@click.option(
-    "--dtype", multiple=True, type=click.Choice([d.value for d in DType]), help="Repeatable. [default: bf16]"
-)
-@click.option(
-    "--mask", multiple=True, type=click.Choice([m.value for m in Mask]), help="Repeatable. [default: all]"
-)
+@click.option("--dtype", multiple=True, type=values(DType), help="Repeatable. [default: bf16]")
+@click.option("--mask", multiple=True, type=values(Mask), help="Repeatable. [default: all]")
 @click.option("--deterministic", is_flag=True, help="Also what deterministic=True asks for.")
 @click.option("--workers", type=click.IntRange(1), help="Compilers at a time. [default: one a CPU]")
 def warm(
@@ -39,9 +36,10 @@ def warm(
     deterministic: bool,
     workers: int | None,
 ) -> None:
-    """Compile ahead of time what training a model asks for, for a GPU that need not be here.
+    """Compile ahead of time what training a model asks for.
 
-    The cache directory can then be copied (cp -a) to machines without a compiler or a network.
+    The GPU need not be here. The cache directory can then be copied (cp -a) to machines without a compiler or a
+    network.
     """
     from attnforge.bagel import warm as warming
     from attnforge.runtime.launcher import launcher
@@ -55,12 +53,12 @@ def warm(
         if done.error is not None:
             failed.append(str(done.error))
         click.echo(f"{count}/{len(wanted)} {done.spec.slug}{' FAILED' if done.error else ''}")
-    launcher()
-    import torch
-
     click.echo(
         f"{len(wanted) - len(failed)} kernels in {settings().cache_dir}, {time.perf_counter() - begin:.0f} s"
     )
+    launcher()
+    import torch
+
     click.echo(
         f"and the launcher for torch {torch.__version__} on this C library: where either differs, it is built once, "
         "by a C++ compiler there"

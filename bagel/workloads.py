@@ -61,12 +61,21 @@ def workload(name: str) -> Workload:
     try:
         return _table()[name]
     except KeyError:
-        raise ValueError(f"pack: there is no {name!r}; packs are {', '.join(names())}") from None
+        raise ValueError(f"pack: there is no {name!r}; packs are {summary()}") from None
 
 
 def names() -> tuple[str, ...]:
     """Names of all packs, in the file's order."""
     return tuple(_table())
+
+
+def summary() -> str:
+    """The same in words: pretrain/0 to 3, ..."""
+    seeds: dict[str, list[str]] = {}
+    for name in names():
+        config, _, seed = name.partition("/")
+        seeds.setdefault(config, []).append(seed)
+    return ", ".join(f"{config}/{found[0]} to {found[-1]}" for config, found in seeds.items())
 
 
 def recorded(path: Path, count: int = 3) -> tuple[str, ...]:

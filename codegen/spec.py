@@ -331,9 +331,9 @@ def make_tuning(problem: Problem, values: dict[str, int]) -> Tuning:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown, missing = values.keys() - fields.keys(), fields.keys() - values.keys()
     if unknown or missing:
-        raise ValueError(
-            f"tuning of {problem.arch.value} {problem.direction.value}: "
-            f"unknown {sorted(unknown)}, missing {sorted(missing)}; fields are {list(fields)}"
-        )
+        wrong = [f"{', '.join(sorted(unknown))} unknown"] if unknown else []
+        wrong += [f"{', '.join(sorted(missing))} missing"] if missing else []
+        what = f"tuning of {problem.arch.value} {problem.dtype.value} {problem.direction.value}"
+        raise ValueError(f"{what}: {'; '.join(wrong)}. Its knobs are {', '.join(fields)}")
     typed = {n: bool(v) if fields[n].type in (bool, "bool") else int(v) for n, v in values.items()}
     return cls(**typed)  # type: ignore[arg-type]

@@ -247,7 +247,7 @@ def _cache() -> Iterator[Finding]:
     kind = file_system(path)
     listed = cache.entries()
     size = sum(entry.bytes for entry in listed)
-    value = f"{path}: {len(listed)} kernels, {size >> 20} MiB, {free >> 30} GiB free on {kind}"
+    value = f"{path}: {len(listed)} kernels, {size / 2**20:.1f} MiB, {free >> 30} GiB free on {kind}"
     if free < LEAST_FREE:
         yield Finding("cache", WARNING, value, f"free some space, or set {CACHE_DIR} to a larger disk")
     elif kind in NETWORK:

@@ -53,7 +53,7 @@ def look(name: str, check: Callable[[Path], T]) -> T:
     try:
         status = path.lstat()
     except FileNotFoundError as error:
-        raise Absent(f"{name} is not in the cache") from error
+        raise Absent("not in the cache") from error
     if not stat.S_ISDIR(status.st_mode):
         raise BadEntry("not a directory")
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:

@@ -53,6 +53,7 @@ except SystemExit:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in ("bench", "cache", "doctor", "mask", "render", "search", "verify"):
         assert f"\n  {name} " in done.stdout
+    assert "...\n" not in done.stdout.partition("Commands:")[2], "a summary is too long for a terminal of 80 columns"
     assert done.stdout.endswith("False\n")
 
 
@@ -70,14 +71,19 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("mask pretrain/77", "pack: there is no 'pretrain/77'; packs are pretrain/0"),
+        ("mask pretrain/77", "pack: there is no 'pretrain/77'; packs are pretrain/0 to 3, finetune/0"),
         ("mask t2i_lowres/0 --vit", "pack: t2i_lowres/0 has no image"),
         ("verify --pack full/0 --device cpu", "pack: there is no 'full/0'"),
         ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
         ("search --device tpu", "--device: 'tpu' is no device"),
         ("render --head-dim 300", "head_dim 300"),
         ("render --set tile_m=big", "--set tile_m: expected NAME=VALUE"),
-        ("render --set tile_m=64", "missing"),
+        ("render --set tile_m=64", "sm80 bf16 fwd: q_in_regs, stages, tile_n, warps missing. Its knobs are"),
+        ("render --set tile=64", "tile unknown;"),
+        ("render --out /nowhere/kernel.cu", "/nowhere/kernel.cu: No such file or directory"),
+        ("bench --peers sdpa-flash,fa5 --pack causal/64", "--peers: there is no 'fa5'; there are sdpa-flash"),
+        ("search --pack causal/64 --seconds -1", "Invalid value for '--seconds'"),
+        ("model --arch sm80 --head-dim 77", "--head-dim: 77 is not modelled; 16, "),
         ("render --dtype fp64", "Invalid value for '--dtype'"),
         ("bench --suite huge", "Invalid value for '--suite'"),
         ("search --pack causal/64 --dtype fp16 --device cpu", "got dtype torch.float16"),
@@ -156,7 +162,7 @@ def test_cache_and_doctor(cache_dir: Path) -> None:
 
 
 def test_generated_is_up_to_date() -> None:
-    run("render", "--check")
+    assert "up to date" in run("render", "--check").stdout
 
 
 # ---- The peers compute what we compute
@@ -283,6 +289,7 @@ def test_markdown_ratio_is_to_the_best_peer() -> None:
     assert best.name == "fast"
     text = bench_markdown(rows, {"device": "x"})
     assert "| a bf16 | fwd | 100 | 25 | 66.7 | - | 1.50 |" in text
+    assert "TFLOP/s of visible pairs" in text
     assert "- none: takes no mask (a fwd)" in text
 
 
