@@ -53,7 +53,9 @@ except SystemExit:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in ("bench", "cache", "doctor", "mask", "render", "search", "verify"):
         assert f"\n  {name} " in done.stdout
-    assert "...\n" not in done.stdout.partition("Commands:")[2], "a summary is too long for a terminal of 80 columns"
+    assert "...\n" not in done.stdout.partition("Commands:")[2], (
+        "a summary is too long for a terminal of 80 columns"
+    )
     assert done.stdout.endswith("False\n")
 
 
