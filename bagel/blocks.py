@@ -16,14 +16,16 @@ def random_blocks(
 ) -> DenseMask:
     """Bool (length, length) in blocks of `block` x `block` pairs, of which the part `sparsity` is hidden, whole.
 
-    How many is exact (rounded to blocks), which ones is drawn from `seed`; the last blocks may be cut off.
+    How many is exact (rounded to blocks), which ones is drawn from `seed`; the last blocks may be cut off. The mask
+    says how many keys a query sees, so that dispatch knows it.
     """
     side = -(-length // block)
     seen = torch.ones(side * side, dtype=torch.bool)
     order = torch.randperm(side * side, generator=torch.Generator().manual_seed(seed))
     seen[order[: round(sparsity * side * side)]] = False
     rows = seen.view(side, side).to(device).repeat_interleave(block, 0)
-    return DenseMask(rows.repeat_interleave(block, 1)[:length, :length].contiguous())
+    mask = rows.repeat_interleave(block, 1)[:length, :length].contiguous()
+    return DenseMask(mask, visible_keys=int(mask.sum()) / length)
 
 
 def equal_documents(share: float, length: int, device: torch.device, block: int = BLOCK) -> PackedMask:

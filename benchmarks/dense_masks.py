@@ -59,10 +59,11 @@ def cases_of(blocks: Case, sparsity: float) -> dict[str, Case]:
     """The cases of a sparsity by the name of the mask; `blocks` is that of random blocks of BLOCK."""
     documents = equal_documents(1 - sparsity, blocks.seq_q, blocks.device)
     pairs = documents.visible(blocks.seq_q, blocks.seq_k, blocks.device)
+    dense = DenseMask(pairs, visible_keys=documents.pairs / blocks.seq_q)
     fine = random_blocks(sparsity, blocks.seq_q, blocks.device, BLOCK // 2)
     return {
         SPANS: replace(blocks, mask=documents, pairs=documents.pairs),
-        "the same, dense": replace(blocks, mask=DenseMask(pairs), pairs=documents.pairs),
+        "the same, dense": replace(blocks, mask=dense, pairs=documents.pairs),
         f"blocks of {BLOCK}": blocks,
         f"blocks of {BLOCK // 2}": replace(blocks, mask=fine, pairs=int(fine.mask.sum())),
     }
@@ -79,7 +80,8 @@ def tile_of(case: Case, direction: Direction) -> tuple[int, int]:
     """The tile of the kernel that dispatch takes."""
     problem = case.problem(direction, kernels.target(case.device))
     group = case.heads_q // case.heads_kv
-    tuning = dispatch.choose(problem, group, case.seq_q, case.device).spec.tuning
+    choice = dispatch.choose(problem, group, case.seq_q, case.device, visible=case.visible_keys)
+    tuning = choice.spec.tuning
     return tuning.tile_m, tuning.tile_n
 
 

@@ -193,6 +193,7 @@ def test_a_case_of_random_blocks() -> None:
     assert isinstance(case.mask, DenseMask)
     assert (case.seq_q, case.heads_q, case.heads_kv, case.head_dim) == (1024, 28, 4, 128)
     assert case.pairs == (64 - round(0.9 * 64)) * 128**2 == int(case.mask.mask.sum())
+    assert case.mask.visible_keys == case.pairs / 1024
     assert make_case("blocks/.5", "1/1/8", DType.BFLOAT16, CPU).seq_q == 8192
     for name in ("blocks/1", "blocks/1.5", "blocks/0.5/0", "blocks/"):
         with pytest.raises(ValueError, match=r"others are .*blocks/0\.9"):

@@ -109,5 +109,9 @@ def test_a_search_makes_the_table_know_dense_masks(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (table,) = (tmp_path / "tuned").glob("cpu-*.json")
     (entry,) = json.loads(table.read_text())
-    assert (entry["class"]["mask"], entry["class"]["octave"]) == ("dense", 8)
+    assert (entry["class"]["mask"], entry["class"]["octave"], entry["class"]["visible_octave"]) == (
+        "dense",
+        8,
+        7,
+    )
     assert entry["notes"]["case"] == "blocks/0.5/256 2/1/16"
