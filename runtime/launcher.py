@@ -29,7 +29,15 @@ log = logging.getLogger("attnforge")
 
 NAME = "attnforge_launcher"
 LIBRARY = f"{NAME}.so"
-SOURCES = ("launcher.cpp", "call.h", "schedules.h", "variants.h", "driver.h", "tensor_maps.h")
+SOURCES = (
+    "launcher.cpp",
+    "arguments.h",
+    "call.h",
+    "schedules.h",
+    "variants.h",
+    "driver.h",
+    "tensor_maps.h",
+)
 FLAGS = ("-O2",)
 
 # It also loads the result: what does not load is not published. ninja comes from its package, not the PATH.

@@ -50,6 +50,7 @@ def test_masks_show_as_many_pairs_each(script: dict[str, Any]) -> None:
     spans, same, coarse, fine = cases.values()
     assert torch.equal(same.mask.mask, spans.mask.visible(2048, 2048))
     assert spans.pairs == same.pairs == coarse.pairs == fine.pairs == 2048**2 // 2
+    assert {case.mask.visible_keys for case in cases.values()} == {1024}, "one problem class of dispatch"
     for case in (coarse, fine):
         assert int(case.mask.mask.sum()) == case.pairs
     assert script["visited"](coarse, 128, 128) == 0.5

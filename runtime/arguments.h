@@ -1,0 +1,103 @@
+// From a call to the arguments of its kernels, the tensors that they write, and their launch.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "call.h"
+#include "schedules.h"
+
+namespace attnforge {
+
+struct Strided {
+    void* data;
+    long long batch, head, row;
+    explicit Strided(const Tensor& x)
+        : data(const_cast<void*>(x.const_data_ptr())), batch(x.stride(0)), head(x.stride(1)), row(x.stride(2)) {}
+};
+
+#define ATTNFORGE_SET(params, name, tensor)  \
+    do {                                     \
+        const Strided view(tensor);          \
+        (params).name = view.data;           \
+        (params).name##_batch = view.batch;  \
+        (params).name##_head = view.head;    \
+        (params).name##_row = view.row;      \
+    } while (false)
+
+// A dense mask (seq_q, seq_k) or (batch | 1, heads_q | 1, seq_q, seq_k). Axes of stride 0 are one plane.
+inline void set_dense(Params& p, const Tensor& dense) {
+    p.dense = static_cast<const unsigned char*>(dense.const_data_ptr());
+    p.dense_row = dense.stride(-2);
+    p.dense_col = dense.stride(-1);
+    if (dense.dim() == 4) {
+        p.dense_batch = dense.size(0) > 1 ? dense.stride(0) : 0;
+        p.dense_head = dense.size(1) > 1 ? dense.stride(1) : 0;
+    }
+    p.mask_batches = p.dense_batch != 0 ? p.batch : 1;
+    p.mask_heads = p.dense_head != 0 ? p.heads_q : 1;
+    p.mask_planes = p.mask_batches * p.mask_heads;
+}
+
+inline Params make_params(const Call& c, const Variant& variant, const Tensor& out, const Tensor& lse) {
+    Params p{};
+    ATTNFORGE_SET(p, q, c.q);
+    ATTNFORGE_SET(p, k, c.k);
+    ATTNFORGE_SET(p, v, c.v);
+    ATTNFORGE_SET(p, out, out);
+    p.lse = const_cast<float*>(lse.const_data_ptr<float>());
+    if (c.mask == kSpans) {
+        p.starts = c.starts->const_data_ptr<int>();
+        p.ends = c.ends->const_data_ptr<int>();
+    }
+    p.batch = static_cast<int>(c.q.size(0));
+    p.heads_q = static_cast<int>(c.q.size(1));
+    p.heads_kv = static_cast<int>(c.k.size(1));
+    p.seq_q = static_cast<int>(c.q.size(2));
+    p.seq_k = static_cast<int>(c.k.size(2));
+    p.tiles_m = static_cast<int>((p.seq_q + variant.tile_m - 1) / variant.tile_m);
+    p.tiles_n = static_cast<int>((p.seq_k + variant.tile_n - 1) / variant.tile_n);
+    p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
+    p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);
+    p.mask_batches = p.mask_heads = p.mask_planes = 1;
+    if (c.mask == kDense) {
+        set_dense(p, *c.dense);
+    }
+    p.threads = at::get_num_threads();
+    const double scale = c.scale ? *c.scale : 1.0 / std::sqrt(static_cast<double>(c.q.size(3)));
+    p.scale = static_cast<float>(scale);
+    p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+    return p;
+}
+
+inline void launch(const Call& c, const Variant& variant, Params& params) {
+    void* stream = current_stream(variant.device);
+    if (!variant.device.is_cpu()) {
+        ensure_context(variant.device);
+    }
+    Tensor schedule;
+    if (!variant.schedule.empty()) {
+        const bool dense = c.mask == kDense;
+        schedule = attach_schedule(variant, {dense ? *c.dense : *c.starts, dense ? *c.dense : *c.ends}, params, stream);
+    }
+    run(variant, variant.launches, params, stream);
+}
+
+// A new tensor in x's layout. Kernels need a unit last stride, which some overlapping layouts do not keep.
+inline Tensor like(const Tensor& x) {
+    Tensor y = at::empty_like(x);
+    return y.stride(3) == 1 ? y : at::empty(x.sizes(), x.options());
+}
+
+// The output: in q's layout, with the rows of v. With another head_dim only the order of the axes can be kept.
+inline Tensor output(const Tensor& q, const Tensor& v) {
+    if (q.size(3) == v.size(3)) {
+        return like(q);
+    }
+    const bool heads_inside = q.stride(1) < q.stride(2);  // (batch, seq, heads, dim) in memory
+    const int64_t batch = q.size(0), heads = q.size(1), seq = q.size(2), dim = v.size(3);
+    return heads_inside ? at::empty({batch, seq, heads, dim}, q.options()).transpose(1, 2)
+                        : at::empty({batch, heads, seq, dim}, q.options());
+}
+
+}  // namespace attnforge
