@@ -39,7 +39,7 @@ def final_table(results: Sequence[Result], dtype: torch.dtype) -> Table:
     table.add_column("attention", overflow="fold")
     for name in ("forward ms", "forward + backward ms", *(f"error of {name}" for name in ERRORS)):
         table.add_column(name, justify="right")
-    table.add_column("", overflow="fold")
+    table.add_column("note", overflow="fold")
     last = None
     for row in results:
         if row.dtype is not dtype:

@@ -172,7 +172,7 @@ def measure_pack(
     return [line(row.cells(name)) for (name, _), row in rows.items()]
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--packs", default="pretrain/0,finetune/0")
 @click.option(
     "--operators", default="attnforge,sdpa,flex", help="In this order; the first is what others differ from."

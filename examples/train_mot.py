@@ -244,7 +244,7 @@ def describe(row: dict[str, float], seconds: float, place: Place) -> str:
     return text
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--model", type=click.Choice(tuple(CONFIGS)), default="tiny", help="Sizes of the decoder.")
 @click.option("--layers", type=click.IntRange(1), help="Layers, if not the model's own number.")
 @click.option("--tokens", default=512, help="Tokens of a pack at most; what flex pads to.")
