@@ -80,6 +80,8 @@ def make_plan(spec: Spec) -> Plan:
         from attnforge.codegen.plan_sm90_backward import make_plan as make
     elif spec.problem.family == "sm80_fp32":
         from attnforge.codegen.plan_fp32 import make_plan as make
-    else:
+    elif spec.problem.direction is Direction.FORWARD:
         from attnforge.codegen.plan_sm80 import make_plan as make
+    else:
+        from attnforge.codegen.plan_sm80_backward import make_plan as make
     return make(spec)

@@ -9,12 +9,12 @@ from attnforge.codegen.plan_sm80 import (
     REGISTER_FILE,
     REGISTER_LIMIT,
     SHARED_LIMIT,
-    require_grids,
     require_positive,
     require_split,
     require_words,
     schedule_launches,
 )
+from attnforge.codegen.plan_sm80_backward import require_grids
 from attnforge.codegen.spec import Arch, Fp32Backward, Fp32Forward, Mask, Spec
 
 # A multiprocessor has 1 KiB of shared memory more than one block may use, and keeps 1 KiB for itself per block.

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from attnforge.codegen.plan import Infeasible, make_plan
-from attnforge.codegen.plan_sm80 import columns_unit, up
+from attnforge.codegen.plan_sm80 import up
+from attnforge.codegen.plan_sm80_backward import columns_unit
 from attnforge.codegen.spec import (
     TUNINGS,
     Direction,
