@@ -15,7 +15,7 @@ from rich.console import Console
 
 from attnforge.bagel.openkernel_commands import challenge, export, model_command
 from attnforge.bagel.render_command import render
-from attnforge.bagel.shell import Commands, file_option, values
+from attnforge.bagel.shell import Commands, file_option, out_option, values
 from attnforge.bagel.warm_command import warm
 from attnforge.codegen.spec import Arch, DType, Spec
 
@@ -83,7 +83,7 @@ def main(traceback: bool) -> None:
 @click.option("--table-out", type=click.Path(path_type=Path), help="Folder for winners, not generated/.")
 @click.option("--no-peers", is_flag=True, help="Do not time torch's attentions.")
 @click.option("--workers", type=click.IntRange(1), help="Compilers at a time. [default: one a CPU]")
-@file_option("--json", "json_out", help="Write the results to this file.")
+@out_option("--json", "json_out", help="Write the results to this file.")
 def search(
     selection: Selection,
     seconds: float | None,
@@ -102,6 +102,8 @@ def search(
 
     if seconds is None and variants is None:
         seconds = 50.0 if selection.device.type == "cpu" else 180.0
+    if table_out is not None:  # what cannot be created is said before the search, not after it
+        table_out.mkdir(parents=True, exist_ok=True)
     options = Options(Budget(seconds, variants), log, table_out or GENERATED, workers, not no_peers)
     facts = machine(selection.device)
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
@@ -116,8 +118,8 @@ def search(
 @selecting
 @click.option("--suite", type=click.Choice(["dense", "packs"]), default="packs", help="Cases without --pack.")
 @click.option("--peers", help="Names with commas between; without it all, empty for none.")
-@file_option("--json", "json_out", help="Write the rows to this file.")
-@file_option("--markdown", help="Write a Markdown table to this file.")
+@out_option("--json", "json_out", help="Write the rows to this file.")
+@out_option("--markdown", help="Write a Markdown table to this file.")
 def bench(
     selection: Selection, suite: str, peers: str | None, json_out: Path | None, markdown: Path | None
 ) -> None:
@@ -146,7 +148,12 @@ def bench(
 
 @main.command()
 @selecting
-@click.option("--variants", type=int, default=0, help="Check the first N candidates, not dispatch's choice.")
+@click.option(
+    "--variants",
+    type=click.IntRange(0),
+    default=0,
+    help="Check the first N candidates, not dispatch's choice.",
+)
 def verify(selection: Selection, variants: int) -> None:
     """Check kernels against float64 and SDPA's error. On packs, and on a small odd relative of each."""
     from attnforge.bagel.report import verify_table
@@ -175,7 +182,7 @@ def verify(selection: Selection, variants: int) -> None:
 
 @main.command()
 @click.argument("pack", default="pretrain/0")
-@file_option("--out", default=Path("mask.png"), show_default=True)
+@out_option("--out", default=Path("mask.png"), show_default=True)
 @click.option("--tile-m", type=click.IntRange(1), default=128, show_default=True, help="Queries per tile.")
 @click.option("--tile-n", type=click.IntRange(1), default=128, show_default=True, help="Keys per tile.")
 @click.option("--vit", is_flag=True, help="The vision encoder's mask instead of the language model's.")

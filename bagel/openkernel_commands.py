@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from attnforge.bagel.shell import file_option, values
+from attnforge.bagel.shell import file_option, out_option, values
 from attnforge.codegen.spec import Arch, Direction, DType, Mask
 
 if TYPE_CHECKING:  # imported where it is used: `attnforge --help` does without
@@ -114,7 +114,7 @@ def challenge_install(into: Path | None) -> None:
 @click.option(
     "--logs", type=DIRECTORY, default=Path("logs/train"), show_default=True, help="Profiler traces."
 )
-@file_option("--json", "json_out", help="With --final: write the results to this file.")
+@out_option("--json", "json_out", help="With --final: write the results to this file.")
 def challenge_run(
     native: bool,
     final: bool,

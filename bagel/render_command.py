@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.syntax import Syntax
 
-from attnforge.bagel.shell import file_option, values
+from attnforge.bagel.shell import out_option, values
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
 
@@ -27,7 +27,7 @@ console = Console(width=None if sys.stdout.isatty() else 140)
 @click.option(
     "--set", "knobs", multiple=True, metavar="NAME=VALUE", help="All knobs. [default: a first guess]"
 )
-@file_option("--out", help="Write to this file instead of the terminal.")
+@out_option("--out", help="Write to this file instead of the terminal.")
 @click.option("--tuned", is_flag=True, help="Render all tuned variants into generated/.")
 @click.option("--check", is_flag=True, help="Exit with 1 and a diff if generated/ is out of date.")
 def render(

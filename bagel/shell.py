@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,23 @@ import click
 from attnforge.codegen.plan import Infeasible
 from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
 
+
+class OutFile(click.Path):
+    """A file to write: its directory must be there now, not after minutes of search."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path; fails, naming the directory, if the file could not be created."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+            self.fail(f"{path.parent} is not a directory that can be written to", param, ctx)
+        return path
+
+
 file_option = functools.partial(click.option, type=click.Path(path_type=Path, dir_okay=False))
+out_option = functools.partial(click.option, type=OutFile())
 USER_ERRORS = (ValueError, TypeError, OSError, Infeasible, CacheError, CompileError, NoCompilerError)
 
 
