@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,17 +16,13 @@ from PIL import Image
 
 from attnforge.bagel.bench import OURS, Row, best_peer
 from attnforge.bagel.cases import SUITES, make_case
-from attnforge.bagel.fa4 import Unavailable
-from attnforge.bagel.packing import PackedMask
-from attnforge.bagel.peers import NAMES, _mask_mod, attention_of
+from attnforge.bagel.peers import NAMES
 from attnforge.bagel.report import bench_markdown
 from attnforge.cli import main
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.case import Case
-from attnforge.runtime.masks import DenseMask
-from attnforge.runtime.reference import reference
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -170,59 +165,6 @@ def test_generated_is_up_to_date() -> None:
     assert "up to date" in run("render", "--check").stdout
 
 
-# ---- The peers compute what we compute
-
-
-def documents(device: torch.device, dtype: DType) -> Case:
-    """Three documents, the last of them padding."""
-    splits = [40, 90, 30, 70, 120, 50]
-    modes = ["causal", "noise", "causal", "full", "causal", "causal"]
-    mask = PackedMask([160, 190, 50], splits, modes, device, used=350)
-    return Case("three documents", 1, 6, 2, 400, 400, 64, dtype, mask, mask.pairs, device)
-
-
-@pytest.fixture
-def pack() -> Case:
-    return documents(CPU, DType.FLOAT32)
-
-
-def test_peers_see_a_dense_mask() -> None:
-    case = make_case("blocks/0.5/512", "6/2/16", DType.FLOAT32, CPU)
-    assert isinstance(case.mask, DenseMask)
-    x = case.inputs()
-    exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
-    got = attention_of("sdpa-flash", case)(x.q, x.k, x.v)
-    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
-    mod = _mask_mod(case)
-    assert mod is not None
-    row, zero = torch.arange(512), torch.tensor(0)
-    assert torch.equal(mod(zero, zero, row[:, None], row[None]), case.mask.mask)
-    planes = replace(case, mask=DenseMask(torch.stack([case.mask.mask, ~case.mask.mask])[None]))
-    with pytest.raises(Unavailable, match="each batch entry or head"):
-        attention_of("flex", planes)
-
-
-@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-samples"])
-def test_peers_agree_with_the_reference(name: str, pack: Case) -> None:
-    x = pack.inputs()
-    got = attention_of(name, pack)(x.q, x.k, x.v)
-    exact = reference(x.q, x.k, x.v, pack.mask, pack.scale).out
-    torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES["cuda"])
-def test_peers_agree_with_the_reference_on_a_gpu(name: str) -> None:
-    case = documents(torch.device("cuda"), DType.BFLOAT16)
-    x = case.inputs()
-    try:
-        got = attention_of(name, case)(x.q, x.k, x.v)
-    except (Unavailable, RuntimeError) as reason:
-        pytest.skip(f"{name}: {reason}")
-    exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
-    torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=3e-2, rtol=3e-2)
-
-
 @pytest.mark.gpu
 def test_search_and_bench_on_a_gpu(tmp_path: Path) -> None:
     pack = ("--pack", "finetune/0", "--model", "0.5B", "--device", "cuda")
@@ -246,21 +188,6 @@ def test_search_and_bench_on_a_gpu(tmp_path: Path) -> None:
         else:  # torch's own affair, but never without a reason
             assert bool(row["ms"]) != bool(row["note"]), row
             assert (row["note"] or "flex").split()[0] in shown
-
-
-def test_flex_sees_the_same_mask(pack: Case) -> None:
-    mod = _mask_mod(pack)
-    assert mod is not None
-    assert pack.mask is not None
-    row, zero = torch.arange(400), torch.tensor(0)
-    dense = mod(zero, zero, row[:, None], row[None])
-    assert torch.equal(dense, pack.mask.visible(400, 400))
-
-
-def test_peers_say_what_they_cannot(pack: Case) -> None:
-    dense = make_case("full/64", "0.5B", DType.FLOAT32, CPU)
-    with pytest.raises(Unavailable, match="only for packs"):
-        attention_of("sdpa-samples", dense)
 
 
 def test_suites_name_real_cases() -> None:

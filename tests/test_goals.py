@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import runpy
 from pathlib import Path
@@ -17,15 +16,13 @@ from torch import Tensor
 from attnforge.bagel import fa4, peers, rounds
 from attnforge.bagel.bench import OURS
 from attnforge.bagel.cases import IMAGE_TOKENS, make_case
-from attnforge.bagel.fa4 import Attention, Unavailable
+from attnforge.bagel.fa4 import Attention
 from attnforge.bagel.goal_report import error_ratios, markdown, missed, rates, ratio
 from attnforge.bagel.goals import GOALS, STEP, WORKS, Goal
 from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.rounds import LAYER, MATMUL, Entry, Line, play
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.case import Case
-from attnforge.runtime.masks import Causal
-from attnforge.runtime.reference import reference
 from attnforge.runtime.timing import Timing
 
 CPU = torch.device("cpu")
@@ -171,86 +168,6 @@ def test_images_and_heads_by_number() -> None:
     assert (small.batch, small.heads_q, small.heads_kv, small.head_dim) == (16, 8, 4, 64)
 
 
-@pytest.mark.parametrize(
-    ("splits", "modes", "used"),
-    [
-        ([40, 60, 50], ["causal", "full", "full"], 150),  # a document of two splits
-        ([100, 50], ["causal", "full"], 150),  # two kinds of documents
-        ([100, 50], ["full", "full"], 100),  # padding, which must come out as zeros
-    ],
-)
-def test_varlen_is_for_whole_documents(splits: list[int], modes: list[str], used: int) -> None:
-    mask = PackedMask([100, 50], splits, modes, CPU, used=used)
-    with pytest.raises(Unavailable, match="takes no mask"):
-        fa4.documents(mask)
-
-
-def test_fa4_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for flash_attn.cute: its layouts, and the documents that varlen is called with."""
-    seen: dict[str, Any] = {}
-
-    def varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
-        seen.update(options, shape=q.shape)
-        return q + 1, None
-
-    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
-        seen.update(options, shape=q.shape)
-        return q + 2, None
-
-    cute = SimpleNamespace(flash_attn_varlen_func=varlen, flash_attn_func=dense)
-    monkeypatch.setattr(fa4, "installed", lambda: True)
-    monkeypatch.setattr("attnforge.bagel.fa4.importlib.import_module", lambda name: cute)
-    mask = PackedMask([30, 20], [30, 20], ["full", "full"], CPU)
-    case = Case("documents", 1, 4, 2, 50, 50, 16, DType.FLOAT32, mask, mask.pairs, CPU)
-    x = case.inputs()
-    out = peers.attention_of("fa4", case)(x.q, x.k, x.v)
-    torch.testing.assert_close(out, x.q + 1)
-    assert seen["shape"] == (50, 4, 16)
-    assert seen["cu_seqlens_q"].tolist() == [0, 30, 50]
-    assert seen["cu_seqlens_k"].dtype == torch.int32
-    assert (seen["max_seqlen_q"], seen["causal"], seen["pack_gqa"]) == (30, False, None)
-    case = make_case(*TINY, DType.FLOAT32, CPU)
-    x = case.inputs()
-    torch.testing.assert_close(peers.attention_of("fa4-nopack", case)(x.q, x.k, x.v), x.q + 2)
-    assert seen["shape"] == (1, 96, 14, 64)
-    assert (seen["causal"], seen["pack_gqa"], seen["softmax_scale"]) == (True, False, 0.125)
-    with pytest.raises(Unavailable, match="takes no mask"):
-        peers.attention_of("fa4", make_case("blocks/0.5/256", "0.5B", DType.FLOAT32, CPU))
-
-
-def test_absent_peers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa4, "installed", lambda: False)
-    assert set(peers.present(torch.device("cuda"))) == {*peers.BACKENDS, "sdpa-samples", "flex"}
-    monkeypatch.setattr(peers, "_flex", lambda *arguments: pytest.fail("nothing is to be compiled for it"))
-    for name in peers.FA4:
-        with pytest.raises(Unavailable, match="not installed"):
-            peers.attention_of(name, make_case(*TINY, DType.FLOAT32, CPU))
-
-
-@pytest.mark.parametrize(
-    ("name", "often", "free", "compiled"),
-    [
-        ("flex", False, 1 << 40, [False]),  # eagerly: compiling the sort takes minutes
-        ("flex", False, 1 << 10, [True]),  # there is no memory for S x S
-        ("flex-bagel", False, 1 << 40, [False]),
-        ("flex-bagel", True, 1 << 40, [True]),  # as BAGEL's trainer does
-        ("flex", True, 1 << 40, []),  # a compiled function of its own
-    ],
-)
-def test_how_block_masks_are_made(
-    name: str, often: bool, free: int, compiled: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[bool] = []
-    path = "torch.nn.attention.flex_attention.create_block_mask"
-    monkeypatch.setattr(path, lambda *size, _compile: made.append(_compile))
-    monkeypatch.setattr(peers, "_compiled_block_mask", lambda: lambda *size: None)
-    monkeypatch.setattr(peers, "_free_bytes", lambda device: free)
-    mask = PackedMask([30, 20], [30, 20], ["full", "full"], CPU)
-    case = Case("x", 1, 4, 2, 50, 50, 16, DType.FLOAT32, mask, mask.pairs, torch.device("cuda"))
-    peers.attention_of(name, case, often)
-    assert made == compiled
-
-
 # ---- benchmarks/goals.py
 
 
@@ -298,24 +215,6 @@ def test_the_first_seed_of_all_comes_first() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_triton_peer_is_right(causal: bool) -> None:
-    pytest.importorskip("triton")
-    attention = importlib.import_module("attnforge.benchmarks.triton_attention").attention
-    case = make_case(
-        f"{'causal' if causal else 'full'}/2x256", "8/2/64", DType.BFLOAT16, torch.device("cuda")
-    )
-    x = case.inputs()
-    leaves = [tensor.detach().requires_grad_() for tensor in x[:3]]
-    out = attention(leaves[0], leaves[1], leaves[2], causal)
-    got = (out, *torch.autograd.grad(out, leaves, x.dout))
-    exact = reference(x.q, x.k, x.v, Causal() if causal else None, dout=x.dout)
-    for mine, true in zip(got, (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
-        assert true is not None
-        assert float((mine.double() - true).norm() / true.norm()) < 6e-3
-
-
-@pytest.mark.gpu
 def test_goals_on_a_gpu(tmp_path: Path) -> None:
     """A pack of 7 blocks of 128: of large ones, Triton compiles the sort in create_block_mask for minutes."""
     path = tmp_path / "packs.jsonl"
@@ -329,14 +228,3 @@ def test_goals_on_a_gpu(tmp_path: Path) -> None:
         assert found.entries[OURS].ms, found.entries[OURS].note
         assert found.entries["flex"].ms, found.entries["flex"].note
         assert found.entries[MATMUL].tflops
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["flex", "flex-bagel"])
-def test_masks_made_often_are_the_same_on_a_gpu(name: str) -> None:
-    splits, modes = [40, 90, 30, 70, 120], ["causal", "noise", "causal", "full", "causal"]
-    mask = PackedMask([160, 190], splits, modes, torch.device("cuda"))
-    case = Case("pack", 1, 4, 2, 350, 350, 64, DType.BFLOAT16, mask, mask.pairs, torch.device("cuda"))
-    x = case.inputs()
-    once, often = (peers.attention_of(name, case, often)(x.q, x.k, x.v) for often in (False, True))
-    torch.testing.assert_close(once, often)

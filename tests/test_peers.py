@@ -1,0 +1,202 @@
+"""The peers: they compute what we compute, get what they expect, and say what they cannot."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnforge.bagel import fa4, peers
+from attnforge.bagel.cases import make_case
+from attnforge.bagel.fa4 import Unavailable
+from attnforge.bagel.packing import PackedMask
+from attnforge.bagel.peers import NAMES, _mask_mod, attention_of
+from attnforge.codegen.spec import DType
+from attnforge.runtime.case import Case
+from attnforge.runtime.masks import Causal, DenseMask
+from attnforge.runtime.reference import reference
+
+CPU = torch.device("cpu")
+TINY = ("causal/96", "0.5B")
+
+
+def documents(device: torch.device, dtype: DType) -> Case:
+    """Three documents, the last of them padding."""
+    splits = [40, 90, 30, 70, 120, 50]
+    modes = ["causal", "noise", "causal", "full", "causal", "causal"]
+    mask = PackedMask([160, 190, 50], splits, modes, device, used=350)
+    return Case("three documents", 1, 6, 2, 400, 400, 64, dtype, mask, mask.pairs, device)
+
+
+@pytest.fixture
+def pack() -> Case:
+    return documents(CPU, DType.FLOAT32)
+
+
+def test_peers_see_a_dense_mask() -> None:
+    case = make_case("blocks/0.5/512", "6/2/16", DType.FLOAT32, CPU)
+    assert isinstance(case.mask, DenseMask)
+    x = case.inputs()
+    exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
+    got = attention_of("sdpa-flash", case)(x.q, x.k, x.v)
+    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
+    mod = _mask_mod(case)
+    assert mod is not None
+    row, zero = torch.arange(512), torch.tensor(0)
+    assert torch.equal(mod(zero, zero, row[:, None], row[None]), case.mask.mask)
+    planes = replace(case, mask=DenseMask(torch.stack([case.mask.mask, ~case.mask.mask])[None]))
+    with pytest.raises(Unavailable, match="each batch entry or head"):
+        attention_of("flex", planes)
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-samples"])
+def test_peers_agree_with_the_reference(name: str, pack: Case) -> None:
+    x = pack.inputs()
+    got = attention_of(name, pack)(x.q, x.k, x.v)
+    exact = reference(x.q, x.k, x.v, pack.mask, pack.scale).out
+    torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES["cuda"])
+def test_peers_agree_with_the_reference_on_a_gpu(name: str) -> None:
+    case = documents(torch.device("cuda"), DType.BFLOAT16)
+    x = case.inputs()
+    try:
+        got = attention_of(name, case)(x.q, x.k, x.v)
+    except (Unavailable, RuntimeError) as reason:
+        pytest.skip(f"{name}: {reason}")
+    exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
+    torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=3e-2, rtol=3e-2)
+
+
+def test_flex_sees_the_same_mask(pack: Case) -> None:
+    mod = _mask_mod(pack)
+    assert mod is not None
+    assert pack.mask is not None
+    row, zero = torch.arange(400), torch.tensor(0)
+    dense = mod(zero, zero, row[:, None], row[None])
+    assert torch.equal(dense, pack.mask.visible(400, 400))
+
+
+def test_peers_say_what_they_cannot(pack: Case) -> None:
+    dense = make_case("full/64", "0.5B", DType.FLOAT32, CPU)
+    with pytest.raises(Unavailable, match="only for packs"):
+        attention_of("sdpa-samples", dense)
+
+
+# ---- FlashAttention-4, FlexAttention, Triton
+
+
+@pytest.mark.parametrize(
+    ("splits", "modes", "used"),
+    [
+        ([40, 60, 50], ["causal", "full", "full"], 150),  # a document of two splits
+        ([100, 50], ["causal", "full"], 150),  # two kinds of documents
+        ([100, 50], ["full", "full"], 100),  # padding, which must come out as zeros
+    ],
+)
+def test_varlen_is_for_whole_documents(splits: list[int], modes: list[str], used: int) -> None:
+    mask = PackedMask([100, 50], splits, modes, CPU, used=used)
+    with pytest.raises(Unavailable, match="takes no mask"):
+        fa4.documents(mask)
+
+
+def test_fa4_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for flash_attn.cute: its layouts, and the documents that varlen is called with."""
+    seen: dict[str, Any] = {}
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+        seen.update(options, shape=q.shape)
+        return q + 1, None
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+        seen.update(options, shape=q.shape)
+        return q + 2, None
+
+    cute = SimpleNamespace(flash_attn_varlen_func=varlen, flash_attn_func=dense)
+    monkeypatch.setattr(fa4, "installed", lambda: True)
+    monkeypatch.setattr("attnforge.bagel.fa4.importlib.import_module", lambda name: cute)
+    mask = PackedMask([30, 20], [30, 20], ["full", "full"], CPU)
+    case = Case("documents", 1, 4, 2, 50, 50, 16, DType.FLOAT32, mask, mask.pairs, CPU)
+    x = case.inputs()
+    out = attention_of("fa4", case)(x.q, x.k, x.v)
+    torch.testing.assert_close(out, x.q + 1)
+    assert seen["shape"] == (50, 4, 16)
+    assert seen["cu_seqlens_q"].tolist() == [0, 30, 50]
+    assert seen["cu_seqlens_k"].dtype == torch.int32
+    assert (seen["max_seqlen_q"], seen["causal"], seen["pack_gqa"]) == (30, False, None)
+    case = make_case(*TINY, DType.FLOAT32, CPU)
+    x = case.inputs()
+    torch.testing.assert_close(attention_of("fa4-nopack", case)(x.q, x.k, x.v), x.q + 2)
+    assert seen["shape"] == (1, 96, 14, 64)
+    assert (seen["causal"], seen["pack_gqa"], seen["softmax_scale"]) == (True, False, 0.125)
+    with pytest.raises(Unavailable, match="takes no mask"):
+        attention_of("fa4", make_case("blocks/0.5/256", "0.5B", DType.FLOAT32, CPU))
+
+
+def test_absent_peers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa4, "installed", lambda: False)
+    assert set(peers.present(torch.device("cuda"))) == {*peers.BACKENDS, "sdpa-samples", "flex"}
+    monkeypatch.setattr(peers, "_flex", lambda *arguments: pytest.fail("nothing is to be compiled for it"))
+    for name in peers.FA4:
+        with pytest.raises(Unavailable, match="not installed"):
+            attention_of(name, make_case(*TINY, DType.FLOAT32, CPU))
+
+
+@pytest.mark.parametrize(
+    ("name", "often", "free", "compiled"),
+    [
+        ("flex", False, 1 << 40, [False]),  # eagerly: compiling the sort takes minutes
+        ("flex", False, 1 << 10, [True]),  # there is no memory for S x S
+        ("flex-bagel", False, 1 << 40, [False]),
+        ("flex-bagel", True, 1 << 40, [True]),  # as BAGEL's trainer does
+        ("flex", True, 1 << 40, []),  # a compiled function of its own
+    ],
+)
+def test_how_block_masks_are_made(
+    name: str, often: bool, free: int, compiled: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    path = "torch.nn.attention.flex_attention.create_block_mask"
+    monkeypatch.setattr(path, lambda *size, _compile: made.append(_compile))
+    monkeypatch.setattr(peers, "_compiled_block_mask", lambda: lambda *size: None)
+    monkeypatch.setattr(peers, "_free_bytes", lambda device: free)
+    mask = PackedMask([30, 20], [30, 20], ["full", "full"], CPU)
+    case = Case("x", 1, 4, 2, 50, 50, 16, DType.FLOAT32, mask, mask.pairs, torch.device("cuda"))
+    attention_of(name, case, often)
+    assert made == compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_triton_peer_is_right(causal: bool) -> None:
+    pytest.importorskip("triton")
+    attention = importlib.import_module("attnforge.benchmarks.triton_attention").attention
+    case = make_case(
+        f"{'causal' if causal else 'full'}/2x256", "8/2/64", DType.BFLOAT16, torch.device("cuda")
+    )
+    x = case.inputs()
+    leaves = [tensor.detach().requires_grad_() for tensor in x[:3]]
+    out = attention(leaves[0], leaves[1], leaves[2], causal)
+    got = (out, *torch.autograd.grad(out, leaves, x.dout))
+    exact = reference(x.q, x.k, x.v, Causal() if causal else None, dout=x.dout)
+    for mine, true in zip(got, (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
+        assert true is not None
+        assert float((mine.double() - true).norm() / true.norm()) < 6e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flex", "flex-bagel"])
+def test_masks_made_often_are_the_same_on_a_gpu(name: str) -> None:
+    splits, modes = [40, 90, 30, 70, 120], ["causal", "noise", "causal", "full", "causal"]
+    mask = PackedMask([160, 190], splits, modes, torch.device("cuda"))
+    case = Case("pack", 1, 4, 2, 350, 350, 64, DType.BFLOAT16, mask, mask.pairs, torch.device("cuda"))
+    x = case.inputs()
+    once, often = (attention_of(name, case, often)(x.q, x.k, x.v) for often in (False, True))
+    torch.testing.assert_close(once, often)
