@@ -37,13 +37,15 @@ def run_search(
     case: Case, direction: Direction, target: tuple[Arch, str], options: Options, console: Console
 ) -> dict[str, Any]:
     """Search, show, keep the winner where dispatch finds it. Returns the results as a plain JSON value."""
-    with console.status("building the launcher: once for this machine, half a minute"):
+    with console.status("loading the launcher; the first time on a machine it is built, half a minute"):
         launcher()
     events = search(case, direction, target, options.budget, options.log, options.workers)
     with closing(events):
         finished = watch(events, console)
-    with console.status("timing torch's attentions on the same case"):
-        rows = list(peers_of(case, direction)) if options.peers else []
+    rows = []
+    if options.peers:
+        with console.status("timing torch's attentions on the same case"):
+            rows = list(peers_of(case, direction))
     console.print(search_table(finished, rows))
     console.print(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
     arch, device_name = target

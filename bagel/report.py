@@ -176,6 +176,8 @@ def doctor_table(findings: Sequence[Finding]) -> Table:
     """What `doctor` shows, remedies below what they are for."""
     colours = {"ok": "green", "info": "blue", "warning": "yellow", "failure": "bold red"}
     table = Table(box=None, show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
     for finding in findings:
         colour = colours[finding.status]
         table.add_row(f"[{colour}]{finding.status}[/{colour}]", finding.name, escape(finding.value))
