@@ -48,6 +48,11 @@ def _fields() -> tuple[Field, ...]:
             "(mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)",
         ),
         Field(
+            "int*",
+            "reach",
+            "(mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything",
+        ),
+        Field(
             "float*",
             "dkv_accum",
             "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv",

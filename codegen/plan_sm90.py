@@ -124,6 +124,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         launches=(Launch(spec.symbol, grid, threads, shared, persistent=t.persistent),),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
+        parts=consumers if spec.problem.mask.listed else 1,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=spans,

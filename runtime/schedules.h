@@ -24,7 +24,7 @@ struct ScheduleKey {
     void* stream;
     bool owner_n, ordered, bounds;
     Bits bits;
-    std::array<int64_t, 5> sizes;      // tile_m, tile_n, seq_q, seq_k, launches (not all variants order their tiles)
+    std::array<int64_t, 6> sizes;      // tile_m, tile_n, parts, seq_q, seq_k, launches (not all variants order their tiles)
     std::array<long long, 7> strides;  // and planes of a dense mask; heads per kv head
 
     bool operator==(const ScheduleKey& o) const {
@@ -129,7 +129,7 @@ inline ScheduleKey schedule_key(const Variant& variant, const MaskTensors& mask,
             variant.ordered,
             variant.bounds,
             variant.bits,
-            {variant.tile_m, variant.tile_n, p.seq_q, p.seq_k, static_cast<int64_t>(variant.schedule.size())},
+            {variant.tile_m, variant.tile_n, variant.parts, p.seq_q, p.seq_k, static_cast<int64_t>(variant.schedule.size())},
             {p.dense_batch, p.dense_head, p.dense_row, p.dense_col, p.mask_batches, p.mask_heads,
              p.mask_heads > 1 ? p.heads_q / p.heads_kv : 1}};
 }
@@ -140,6 +140,7 @@ inline at::Tensor attach_schedule(const Variant& variant, const MaskTensors& mas
     const int64_t tiles = int64_t{params.mask_planes} * (variant.owner_n ? params.tiles_n : params.tiles_m);
     const int64_t bounds = variant.bounds ? int64_t{2} * params.padded_k : 0;
     const int64_t counters = variant.bounds ? 2 : 0;
+    const int64_t reach = variant.parts > 1 ? 8 * tiles : 0;
     const bool of_keys = variant.bits == Bits::kOfKeys;
     params.bits_row = variant.bits == Bits::kNone ? 0 : ((of_keys ? params.padded_k : params.padded_q) + 31) / 32;
     const int64_t bits = int64_t{params.mask_planes} * (of_keys ? params.padded_q : params.padded_k) * params.bits_row;
@@ -155,13 +156,15 @@ inline at::Tensor attach_schedule(const Variant& variant, const MaskTensors& mas
     }
     const bool build = !schedule.defined();
     if (build) {
-        const int64_t size = bounds + bits + tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1)) + counters;
+        const int64_t lists = tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1));
+        const int64_t size = bounds + bits + reach + lists + counters;
         const auto options = mask.first.options().dtype(at::kInt);
         schedule = cacheable ? empty_to_keep(size, options) : at::empty({size}, options);
     }
     params.bounds = schedule.mutable_data_ptr<int>();  // first, where the allocator aligns it for TMA
     params.bits = reinterpret_cast<unsigned*>(params.bounds + bounds);
-    params.tile_count = params.bounds + bounds + bits;
+    params.reach = params.bounds + bounds + bits;
+    params.tile_count = params.reach + reach;
     params.tile_order = params.tile_count + tiles;
     params.tile_list = params.tile_order + tiles;
     params.turn = variant.ordered ? params.tile_list + tiles * params.list_stride : nullptr;
