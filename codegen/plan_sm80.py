@@ -151,12 +151,15 @@ def schedule_launches(
 ) -> tuple[Launch, ...]:
     """Launches of templates/gpu/schedule.cuh.jinja, a block per owned tile; `ordered` adds one per query tile.
 
+    Lists of query tiles begin with a launch that looks at the keys.
+
     `descending` work needs no ranks.
     """
     if not spec.problem.mask.listed:
         return ()
     dense = spec.problem.mask is Mask.DENSE
     parts: list[tuple[str, tuple[str, ...]]] = [("pack", ("tiles_n", "tiles_m"))] if dense else []
+    parts += [("kinds", ("tiles_n",))] if not dense and tiles == "tiles_m" else []
     parts += [("schedule", (tiles,))]
     parts += [] if descending else [("order", (tiles,))]
     parts += [("turns", ("tiles_m",))] if ordered else []

@@ -168,10 +168,10 @@ inline VariantTable& variants() {
 // Loads a variant and returns its handle; the arguments are those of runtime/kernels.py.
 inline int64_t add_variant(const at::Tensor& binary, std::string path, std::string name, at::Device device,
                            bool backward, at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v, int64_t mask,
-                           int64_t align, int64_t tile_m, int64_t tile_n, bool owner_n, int64_t parts, bool dq_accum, bool dkv_accum,
-                           bool ordered, int64_t columns, int64_t columns_v, bool bounds, std::string bits,
-                           bool deterministic, std::vector<std::string> symbols, std::vector<std::string> grids,
-                           std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
+                           int64_t align, int64_t tile_m, int64_t tile_n, bool owner_n, int64_t parts, bool dq_accum,
+                           bool dkv_accum, bool ordered, int64_t columns, int64_t columns_v, bool bounds,
+                           std::string bits, bool deterministic, std::vector<std::string> symbols,
+                           std::vector<std::string> grids, std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
                            std::vector<int64_t> persistent, int64_t launches, std::vector<std::string> mapped,
                            std::vector<int64_t> boxes) {
     Variant v;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -139,17 +140,41 @@ static inline void __syncwarp() { __ballot_sync(~0u, false); }
 static inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 static inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
 
-static inline float __shfl_xor_sync(unsigned, float x, int distance) {
-    struct Shuffle {
-        float in, out;
-    } operand = {x, 0.0f};
-    together(&operand, [distance](Shuffle** lanes) {
+// What each lane of a warp has, in the order of the lanes.
+template <typename T>
+static std::array<T, 32> exchange(T x) {
+    struct Exchange {
+        T in;
+        std::array<T, 32> out;
+    } operand = {x, {}};
+    together(&operand, [](Exchange** lanes) {
         for (int i = 0; i < 32; ++i) {
-            lanes[i]->out = lanes[i ^ distance]->in;
+            for (int j = 0; j < 32; ++j) {
+                lanes[i]->out[j] = lanes[j]->in;
+            }
         }
     });
     return operand.out;
 }
+static inline float __shfl_xor_sync(unsigned, float x, int distance) {
+    return exchange(x)[threadIdx.x % 32 ^ distance];
+}
+static inline int __shfl_up_sync(unsigned, int x, int distance) {
+    return exchange(x)[threadIdx.x % 32 - (threadIdx.x % 32 < distance ? 0 : distance)];
+}
+static inline int __reduce_max_sync(unsigned, int x) {
+    const auto all = exchange(x);
+    return *std::max_element(all.begin(), all.end());
+}
+static inline int __reduce_min_sync(unsigned, int x) {
+    const auto all = exchange(x);
+    return *std::min_element(all.begin(), all.end());
+}
+
+// Fibers give way only where they wait for one another.
+static inline void atomicAdd(int* sum, int x) { *sum += x; }
+static inline void atomicMin(int* least, int x) { *least = min(*least, x); }
+static inline void atomicMax(int* most, int x) { *most = max(*most, x); }
 
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline void __threadfence() {}
