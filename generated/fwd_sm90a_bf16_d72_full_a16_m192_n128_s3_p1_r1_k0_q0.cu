@@ -34,6 +34,7 @@ struct Params {
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
     int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
@@ -638,7 +639,7 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
     }
 }
 
-// ---- Consumers -----------------------------------------------------------------------------------------------------
+// ---- Products ------------------------------------------------------------------------------------------------------
 
 // Warpgroup: start S = Q K^T with the 64 rows from row `row` of the tile of Q on.
 __device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
@@ -668,6 +669,8 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
         wgmma_out_tail(o, p[step], b_tail + (step * 16 * kTailSpan >> 4), step > 0 ? 1 : add);
     }
 }
+
+// ---- Consumers -----------------------------------------------------------------------------------------------------
 
 // Warpgroup: the next piece of work of this block that has anything to visit, and how many visits; 0 if none is left.
 __device__ __forceinline__ int next_work(const Params& p, int& round, Work& work, int group) {
@@ -760,7 +763,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            if (softmax(s, p_frags, rows, (entry & 1) || i < kExact || !rows.known, p.scale_log2, factor)) {
+            const bool careful = (entry & 1) || i < kExact || !rows.known;
+            if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
         }

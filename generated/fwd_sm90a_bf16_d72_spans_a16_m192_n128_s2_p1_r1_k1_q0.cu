@@ -34,6 +34,7 @@ struct Params {
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
     int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
@@ -104,6 +105,7 @@ constexpr int kHeadDim = 72;
 constexpr int kTileM = 192;  // query rows of a tile
 constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
+constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are followed in the first kExact visits, so that P is 1 at most; then only when its average in a thread's
 // row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
@@ -361,9 +363,14 @@ __device__ __forceinline__ int visits(const Params& p, int tile) {
     return __ldg(p.tile_count + tile);
 }
 
-// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
+// Visit number `index`: key tile << kParts, and a bit for each part of the query tile that does not see all its pairs.
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
     return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+}
+
+// The visits that show part `part` of the tile anything: [x, y).
+__device__ __forceinline__ int2 reach_of(const Params& p, int tile, int part) {
+    return __ldg(reinterpret_cast<const int2*>(p.reach) + tile * 4 + part);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -395,63 +402,183 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
+constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
-__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
-    const int first = query_tile * kTileM;
-    const int last = min(first + kTileM, p.seq_q);
-    bool some = false;
-    bool all = true;
-    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
-        const int2 span = span_of(p, key_tile * kTileN + i);
-        some |= max(span.x, first) < min(span.y, last);
-        all &= span.x <= first && span.y >= last;
+// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // nobody reads the last votes any more
+    const unsigned own = __ballot_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) {
+        votes[warp] = own;
     }
-    if (!__any_sync(~0u, some)) {
-        return 0;
+    __syncthreads();
+    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < kScheduleThreads / 32; ++w) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        total += __popc(votes[w]);
     }
-    return __all_sync(~0u, all) ? 2 : 1;
+    return before;
+}
+
+constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
+
+// The keys of a tile, as the threads of a block hold them.
+struct Keys {
+    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
+    int latest, earliest;       // start and end of all keys of the tile
+};
+
+// Block: the keys of a tile. Also bounds and pieces.
+__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
+    __shared__ int latest[kScheduleThreads / 32];
+    __shared__ int earliest[kScheduleThreads / 32];
+    Keys keys;
+    keys.latest = 0;
+    keys.earliest = p.seq_q;
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const int in_tile = i * kScheduleThreads + threadIdx.x;
+        keys.units[i] = make_int2(0, 0);
+        if (in_tile < kTileN) {
+            const int2 span = span_of(p, key_tile * kTileN + in_tile);
+            keys.latest = max(keys.latest, span.x);
+            keys.earliest = min(keys.earliest, span.y);
+            const int first = max(span.x, 0);
+            const int last = min(span.y, p.seq_q);
+            if (first < last) {
+                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
+            }
+            reinterpret_cast<int2*>(p.bounds)[key_tile * kTileN + in_tile] = span;
+        }
+    }
+    if (key_tile == 0 && threadIdx.x < 2) {
+        p.pieces[threadIdx.x] = 0;
+    }
+    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
+    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
+    __syncthreads();
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        keys.latest = max(keys.latest, latest[warp]);
+        keys.earliest = min(keys.earliest, earliest[warp]);
+    }
+    return keys;
+}
+
+// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
+    constexpr int units = kScheduleThreads * kParts;
+    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int sums[kScheduleThreads / 32];
+    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
+        changes[i] = 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const unsigned first = keys.units[i].x - base * kParts;
+        const unsigned last = keys.units[i].y - base * kParts;
+        if (first < units && first != last) {
+            atomicAdd(&changes[first], 1);
+        }
+        if (last < units && first != last) {
+            atomicAdd(&changes[last], -1);
+        }
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    int sum = 0;
+    int parts[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        sum += changes[threadIdx.x * kParts + part];
+        parts[part] = sum;
+    }
+    int before = sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, before, distance);
+        before += lane >= distance ? other : 0;
+    }
+    if (lane == 31) {
+        sums[threadIdx.x / 32] = before;
+    }
+    __syncthreads();
+    before += seen - sum;
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
+        seen += sums[warp];
+    }
+    unsigned kind = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
+        const int last = min(first + kUnit, p.seq_q);
+        kind |= (before + parts[part] > 0) << part;
+        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
+    }
+    return kind & kSomeParts ? kind : 0;
+}
+
+// One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
+    const Keys keys = load_keys(p, blockIdx.x);
+    int seen = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const unsigned kind = find_kind(p, keys, base, seen);
+        if (base + threadIdx.x < p.tiles_m) {
+            p.tile_list[static_cast<long long>(base + threadIdx.x) * p.list_stride + blockIdx.x] = kind;
+        }
+    }
 }
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned some[kScheduleThreads / 32];
+    __shared__ unsigned votes[kScheduleThreads / 32];
+    __shared__ int2 reach[kParts];
+    if (threadIdx.x < kParts) {
+        reach[threadIdx.x] = make_int2(p.tiles_n, 0);
+    }
     const int tile = blockIdx.x;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
+    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        unsigned some_bits = 0;
-        unsigned partial_bits = 0;
-        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_n; ++i) {
-            const int visited = base + warp * 32 + i;
-            const int kind = classify(p, tile, visited);
-            some_bits |= (kind != 0) << i;
-            partial_bits |= (kind == 1) << i;
+        const int visited = base + threadIdx.x;
+        // What _kinds left in the list. It is overwritten only where every thread has read.
+        const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
+        const int slot = count_before(kind != 0, votes, total);
+        if (kind != 0) {
+            list[slot] = visited << kParts | kind >> kParts;
         }
-        if (lane == 0) {
-            some[warp] = some_bits;
+        // The visits of a warp lie side by side: of those that show a part anything, the first and the last count.
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const unsigned shows = __ballot_sync(~0u, kind >> part & 1);
+            const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
+            const bool last = shows >> threadIdx.x % 32 == 1;
+            if (first) {
+                atomicMin(&reach[part].x, slot);
+            }
+            if (last) {
+                atomicMax(&reach[part].y, slot + 1);
+            }
         }
-        __syncthreads();
-        int before = total;
-        for (int w = 0; w < kScheduleThreads / 32; ++w) {
-            before += w < warp ? __popc(some[w]) : 0;
-            total += __popc(some[w]);
-        }
-        if (some_bits >> lane & 1) {
-            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
-            const int visited = base + warp * 32 + lane;
-            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
-        }
-        __syncthreads();
     }
     if (threadIdx.x == 0) {
         p.tile_count[tile] = total;
     }
+    __syncthreads();
+    if (threadIdx.x < kParts) {
+        const int2 found = reach[threadIdx.x];
+        reinterpret_cast<int2*>(p.reach)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
+    }
 }
 
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties. Also bounds.
+// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
@@ -464,13 +591,6 @@ attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_order(const __gr
     }
     if (threadIdx.x == 0) {
         p.tile_order[rank] = tile;
-    }
-    int2* bounds = reinterpret_cast<int2*>(p.bounds);
-    for (int key = blockIdx.x * kScheduleThreads + threadIdx.x; key < p.padded_k; key += gridDim.x * kScheduleThreads) {
-        bounds[key] = span_of(p, key);
-    }
-    if (tile == 0 && threadIdx.x < 2) {
-        p.pieces[threadIdx.x] = 0;
     }
 }
 
@@ -599,8 +719,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         int entry = visit(p, work.tile, 0);
 #pragma unroll 1  // registers are few
         for (int i = 0; i < count; ++i) {
-            const int key0 = (entry >> 1) * kTileN;
-            const int masked = entry & 1;
+            const int key0 = (entry >> kParts) * kTileN;
+            const int masked = (entry & (1 << kParts) - 1) != 0;
             if (i + 1 < count) {
                 entry = visit(p, work.tile, i + 1);
             }
@@ -765,7 +885,7 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
     }
 }
 
-// ---- Consumers -----------------------------------------------------------------------------------------------------
+// ---- Products ------------------------------------------------------------------------------------------------------
 
 // Warpgroup: start S = Q K^T with the 64 rows from row `row` of the tile of Q on.
 __device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
@@ -796,6 +916,8 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
     }
 }
 
+// ---- Consumers -----------------------------------------------------------------------------------------------------
+
 // Warpgroup: the next piece of work and how many visits it takes; 0 if none is left. Pieces come with the buffers of Q.
 __device__ __forceinline__ int next_work(const Params& p, unsigned base, unsigned q_buffer, unsigned q_phase,
                                          Work& work) {
@@ -806,6 +928,28 @@ __device__ __forceinline__ int next_work(const Params& p, unsigned base, unsigne
     }
     work = work_at(p, index);
     return visits(p, work.tile);
+}
+
+// Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
+// Of its turns with the tensor cores it passes on the first `turns`.
+__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
+        named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
+        barrier_arrive_if(threadIdx.x % 32 == 0, base + kEmptyK + stage * 8);
+        if (i < turns) {
+            named_sync(kTurnOfFirst + group, 256);
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+        }
+        barrier_wait(base + kFullV + stage * 8, phase);
+        named_sync(kStoreOfFirst + group, 128);
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
 }
 
 // Warpgroup: work through the tiles of this block.
@@ -825,11 +969,26 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     Work work;
     int count = next_work(p, base, q_buffer, q_phase, work);
+    int2 reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+    // Pieces of work that show these rows nothing, and the visits before the first that does.
+    while (count > 0 && reach.x == reach.y) {
+        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+        pass(base, stage, phase, group, count, count - 1);
+        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
+        barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
+        if (++q_buffer == kBuffersQ) {
+            q_buffer = 0;
+            q_phase ^= 1;
+        }
+        count = next_work(p, base, q_buffer, q_phase, work);
+        reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+    }
     if (count == 0) {
         return;
     }
+    pass(base, stage, phase, group, reach.x, reach.x);
     int row = work.tile * kTileM + row_in_tile;
-    int entry = visit(p, work.tile, 0);
+    int entry = visit(p, work.tile, reach.x);
     Rows rows;
     float2 factor;
     barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
@@ -841,7 +1000,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
-    if (entry & 1) {
+    if (entry >> group & 1) {
         apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
         __syncwarp();
     }
@@ -853,7 +1012,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
     while (true) {
         // Each step starts S of one key tile and P V of the tile before it.
-        for (int i = 1; i < count; ++i) {
+        for (int i = reach.x + 1; i < reach.y; ++i) {
             base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
             entry = visit(p, work.tile, i);
             const unsigned v_stage = stage;
@@ -868,13 +1027,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
-            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
+            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > reach.x + 1);
             wgmma_commit();
             named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
-            if (entry & 1) {
+            if (entry >> group & 1) {
                 apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
                 __syncwarp();
             }
@@ -886,14 +1045,16 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            if (softmax(s, p_frags, rows, (entry & 1) || i < kExact || !rows.known, p.scale_log2, factor)) {
+            const bool careful = (entry >> group & 1) || i < reach.x + kExact || !rows.known;
+            if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
         }
         const Work done = work;
         const unsigned done_q = q_buffer;
         const unsigned v_stage = stage;
-        const int add = count > 1;
+        const int add = reach.y - reach.x > 1;
+        const int after = count - reach.y;  // visits left, all hidden
         barrier_wait(base + kFullV + stage * 8, phase);
         if (++stage == kStages) {
             stage = 0;
@@ -903,8 +1064,32 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        count = next_work(p, base, q_buffer, q_phase, work);
-        if (count == 0) {
+        // With nothing to pass by in between, the next tile begins with this one's last product.
+        bool at_once = false;
+        if (after == 0) {
+            count = next_work(p, base, q_buffer, q_phase, work);
+            reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+            at_once = reach.x == 0 && reach.y > 0;
+        }
+        if (at_once) {
+            wgmma_fence();
+            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
+            wgmma_commit();
+            entry = visit(p, work.tile, 0);
+            barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+            q_at = base + kOffsetQ + q_buffer * kTileBytesM;
+            barrier_wait(base + kFullK + stage * 8, phase);
+            wgmma_fence();
+            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
+            wgmma_commit();
+            wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
+            accumulator_fence(o);
+            if (leader) {
+                barrier_arrive(base + kEmptyV + v_stage * 8);
+            }
+            store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
+            wgmma_wait_all();
+        } else {
             wgmma_fence();
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
             wgmma_commit();
@@ -914,29 +1099,46 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-            break;
+            if (after > 0) {
+                pass(base, stage, phase, group, after, after);
+                count = next_work(p, base, q_buffer, q_phase, work);
+                reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+            }
+            if (leader) {
+                tma_store_wait();
+                barrier_arrive(base + kEmptyQ + done_q * 8);
+            }
+            // Pieces of work that show these rows nothing, and the visits before the first that does.
+            while (count > 0 && reach.x == reach.y) {
+                barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+                pass(base, stage, phase, group, count, count - 1);
+                store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
+                barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
+                if (++q_buffer == kBuffersQ) {
+                    q_buffer = 0;
+                    q_phase ^= 1;
+                }
+                count = next_work(p, base, q_buffer, q_phase, work);
+                reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+            }
+            if (count == 0) {
+                break;
+            }
+            pass(base, stage, phase, group, reach.x, reach.x);
+            entry = visit(p, work.tile, reach.x);
+            barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+            q_at = base + kOffsetQ + q_buffer * kTileBytesM;
+            barrier_wait(base + kFullK + stage * 8, phase);
+            wgmma_fence();
+            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
+            wgmma_commit();
+            wgmma_wait_all();
         }
         row = work.tile * kTileM + row_in_tile;
-        entry = visit(p, work.tile, 0);
-        wgmma_fence();
-        start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
-        wgmma_commit();
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        q_at = base + kOffsetQ + q_buffer * kTileBytesM;
-        barrier_wait(base + kFullK + stage * 8, phase);
-        wgmma_fence();
-        start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-        wgmma_commit();
-        wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
-        accumulator_fence(o);
-        if (leader) {
-            barrier_arrive(base + kEmptyV + v_stage * 8);
-        }
-        store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
         wgmma_wait_all();
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
-        if (entry & 1) {
+        if (entry >> group & 1) {
             apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
             __syncwarp();
         }
@@ -947,7 +1149,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
         softmax(s, p_frags, rows, true, p.scale_log2, factor);
         tma_store_wait();
-        barrier_arrive_if(leader, base + kEmptyQ + done_q * 8);
+        barrier_arrive_if(at_once && leader, base + kEmptyQ + done_q * 8);
     }
     if (leader) {
         tma_store_wait();
