@@ -24,7 +24,7 @@ struct ScheduleKey {
     void* stream;
     bool owner_n, ordered, bounds;
     Bits bits;
-    std::array<int64_t, 6> sizes;      // tile_m, tile_n, parts, seq_q, seq_k, launches (not all variants order their tiles)
+    std::array<int64_t, 6> sizes;      // tile_m, tile_n, parts, seq_q, seq_k, launches (not all order their tiles)
     std::array<long long, 7> strides;  // and planes of a dense mask; heads per kv head
 
     bool operator==(const ScheduleKey& o) const {
@@ -129,7 +129,8 @@ inline ScheduleKey schedule_key(const Variant& variant, const MaskTensors& mask,
             variant.ordered,
             variant.bounds,
             variant.bits,
-            {variant.tile_m, variant.tile_n, variant.parts, p.seq_q, p.seq_k, static_cast<int64_t>(variant.schedule.size())},
+            {variant.tile_m, variant.tile_n, variant.parts, p.seq_q, p.seq_k,
+             static_cast<int64_t>(variant.schedule.size())},
             {p.dense_batch, p.dense_head, p.dense_row, p.dense_col, p.mask_batches, p.mask_heads,
              p.mask_heads > 1 ? p.heads_q / p.heads_kv : 1}};
 }
