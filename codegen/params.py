@@ -45,7 +45,7 @@ def _fields() -> tuple[Field, ...]:
         Field(
             "int*",
             "tile_list",
-            "(mask_planes, tiles, list_stride) visited tile << parts | a bit for each part that needs the mask",
+            "(mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs",
         ),
         Field(
             "int*",
