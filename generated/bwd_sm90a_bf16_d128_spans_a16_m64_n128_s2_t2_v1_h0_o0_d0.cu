@@ -34,7 +34,8 @@ struct Params {
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile * 2 + (1 if it needs the mask)
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
     int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
@@ -397,56 +398,139 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
+constexpr int kParts = 1;  // of a query tile
+constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Warp: 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
-__device__ __forceinline__ int classify(const Params& p, int query_tile, int key_tile) {
-    const int first = query_tile * kTileM;
-    const int last = min(first + kTileM, p.seq_q);
-    bool some = false;
-    bool all = true;
-    for (int i = threadIdx.x % 32; i < kTileN; i += 32) {
-        const int2 span = span_of(p, key_tile * kTileN + i);
-        some |= max(span.x, first) < min(span.y, last);
-        all &= span.x <= first && span.y >= last;
+// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // nobody reads the last votes any more
+    const unsigned own = __ballot_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) {
+        votes[warp] = own;
     }
-    if (!__any_sync(~0u, some)) {
-        return 0;
+    __syncthreads();
+    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < kScheduleThreads / 32; ++w) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        total += __popc(votes[w]);
     }
-    return __all_sync(~0u, all) ? 2 : 1;
+    return before;
+}
+
+constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
+
+// The keys of a tile, as the threads of a block hold them.
+struct Keys {
+    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
+    int latest, earliest;       // start and end of all keys of the tile
+};
+
+// Block: the keys of a tile.
+__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
+    __shared__ int latest[kScheduleThreads / 32];
+    __shared__ int earliest[kScheduleThreads / 32];
+    Keys keys;
+    keys.latest = 0;
+    keys.earliest = p.seq_q;
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const int in_tile = i * kScheduleThreads + threadIdx.x;
+        keys.units[i] = make_int2(0, 0);
+        if (in_tile < kTileN) {
+            const int2 span = span_of(p, key_tile * kTileN + in_tile);
+            keys.latest = max(keys.latest, span.x);
+            keys.earliest = min(keys.earliest, span.y);
+            const int first = max(span.x, 0);
+            const int last = min(span.y, p.seq_q);
+            if (first < last) {
+                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
+            }
+        }
+    }
+    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
+    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
+    __syncthreads();
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        keys.latest = max(keys.latest, latest[warp]);
+        keys.earliest = min(keys.earliest, earliest[warp]);
+    }
+    return keys;
+}
+
+// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
+    constexpr int units = kScheduleThreads * kParts;
+    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int sums[kScheduleThreads / 32];
+    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
+        changes[i] = 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const unsigned first = keys.units[i].x - base * kParts;
+        const unsigned last = keys.units[i].y - base * kParts;
+        if (first < units && first != last) {
+            atomicAdd(&changes[first], 1);
+        }
+        if (last < units && first != last) {
+            atomicAdd(&changes[last], -1);
+        }
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    int sum = 0;
+    int parts[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        sum += changes[threadIdx.x * kParts + part];
+        parts[part] = sum;
+    }
+    int before = sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, before, distance);
+        before += lane >= distance ? other : 0;
+    }
+    if (lane == 31) {
+        sums[threadIdx.x / 32] = before;
+    }
+    __syncthreads();
+    before += seen - sum;
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
+        seen += sums[warp];
+    }
+    unsigned kind = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
+        const int last = min(first + kUnit, p.seq_q);
+        kind |= (before + parts[part] > 0) << part;
+        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
+    }
+    return kind & kSomeParts ? kind : 0;
 }
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned some[kScheduleThreads / 32];
+    __shared__ unsigned votes[kScheduleThreads / 32];
     const int tile = blockIdx.x;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
+    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
+    const Keys keys = load_keys(p, tile);
+    int seen = 0;
     int total = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        unsigned some_bits = 0;
-        unsigned partial_bits = 0;
-        for (int i = 0; i < 32 && base + warp * 32 + i < p.tiles_m; ++i) {
-            const int visited = base + warp * 32 + i;
-            const int kind = classify(p, visited, tile);
-            some_bits |= (kind != 0) << i;
-            partial_bits |= (kind == 1) << i;
+        const int visited = base + threadIdx.x;
+        const unsigned kind = find_kind(p, keys, base, seen);
+        const int slot = count_before(kind != 0, votes, total);
+        if (kind != 0) {
+            list[slot] = visited << kParts | kind >> kParts;
         }
-        if (lane == 0) {
-            some[warp] = some_bits;
-        }
-        __syncthreads();
-        int before = total;
-        for (int w = 0; w < kScheduleThreads / 32; ++w) {
-            before += w < warp ? __popc(some[w]) : 0;
-            total += __popc(some[w]);
-        }
-        if (some_bits >> lane & 1) {
-            const int slot = before + __popc(some_bits & ((1u << lane) - 1));
-            const int visited = base + warp * 32 + lane;
-            p.tile_list[static_cast<long long>(tile) * p.list_stride + slot] = visited * 2 + (partial_bits >> lane & 1);
-        }
-        __syncthreads();
     }
     if (threadIdx.x == 0) {
         p.tile_count[tile] = total;
