@@ -9,7 +9,7 @@ from attnforge.codegen.spec import Arch, DType, Mask, Sm90Backward, Spec
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 # Addresses, loop counters, operands in flight: what a consumer uses beyond its tiles.
-REGISTERS_BESIDES = 24
+REGISTERS_BESIDES = 28
 HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
 
 
@@ -26,8 +26,8 @@ def make_plan(spec: Spec) -> Plan:
     require_hopper(p, "backward", 128)
     if p.mask is Mask.DENSE and not t.split_heads:
         raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
-    if t.tile_m not in (64, 128):
-        raise Infeasible(f"tile_m {t.tile_m}: must be 64 or 128")
+    if t.tile_m != 64:
+        raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
     if t.tile_n != 64 * CONSUMERS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {64 * CONSUMERS}, 64 keys for each consumer warpgroup")
     for name in ("stages", "stages_dout"):
@@ -35,34 +35,32 @@ def make_plan(spec: Spec) -> Plan:
             raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
     if t.stages < 2:
         raise Infeasible("stages 1: the next tile of Q arrives while this one is in use, which takes 2")
+    if not 0 <= t.in_regs <= 2:
+        raise Infeasible(f"in_regs {t.in_regs}: must be 0, 1 (K) or 2 (K and V)")
+    if t.lag and t.stages_dout < 2:
+        raise Infeasible("stages_dout 1: with lag the next dO is in use while this one is, which takes 2")
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: without a mask all key tiles have the same work")
     return _plan(spec, t)
 
 
-def dq_columns(head_dim: int, tile_m: int) -> int:
-    """Columns of dQ that one consumer computes, or `Infeasible`.
+def dq_columns(head_dim: int) -> int:
+    """Columns of dQ that one consumer computes, a multiple of 8.
 
-    128 queries: each takes 64 rows and all columns. 64 queries: they share the columns, split where a panel starts
-    (an operand must not run across panels from within one); a panel of 64 can be cut in half.
+    They are shared where a panel starts (an operand must not run across panels from within one); one panel is halved.
     """
-    if tile_m == 128:
-        return head_dim
     columns = panel_columns(head_dim)
     panels = -(-head_dim // 16) * 16 // columns
-    if panels > 1:
-        return -(-panels // 2) * columns
-    if head_dim == 64:
-        return 32
-    raise Infeasible(f"tile_m 64: {head_dim} columns of dQ are one panel, which two consumers cannot share")
+    return -(-panels // 2) * columns if panels > 1 else columns // 2
 
 
-def live_registers(t: Sm90Backward, head_dim: int, columns: int) -> int:
+def live_registers(t: Sm90Backward, head_dim: int) -> int:
     """Registers of a consumer thread that tiles take where most are live."""
-    scores, packed, sums, dq = t.tile_m // 2, t.tile_m // 4, head_dim, columns // 2
-    gradient = sums + 2 * scores + (packed if t.overlap else 0)  # P, dP; P packed if dV is running
-    issue = sums + scores + 2 * packed  # the next S; P and dS packed
-    return max(gradient, issue, sums + scores + dq)
+    scores, packed, dq = t.tile_m // 2, t.tile_m // 4, dq_columns(head_dim) // 2
+    sums = head_dim + -(-head_dim // 16) * 4 * t.in_regs
+    gradient = 2 * scores + packed + (dq if t.lag else 0)  # P, dP, P packed as dV is running
+    issue = scores + 2 * packed + (scores + dq if t.lag else 0)  # the next S (and dP); P and dS packed
+    return sums + max(gradient, issue, scores + dq)
 
 
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
@@ -70,7 +68,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     padded = -(-d // 16) * 16
     columns = panel_columns(d)
     panels = padded // columns
-    dq_part = dq_columns(d, t.tile_m)
+    dq_part, buffers_ds = dq_columns(d), 3 if t.lag else 2
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     if q_bytes % ALIGNMENT or kv_bytes % ALIGNMENT:
         raise Infeasible(f"tiles of {q_bytes} and {kv_bytes} bytes: must be multiples of {ALIGNMENT} bytes")
@@ -78,12 +76,12 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
     barriers = 8 * (3 + 2 * (t.stages + t.stages_dout + CONSUMERS))
     shared = 2 * kv_bytes + t.stages * (q_bytes + stat_bytes) + t.stages_dout * q_bytes
-    shared += 2 * ds_bytes + dq_bytes + barriers
+    shared += buffers_ds * ds_bytes + dq_bytes + barriers
     limit = SHARED_LIMIT[Arch.SM90]
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
-    live = live_registers(t, d, dq_part)
+    live = live_registers(t, d)
     if live > consumer_registers - REGISTERS_BESIDES:
         over = live - consumer_registers + REGISTERS_BESIDES
         raise Infeasible(f"registers: the tiles take {live} of a consumer thread, {over} more than fit")
@@ -121,8 +119,8 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
             "copies": panels // whole,
             "swizzle": SWIZZLE_CODE[columns * 2],
             "dq_columns": dq_part,
-            "split_rows": t.tile_m == 128,
-            "uneven": t.tile_m == 64 and 2 * dq_part != d,
+            "buffers_ds": buffers_ds,
+            "uneven": 2 * dq_part != d,
             "row_lanes": 1 << (d // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
             "helper_threads": HELPER_THREADS,
             "shared_bytes": shared,

@@ -183,10 +183,16 @@ def _hopper_forward(problem: Problem) -> Iterator[Tuning]:
 
 
 def _hopper_backward(head_dim: int) -> Iterator[Tuning]:
-    tiles = (128, 64) if head_dim <= 80 else (64, 128)
+    # Narrow heads have registers for lag and for K and V; what does not fit is left out by the plan.
+    narrow = head_dim <= 80
+    stages = ((3, 3), (4, 4), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
     # Ordered ones last: they are for deterministic=True, which takes the first deterministic candidate.
-    for ordered, tile_m, stages, stages_dout, overlap, split in product(
-        (False, True), tiles, (3, 2), (2, 1), (True, False), (False, True)
+    for ordered, lag, in_regs, (of_q, of_dout), split in product(
+        (False, True),
+        (True, False) if narrow else (False,),
+        (2, 1, 0) if narrow else (0, 1),
+        stages,
+        (False, True) if narrow else (True, False),
     ):
         for descending in (False,) if ordered else (False, True):
-            yield Sm90Backward(tile_m, 128, stages, stages_dout, overlap, split, ordered, descending)
+            yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, ordered, descending)

@@ -144,11 +144,14 @@ class Sm90Forward:
 class Sm90Backward:
     """Tuning of the Hopper backward kernel (one block owns a key tile and walks the query tiles)."""
 
-    tile_m: int = knob("m", "query rows per step of the main loop, 64 or 128")
+    tile_m: int = knob("m", "query rows per step of the main loop, 64")
     tile_n: int = knob("n", "keys per block, 64 for each of two consumer warpgroups")
     stages: int = knob("s", "shared-memory buffers for Q")
     stages_dout: int = knob("t", "shared-memory buffers for dO")
-    overlap: bool = knob("v", "dS is computed while the product dV is still going on")
+    lag: bool = knob(
+        "l", "dQ comes a step later and dP a step earlier, so that consumers need not keep in step"
+    )
+    in_regs: int = knob("r", "operands that stay in registers: 0 none, 1 K, 2 K and V")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
     ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
     descending: bool = knob(

@@ -52,7 +52,7 @@ PROBLEMS = [
     Problem(BACKWARD, Arch.SM120, DType.FLOAT32, 52, Mask.CAUSAL, 8, 9),
 ]
 # Knobs with one feasible value so far.
-ONE_VALUE = {("sm90a", Direction.BACKWARD, "tile_n")}
+ONE_VALUE = {("sm90a", Direction.BACKWARD, name) for name in ("tile_m", "tile_n")}
 RENDERED = 40  # of a problem's candidates, evenly spread
 
 

@@ -1,14 +1,15 @@
-// attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_v1_h1_o0_d0
+// attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
-//     16 --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set
-//     overlap=1 --set split_heads=1 --set ordered=0 --set descending=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
+//     --set in_regs=0 --set split_heads=1 --set ordered=0 --set descending=0
 //
-//   tile_m        64   query rows per step of the main loop, 64 or 128
+//   tile_m        64   query rows per step of the main loop, 64
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
 //   stages         3   shared-memory buffers for Q
 //   stages_dout    2   shared-memory buffers for dO
-//   overlap        1   dS is computed while the product dV is still going on
+//   lag            0   dQ comes a step later and dP a step earlier, so that consumers need not keep in step
+//   in_regs        0   operands that stay in registers: 0 none, 1 K, 2 K and V
 //   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
@@ -112,14 +113,15 @@ constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
 constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
-// dQ: a consumer computes half of the columns.
+// dQ: a consumer computes half of the columns, for all keys of the block.
 constexpr int kDqColumns = 64;
 constexpr int kDqSecond = kDqColumns;
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
-// dS is stored as [64 queries][key][query], chunks swizzled within 128 bytes.
+// dS is stored as [key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
+constexpr int kBuffersDs = 2;
 constexpr int kTileBytesM = kTileM * kPadded * 2;
 constexpr int kTileBytesN = kTileN * kPadded * 2;
 constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
@@ -129,7 +131,7 @@ constexpr int kOffsetV = kOffsetK + kTileBytesN;
 constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
-constexpr int kOffsetDq = kOffsetDs + 2 * kDsBytes;
+constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
 constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
 constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
@@ -227,12 +229,10 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until no group, or at most one, is in flight.
-__device__ __forceinline__ void wgmma_wait_all() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_wait_all_but_one() {
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+// Warpgroup: wait until at most `groups` groups are in flight.
+template <int groups>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
@@ -335,33 +335,24 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned lo
     // clang-format on
 }
 
-// ---- Mask: causal ---------------------------------------------------------------------------
+// ---- Mask: full ---------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
-    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
     return rank;
 }
 
-// The first query tile that sees key tile `tile`.
-__device__ __forceinline__ int first_visit(const Params& p, int tile) {
-    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
-}
-
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m - first_visit(p, tile);
+    return p.tiles_m;
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int query_tile = first_visit(p, tile) + index;
-    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
-    return query_tile * 2 + ((tile + 1) * kTileN > keys);
+    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -390,7 +381,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Tiles ---------------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
 // Position in a ring of buffers: the phase of its barriers flips at every wrap.
 struct Ring {
@@ -402,6 +393,27 @@ struct Ring {
         }
     }
 };
+
+// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
+struct Work {
+    int tile, head_kv, batch;
+    int visits;              // query tiles
+    int first_head, heads;  // q heads
+};
+
+__device__ __forceinline__ Work work_of(const Params& p, int block) {
+    const Place place = place_of(p, block);
+    Work work;
+    work.first_head = place.head;
+    work.heads = 1;
+    work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned swizzle) {
@@ -443,7 +455,7 @@ __device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsi
     }
 }
 
-// Warpgroup: start dQ = dS K over all keys, for 64 queries and kDqColumns columns, those where `k` starts.
+// Warpgroup: start dQ = dS K over all keys of the block, for kDqColumns columns, those where `k` starts.
 __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
     const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
     const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
@@ -453,104 +465,7 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned d
     }
 }
 
-// ---- Softmax and its gradient --------------------------------------------------------------------------------------
-
-// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
-__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
-        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
-        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
-        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
-    }
-}
-
-// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
-__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
-    const int first = query0 + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int query = first + i * 2 + c;
-            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
-            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
-        }
-    }
-}
-
-// Thread: P in the registers and precision that wgmma takes as its A operand.
-__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 4; ++i) {
-        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
-    }
-}
-
-// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
-__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
-                                                const float (&dp)[kTileM / 2], unsigned delta) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
-        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
-    }
-}
-
-// ---- How results leave registers -----------------------------------------------------------------------------------
-
-// Warpgroup: its 64 keys of dS to the tile at `ds`.
-__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
-    const int lane = threadIdx.x % 32;
-    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
-    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
-    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-        stmatrix(ds + step / 4 * kTileN * kSpanDs + (place ^ step % 4 * 32), frags[step][0], frags[step][1],
-                 frags[step][2], frags[step][3]);
-    }
-}
-
-// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
-__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
-#pragma unroll
-    for (int i = 0; i < kDqColumns / 2; i += 4) {
-        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    }
-}
-
-// Warpgroup: add its 64 keys of dK or dV to the fp32 sums of the group, in fragment order.
-__device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim / 2]) {
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i += 4) {
-        add_to(sums + i * 128 + threadIdx.x % 128 * 4, x[i], x[i + 1], x[i + 2], x[i + 3]);
-    }
-}
-
-// ---- Work ----------------------------------------------------------------------------------------------------------
-
-// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
-struct Work {
-    int tile, head_kv, batch;
-    int visits;              // query tiles
-    int first_head, heads;  // q heads
-};
-
-__device__ __forceinline__ Work work_of(const Params& p, int block) {
-    const Place place = place_of(p, block);
-    Work work;
-    work.first_head = place.head;
-    work.heads = 1;
-    work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
-    work.batch = place.batch;
-    work.tile = owned_tile(p, place.rank);
-    work.visits = visits(p, work.tile);
-    return work;
-}
+// ---- Producers -----------------------------------------------------------------------------------------------------
 
 // The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
 // are few others); their first lane alone acts.
@@ -633,15 +548,90 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
     }
 }
 
+// ---- Softmax and its gradient --------------------------------------------------------------------------------------
+
+// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
+__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
+        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
+        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
+        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
+    }
+}
+
+// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
+    const int first = query0 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int query = first + i * 2 + c;
+            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
+            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
+        }
+    }
+}
+
+// Thread: P in the registers and precision that wgmma takes as its A operand.
+__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) {
+        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
+    }
+}
+
+// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
+__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
+                                                const float (&dp)[kTileM / 2], unsigned delta) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
+        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
+    }
+}
+
+// ---- How results leave registers -----------------------------------------------------------------------------------
+
+// Warpgroup: its 64 keys of dS to the tile at `ds`.
+__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
+    const int lane = threadIdx.x % 32;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
+    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
+    }
+}
+
+// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
+__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 2; i += 4) {
+        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+}
+
+// Warpgroup: add its 64 keys of dK or dV to the fp32 sums of the group, in fragment order.
+__device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim / 2]) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i += 4) {
+        add_to(sums + i * 128 + threadIdx.x % 128 * 4, x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+}
+
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: the next P is computed while dK and
-// dQ are running, dS while dV is.
+// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: dS is computed beside dV,
+// the next P beside dK.
 __device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
-    const unsigned k = base + kOffsetK + group * 64 * kSpan;  // its rows of every panel
-    const unsigned v = base + kOffsetV + group * 64 * kSpan;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
     const int steps = work.visits * work.heads;
     Ring q_ring = {0, 0};
@@ -655,11 +645,12 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     unsigned ds_frags[kTileM / 16][4];
 
     barrier_wait(base + kFullK, 0);
+    const unsigned k = base + kOffsetK + group * 64 * kSpan;
     barrier_wait(base + kFullQ, 0);
     wgmma_fence();
     start_scores(s, k, base + kOffsetQ);
     wgmma_commit();
-    wgmma_wait_all();
+    wgmma_wait<0>();
     accumulator_fence(s);
     probabilities(s, base + kOffsetStats, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
@@ -667,6 +658,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         apply_mask(p, s, (entry >> 1) * kTileM, key);
     }
     barrier_wait(base + kFullV, 0);
+    const unsigned v = base + kOffsetV + group * 64 * kSpan;
 
     for (int step = 0; step < steps; ++step) {
         const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
@@ -674,6 +666,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
         const unsigned ds = base + kOffsetDs + (step & 1) * kDsBytes;
         const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
         const bool more = step + 1 < steps;
 
         barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
@@ -683,7 +676,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         wgmma_commit();
         start_dkv(dv, p_frags, dout, step > 0);
         wgmma_commit();
-        wgmma_wait_all_but_one();  // dP is complete
+        wgmma_wait<1>();  // dP is complete
         accumulator_fence(dp);
         score_gradients(ds_frags, s, dp, delta);
         store_ds(ds, ds_frags, group);
@@ -694,6 +687,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         }
 
         q_ring.advance(kStagesQ);
+        do_ring.advance(kStagesDo);
         if (more) {
             barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
         }
@@ -703,19 +697,11 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         wgmma_commit();
         start_dkv(dk, ds_frags, q, step > 0);
         wgmma_commit();
-        barrier_wait(base + kFullDs, step & 1);
-        wgmma_wait_all();
+        wgmma_wait<1>();  // dV and S are complete
         accumulator_fence(s);
         if (lane == 0) {
-            // Every warp for itself: it also hands back what it has read of the row statistics. The __syncwarp above
-            // comes after the reads of all its lanes.
-            barrier_arrive(base + kEmptyDo + do_ring.stage * 8);
-            barrier_arrive(empty_q);
+            barrier_arrive(empty_do);
         }
-        do_ring.advance(kStagesDo);
-        wgmma_fence();
-        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
-        wgmma_commit();
         if (more) {
             const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
             probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
@@ -723,8 +709,17 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
                 apply_mask(p, s, (entry >> 1) * kTileM, key);
             }
         }
+        barrier_wait(base + kFullDs, step & 1);
+        wgmma_wait<0>();  // dK is complete
+        if (lane == 0) {
+            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarp above.
+            barrier_arrive(empty_q);
+        }
+        wgmma_fence();
+        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
+        wgmma_commit();
         barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
-        wgmma_wait_all();
+        wgmma_wait<0>();
         accumulator_fence(dq);
         store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
         proxy_fence();
@@ -746,7 +741,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
 
 // Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_v1_h1_o0_d0(
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -809,7 +804,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_v1_h1_o0_d0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -877,7 +872,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_v1_h1_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -893,7 +888,7 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_v1_h1_o0_d0_finish(const
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_v1_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;

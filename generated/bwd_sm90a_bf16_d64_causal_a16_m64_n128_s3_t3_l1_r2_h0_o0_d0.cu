@@ -1,15 +1,16 @@
-// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0
+// attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
-//     overlap=1 --set split_heads=1 --set ordered=0 --set descending=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask causal --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=3 --set lag=1
+//     --set in_regs=2 --set split_heads=0 --set ordered=0 --set descending=0
 //
-//   tile_m        64   query rows per step of the main loop, 64 or 128
+//   tile_m        64   query rows per step of the main loop, 64
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
-//   stages         2   shared-memory buffers for Q
-//   stages_dout    2   shared-memory buffers for dO
-//   overlap        1   dS is computed while the product dV is still going on
-//   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   stages         3   shared-memory buffers for Q
+//   stages_dout    3   shared-memory buffers for dO
+//   lag            1   dQ comes a step later and dP a step earlier, so that consumers need not keep in step
+//   in_regs        2   operands that stay in registers: 0 none, 1 K, 2 K and V
+//   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
 
@@ -93,33 +94,34 @@ struct alignas(64) TensorMap {
 
 // How the copy engine finds the tensors; encoded by the host for each call.
 struct TensorMaps {
-    TensorMap q, dout, k, v;
+    TensorMap q, dout, k, v, dk, dv;
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 128;
-constexpr int kPadded = 128;  // columns of a stored row
+constexpr int kHeadDim = 64;
+constexpr int kPadded = 64;  // columns of a stored row
 constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
-constexpr int kStagesQ = 2;  // buffers of Q
-constexpr int kStagesDo = 2;  // buffers of dO
+constexpr int kStagesQ = 3;  // buffers of Q
+constexpr int kStagesDo = 3;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
 constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
-// dQ: a consumer computes half of the columns.
-constexpr int kDqColumns = 64;
+// dQ: a consumer computes half of the columns, for all keys of the block.
+constexpr int kDqColumns = 32;
 constexpr int kDqSecond = kDqColumns;
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
-// dS is stored as [64 queries][key][query], chunks swizzled within 128 bytes.
+// dS is stored as [key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
+constexpr int kBuffersDs = 3;
 constexpr int kTileBytesM = kTileM * kPadded * 2;
 constexpr int kTileBytesN = kTileN * kPadded * 2;
 constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
@@ -129,7 +131,7 @@ constexpr int kOffsetV = kOffsetK + kTileBytesN;
 constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
-constexpr int kOffsetDq = kOffsetDs + 2 * kDsBytes;
+constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
 constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
 constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
@@ -144,7 +146,10 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 197768, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 149168, "codegen/plan_sm90_backward.py disagrees");
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -202,6 +207,15 @@ __device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int byt
         : "memory");
 }
 
+// Thread: start copying a box from shared memory; elements outside the tensor are dropped.
+__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head,
+                                          int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(src), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
 // Thread: close the group of stores issued since the last commit.
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -227,12 +241,10 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until no group, or at most one, is in flight.
-__device__ __forceinline__ void wgmma_wait_all() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_wait_all_but_one() {
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+// Warpgroup: wait until at most `groups` groups are in flight.
+template <int groups>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
@@ -242,6 +254,11 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     for (int i = 0; i < n; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");
     }
+}
+
+// Warps: named barrier `id` for `threads` threads: wait for all.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
@@ -258,6 +275,14 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
+// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
@@ -268,11 +293,6 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
 __device__ __forceinline__ void bulk_reduce(float* target, unsigned src, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(src), "r"(bytes)
                  : "memory");
-}
-
-// Thread: add four consecutive floats to device memory.
-__device__ __forceinline__ void add_to(float* target, float x, float y, float z, float w) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
 // Thread: an integer to and from shared memory.
@@ -302,14 +322,14 @@ __device__ __forceinline__ float2 unpack(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
 }
 
-// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of head_dim, both from shared memory.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned long long a, unsigned long long b,
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of head_dim, A from registers.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(add));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
@@ -317,44 +337,51 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
 __device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: dQ (64 queries x 64 columns) = or += dS K over 16 keys, both as they lie in memory.
+// Warpgroup: dQ (64 queries x 32 columns) = or += dS K over 16 keys, both as they lie in memory.
 __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned long long a, unsigned long long b,
                                          int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------
+// ---- Mask: causal ---------------------------------------------------------------------------
 
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
 }
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+    return rank;
+}
+
+// The first query tile that sees key tile `tile`.
+__device__ __forceinline__ int first_visit(const Params& p, int tile) {
+    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
 }
 
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_m - first_visit(p, tile);
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+    const int query_tile = first_visit(p, tile) + index;
+    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
+    return query_tile * 2 + ((tile + 1) * kTileN > keys);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -370,7 +397,7 @@ struct Place {
 // Work starts in the order of its index. Heads come in sections whose operands fit the L2 cache together; in a section
 // all heads' largest tiles come first.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
-    const int heads = p.heads_q;
+    const int heads = p.heads_kv;
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
@@ -383,165 +410,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // of a query tile
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
-
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
-__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
-    const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
-    const unsigned own = __ballot_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0) {
-        votes[warp] = own;
-    }
-    __syncthreads();
-    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < kScheduleThreads / 32; ++w) {
-        before += w < warp ? __popc(votes[w]) : 0;
-        total += __popc(votes[w]);
-    }
-    return before;
-}
-
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
-constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
-
-// The keys of a tile, as the threads of a block hold them.
-struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
-};
-
-// Block: the keys of a tile.
-__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
-    __shared__ int latest[kScheduleThreads / 32];
-    __shared__ int earliest[kScheduleThreads / 32];
-    Keys keys;
-    keys.latest = 0;
-    keys.earliest = p.seq_q;
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const int in_tile = i * kScheduleThreads + threadIdx.x;
-        keys.units[i] = make_int2(0, 0);
-        if (in_tile < kTileN) {
-            const int2 span = span_of(p, key_tile * kTileN + in_tile);
-            keys.latest = max(keys.latest, span.x);
-            keys.earliest = min(keys.earliest, span.y);
-            const int first = max(span.x, 0);
-            const int last = min(span.y, p.seq_q);
-            if (first < last) {
-                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
-            }
-        }
-    }
-    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
-    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
-    __syncthreads();
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        keys.latest = max(keys.latest, latest[warp]);
-        keys.earliest = min(keys.earliest, earliest[warp]);
-    }
-    return keys;
-}
-
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
-__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
-    __shared__ int sums[kScheduleThreads / 32];
-    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
-        changes[i] = 0;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kParts;
-        const unsigned last = keys.units[i].y - base * kParts;
-        if (first < units && first != last) {
-            atomicAdd(&changes[first], 1);
-        }
-        if (last < units && first != last) {
-            atomicAdd(&changes[last], -1);
-        }
-    }
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    int sum = 0;
-    int parts[kParts];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        sum += changes[threadIdx.x * kParts + part];
-        parts[part] = sum;
-    }
-    int before = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, before, distance);
-        before += lane >= distance ? other : 0;
-    }
-    if (lane == 31) {
-        sums[threadIdx.x / 32] = before;
-    }
-    __syncthreads();
-    before += seen - sum;
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
-        seen += sums[warp];
-    }
-    unsigned kind = 0;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
-        const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + parts[part] > 0) << part;
-        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
-    }
-    return kind & kSomeParts ? kind : 0;
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned votes[kScheduleThreads / 32];
-    const int tile = blockIdx.x;
-    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
-    const Keys keys = load_keys(p, tile);
-    int seen = 0;
-    int total = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int visited = base + threadIdx.x;
-        const unsigned kind = find_kind(p, keys, base, seen);
-        const int slot = count_before(kind != 0, votes, total);
-        if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
-        }
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-}
-
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
-    }
-}
-
-// ---- Tiles ---------------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
 // Position in a ring of buffers: the phase of its barriers flips at every wrap.
 struct Ring {
@@ -553,6 +422,27 @@ struct Ring {
         }
     }
 };
+
+// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
+struct Work {
+    int tile, head_kv, batch;
+    int visits;              // query tiles
+    int first_head, heads;  // q heads
+};
+
+__device__ __forceinline__ Work work_of(const Params& p, int block) {
+    const Place place = place_of(p, block);
+    Work work;
+    work.head_kv = place.head;
+    work.heads = p.heads_q / p.heads_kv;
+    work.first_head = work.head_kv * work.heads;
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned swizzle) {
@@ -574,13 +464,26 @@ __device__ __forceinline__ void load_tile(unsigned dst, const TensorMap& map, un
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
-__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned keys, unsigned queries) {
-    const unsigned long long a = descriptor(keys, 0, 8 * kSpan, kSwizzle);
+// Warp: its 16 rows of a tile of keys, as fragments of wgmma's A.
+__device__ __forceinline__ void load_fragments(unsigned (&fragments)[kPadded / 16][4], unsigned keys) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int step = 0; step < kPadded / 16; ++step) {
+        const int chunk = step * 2 + lane / 16;
+        ldmatrix(fragments[step], keys + chunk / (kColumns / 8) * kTileN * kSpan + row * kSpan +
+                                      (chunk % (kColumns / 8) ^ twist) * 16);
+    }
+}
+
+// Warpgroup: start S = K Q^T or dP = V dO^T, with its keys in registers.
+__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], const unsigned (&keys)[kPadded / 16][4],
+                                             unsigned queries) {
     const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
 #pragma unroll
     for (int step = 0; step < kPadded / 16; ++step) {
-        wgmma_scores(s, a + (step_offset(step, kTileN) >> 4), b + (step_offset(step, kTileM) >> 4), step > 0);
+        wgmma_scores(s, keys[step], b + (step_offset(step, kTileM) >> 4), step > 0);
     }
 }
 
@@ -594,7 +497,7 @@ __device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsi
     }
 }
 
-// Warpgroup: start dQ = dS K over all keys, for 64 queries and kDqColumns columns, those where `k` starts.
+// Warpgroup: start dQ = dS K over all keys of the block, for kDqColumns columns, those where `k` starts.
 __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
     const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
     const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
@@ -604,108 +507,7 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned d
     }
 }
 
-// ---- Softmax and its gradient --------------------------------------------------------------------------------------
-
-// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
-__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
-        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
-        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
-        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
-    }
-}
-
-// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
-    const int first = query0 + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int start = seen_by[half].x - first;
-        const int end = seen_by[half].y - first;
-#pragma unroll
-        for (int i = half * 2; i < kTileM / 2; i += 4) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int query = i / 4 * 8 + c;
-                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
-            }
-        }
-    }
-}
-
-// Thread: P in the registers and precision that wgmma takes as its A operand.
-__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 4; ++i) {
-        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
-    }
-}
-
-// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
-__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
-                                                const float (&dp)[kTileM / 2], unsigned delta) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
-        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
-    }
-}
-
-// ---- How results leave registers -----------------------------------------------------------------------------------
-
-// Warpgroup: its 64 keys of dS to the tile at `ds`.
-__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
-    const int lane = threadIdx.x % 32;
-    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
-    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
-    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-        stmatrix(ds + step / 4 * kTileN * kSpanDs + (place ^ step % 4 * 32), frags[step][0], frags[step][1],
-                 frags[step][2], frags[step][3]);
-    }
-}
-
-// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
-__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
-#pragma unroll
-    for (int i = 0; i < kDqColumns / 2; i += 4) {
-        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    }
-}
-
-// Warpgroup: add its 64 keys of dK or dV to the fp32 sums of the group, in fragment order.
-__device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim / 2]) {
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i += 4) {
-        add_to(sums + i * 128 + threadIdx.x % 128 * 4, x[i], x[i + 1], x[i + 2], x[i + 3]);
-    }
-}
-
-// ---- Work ----------------------------------------------------------------------------------------------------------
-
-// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
-struct Work {
-    int tile, head_kv, batch;
-    int visits;              // query tiles
-    int first_head, heads;  // q heads
-};
-
-__device__ __forceinline__ Work work_of(const Params& p, int block) {
-    const Place place = place_of(p, block);
-    Work work;
-    work.first_head = place.head;
-    work.heads = 1;
-    work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
-    work.batch = place.batch;
-    work.tile = owned_tile(p, place.rank);
-    work.visits = visits(p, work.tile);
-    return work;
-}
+// ---- Producers -----------------------------------------------------------------------------------------------------
 
 // The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
 // are few others); their first lane alone acts.
@@ -773,6 +575,13 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
     for (int h = 0; h < work.heads; ++h) {
         const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
         float* sums = p.dq_accum + plane * p.padded_q * kHeadDim + group * (kDqPartBytes / 4);
+        if (h == 0) {  // consumers first leave what is no dQ
+            barrier_wait(base + kFullDq + group * 8, phase);
+            phase ^= 1;
+            if (acts) {
+                barrier_arrive(base + kEmptyDq + group * 8);
+            }
+        }
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
             const int tile = visit(p, work.tile, i) >> 1;
@@ -788,17 +597,117 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
     }
 }
 
+// ---- Softmax and its gradient --------------------------------------------------------------------------------------
+
+// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
+__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
+        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
+        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
+        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
+    }
+}
+
+// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
+    const int first = query0 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int query = first + i * 2 + c;
+            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
+            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
+        }
+    }
+}
+
+// Thread: P in the registers and precision that wgmma takes as its A operand.
+__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) {
+        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
+    }
+}
+
+// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
+__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
+                                                const float (&dp)[kTileM / 2], unsigned delta) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
+        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
+    }
+}
+
+// ---- How results leave registers -----------------------------------------------------------------------------------
+
+// Warpgroup: its 64 keys of dS to the tile at `ds`.
+__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
+    const int lane = threadIdx.x % 32;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
+    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
+    }
+}
+
+// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
+__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 2; i += 4) {
+        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+}
+
+// Warpgroup: its 64 keys of dK or dV, times `factor`, to the panels at `part`.
+__device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadDim / 2], float factor) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
+        const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
+        stmatrix(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
+                 pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
+                 pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
+    }
+}
+
+// Thread: start copying 64 staged rows to device memory; rows past seq_k are dropped.
+__device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
+    tma_store(map, part, 0, row, 0, head, batch);
+}
+
+// Block: zeros for a key tile that no query sees.
+__device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head, int batch) {
+    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
+    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
+    for (int i = threadIdx.x; i < kTileN * kHeadDim / 8; i += kThreads) {
+        const int row = key0 + i / (kHeadDim / 8);
+        const int column = i % (kHeadDim / 8) * 8;
+        if (row < p.seq_k) {
+            *reinterpret_cast<uint4*>(dk + row * p.dk_row + column) = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(dv + row * p.dv_row + column) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: the next P is computed while dK and
-// dQ are running, dS while dV is.
-__device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
+// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: dS is computed beside dV and the dQ
+// of the step before, the next P beside its dP and dK.
+__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
-    const unsigned k = base + kOffsetK + group * 64 * kSpan;  // its rows of every panel
-    const unsigned v = base + kOffsetV + group * 64 * kSpan;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
-    const int2 seen_by[2] = {span_of(p, key), span_of(p, key + 8)};
     const int steps = work.visits * work.heads;
     Ring q_ring = {0, 0};
     Ring do_ring = {0, 0};
@@ -811,36 +720,49 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     unsigned ds_frags[kTileM / 16][4];
 
     barrier_wait(base + kFullK, 0);
+    unsigned k[kPadded / 16][4];
+    load_fragments(k, base + kOffsetK + group * 64 * kSpan);
     barrier_wait(base + kFullQ, 0);
     wgmma_fence();
     start_scores(s, k, base + kOffsetQ);
     wgmma_commit();
-    wgmma_wait_all();
+    wgmma_wait<0>();
     accumulator_fence(s);
     probabilities(s, base + kOffsetStats, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
     if (entry & 1) {
-        apply_mask(s, (entry >> 1) * kTileM, seen_by);
+        apply_mask(p, s, (entry >> 1) * kTileM, key);
     }
     barrier_wait(base + kFullV, 0);
+    unsigned v[kPadded / 16][4];
+    load_fragments(v, base + kOffsetV + group * 64 * kSpan);
 
+    unsigned ds_stage = 0;
+    unsigned ds_before = base + kOffsetDs + 2 * kDsBytes;
+    barrier_wait(base + kFullDo, 0);
+    wgmma_fence();
+    start_scores(dp, v, base + kOffsetDo);
+    wgmma_commit();
+    wgmma_wait<0>();
+    accumulator_fence(dp);
     for (int step = 0; step < steps; ++step) {
         const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
         const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
         const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
-        const unsigned ds = base + kOffsetDs + (step & 1) * kDsBytes;
+        const unsigned ds = base + kOffsetDs + ds_stage * kDsBytes;
         const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
         const bool more = step + 1 < steps;
 
-        barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
         pack_scores(p_frags, s);
         wgmma_fence();
-        start_scores(dp, v, dout);
-        wgmma_commit();
         start_dkv(dv, p_frags, dout, step > 0);
         wgmma_commit();
-        wgmma_wait_all_but_one();  // dP is complete
-        accumulator_fence(dp);
+        barrier_wait(base + kFullDs, step & 1 ^ 1);
+        wgmma_fence();
+        // Before the first step this multiplies what lies there, and nobody looks at the result.
+        start_dq(dq, ds_before, base + kOffsetK + group * kDqSecond * 2);
+        wgmma_commit();
         score_gradients(ds_frags, s, dp, delta);
         store_ds(ds, ds_frags, group);
         proxy_fence();
@@ -850,59 +772,82 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         }
 
         q_ring.advance(kStagesQ);
+        do_ring.advance(kStagesDo);
         if (more) {
             barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+            barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
         }
         wgmma_fence();
         // After the last step this multiplies old data, and nobody looks at the result.
         start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
         wgmma_commit();
+        start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+        wgmma_commit();
         start_dkv(dk, ds_frags, q, step > 0);
         wgmma_commit();
-        barrier_wait(base + kFullDs, step & 1);
-        wgmma_wait_all();
-        accumulator_fence(s);
-        if (lane == 0) {
-            // Every warp for itself: it also hands back what it has read of the row statistics. The __syncwarp above
-            // comes after the reads of all its lanes.
-            barrier_arrive(base + kEmptyDo + do_ring.stage * 8);
-            barrier_arrive(empty_q);
-        }
-        do_ring.advance(kStagesDo);
-        wgmma_fence();
-        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
-        wgmma_commit();
-        if (more) {
-            const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
-            probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
-            if (entry & 1) {
-                apply_mask(s, (entry >> 1) * kTileM, seen_by);
-            }
-        }
         barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
-        wgmma_wait_all();
+        wgmma_wait<3>();  // dV and dQ are complete
         accumulator_fence(dq);
         store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
         proxy_fence();
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(base + kFullDq + group * 8);
+            barrier_arrive(empty_do);
         }
+        wgmma_wait<2>();  // S is complete
+        accumulator_fence(s);
+        if (more) {
+            const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
+            probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
+            if (entry & 1) {
+                apply_mask(p, s, (entry >> 1) * kTileM, key);
+            }
+        }
+        wgmma_wait<0>();
+        accumulator_fence(dp);
+        if (lane == 0) {
+            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarps above.
+            barrier_arrive(empty_q);
+        }
+        ds_before = ds;
+        ds_stage = ds_stage == 2 ? 0 : ds_stage + 1;
+    }
+    barrier_wait(base + kFullDs, steps & 1 ^ 1);
+    wgmma_fence();
+    start_dq(dq, ds_before, base + kOffsetK + group * kDqSecond * 2);
+    wgmma_commit();
+    barrier_wait(base + kEmptyDq + group * 8, steps & 1 ^ 1);
+    wgmma_wait<0>();
+    accumulator_fence(dq);
+    store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) {
+        barrier_arrive(base + kFullDq + group * 8);
     }
     accumulator_fence(dk);
     accumulator_fence(dv);
-    const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
-    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+    named_sync(kConsumersDone, kConsumers * 128);  // nobody reads K and V any more: dK and dV leave through them
+    const unsigned part = group * 64 * kPadded * 2;
+    stage_dkv(base + kOffsetK + part, dk, p.scale);
+    stage_dkv(base + kOffsetV + part, dv, 1.0f);
+    proxy_fence();
+    named_sync(kStoreOfFirst + group, 128);
     const int key0 = work.tile * kTileN + group * 64;
-    add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
-    add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+    if (threadIdx.x % 128 == 0 && key0 < p.seq_k) {
+        store_tile(maps.dk, base + kOffsetK + part, key0, work.head_kv, work.batch);
+        store_tile(maps.dv, base + kOffsetV + part, key0, work.head_kv, work.batch);
+        tma_store_commit();
+        tma_store_wait();
+    }
 }
 
 // ---- Kernels -------------------------------------------------------------------------------------------------------
 
-// Grid: tiles_n x batch x heads_q blocks.
+// Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0(
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -910,6 +855,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0(
     const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
+        store_no_dkv(p, work.tile * kTileN, work.head_kv, work.batch);
         return;
     }
     if (threadIdx.x == 0) {
@@ -943,7 +889,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0(
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume(p, base, work, group - 1);
+        consume(p, maps, base, work, group - 1);
     }
 }
 
@@ -965,8 +911,8 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_prepare(const __grid_constant__ Params p) {
-    constexpr int lanes = 16;  // threads that share a row
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_prepare(const __grid_constant__ Params p) {
+    constexpr int lanes = 8;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int tile = blockIdx.x / (p.heads_q * p.batch);
@@ -998,12 +944,6 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_prepare(const
     for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
         dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
-    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
-    const long long step = static_cast<long long>(gridDim.x) * kHelperThreads;
-    for (long long i = static_cast<long long>(blockIdx.x) * kHelperThreads + threadIdx.x; i < quads; i += step) {
-        dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
 }
 
 constexpr int kPitch = kHeadDim / 2 + 4;  // words between rows of the transposition buffer: 16 bytes more than a row
@@ -1033,7 +973,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1045,25 +985,4 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_finish(const 
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
-}
-
-// Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
-extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
-    __shared__ __align__(16) unsigned rows[2][64][kPitch];
-    const int head = blockIdx.x % p.heads_kv;
-    const int batch = blockIdx.x / p.heads_kv % p.batch;
-    const int tile = blockIdx.x / (p.heads_kv * p.batch);
-    const long long plane = static_cast<long long>(batch) * p.heads_kv + head;
-    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
-    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
-    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
-    for (int key0 = tile * kTileN; key0 < min(p.seq_k, (tile + 1) * kTileN); key0 += 64) {
-        gather<kHeadDim>(rows[0], 0, p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, p.scale);
-        gather<kHeadDim>(rows[1], 0, p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, 1.0f);
-        __syncthreads();
-        scatter(dk + key0 * p.dk_row, p.dk_row, rows[0], min(64, p.seq_k - key0));
-        scatter(dv + key0 * p.dv_row, p.dv_row, rows[1], min(64, p.seq_k - key0));
-        __syncthreads();
-    }
 }

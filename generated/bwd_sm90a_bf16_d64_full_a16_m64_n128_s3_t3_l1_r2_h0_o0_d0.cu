@@ -1,14 +1,15 @@
-// attnforge_bwd_sm90a_bf16_d64_causal_a16_m128_n128_s2_t2_v0_h0_o0_d0
+// attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask causal --align 16
-//     --set tile_m=128 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
-//     overlap=0 --set split_heads=0 --set ordered=0 --set descending=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask full --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=3 --set lag=1
+//     --set in_regs=2 --set split_heads=0 --set ordered=0 --set descending=0
 //
-//   tile_m       128   query rows per step of the main loop, 64 or 128
+//   tile_m        64   query rows per step of the main loop, 64
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
-//   stages         2   shared-memory buffers for Q
-//   stages_dout    2   shared-memory buffers for dO
-//   overlap        0   dS is computed while the product dV is still going on
+//   stages         3   shared-memory buffers for Q
+//   stages_dout    3   shared-memory buffers for dO
+//   lag            1   dQ comes a step later and dP a step earlier, so that consumers need not keep in step
+//   in_regs        2   operands that stay in registers: 0 none, 1 K, 2 K and V
 //   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
@@ -100,25 +101,27 @@ struct TensorMaps {
 
 constexpr int kHeadDim = 64;
 constexpr int kPadded = 64;  // columns of a stored row
-constexpr int kTileM = 128;  // query rows of a step
+constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
-constexpr int kStagesQ = 2;  // buffers of Q
-constexpr int kStagesDo = 2;  // buffers of dO
+constexpr int kStagesQ = 3;  // buffers of Q
+constexpr int kStagesDo = 3;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
 constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
-// dQ: consumer g computes query rows 64 g to 64 g + 63.
-constexpr int kDqColumns = kHeadDim;
+// dQ: a consumer computes half of the columns, for all keys of the block.
+constexpr int kDqColumns = 32;
+constexpr int kDqSecond = kDqColumns;
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
-// dS is stored as [64 queries][key][query], chunks swizzled within 128 bytes.
+// dS is stored as [key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
+constexpr int kBuffersDs = 3;
 constexpr int kTileBytesM = kTileM * kPadded * 2;
 constexpr int kTileBytesN = kTileN * kPadded * 2;
 constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
@@ -128,7 +131,7 @@ constexpr int kOffsetV = kOffsetK + kTileBytesN;
 constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
-constexpr int kOffsetDq = kOffsetDs + 2 * kDsBytes;
+constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
 constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
 constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
@@ -143,7 +146,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 198792, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 149168, "codegen/plan_sm90_backward.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
@@ -238,9 +241,10 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until no group is in flight.
-__device__ __forceinline__ void wgmma_wait_all() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// Warpgroup: wait until at most `groups` groups are in flight.
+template <int groups>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
@@ -269,6 +273,14 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
@@ -310,14 +322,14 @@ __device__ __forceinline__ float2 unpack(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
 }
 
-// Warpgroup: S or dP (64 keys x 128 queries) = or += A B^T over 16 columns of head_dim, both from shared memory.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned long long a, unsigned long long b,
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of head_dim, A from registers.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "l"(a), "l"(b), "r"(add));
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
@@ -332,44 +344,35 @@ __device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// Warpgroup: dQ (64 queries x 64 columns) = or += dS K over 16 keys, both as they lie in memory.
+// Warpgroup: dQ (64 queries x 32 columns) = or += dS K over 16 keys, both as they lie in memory.
 __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned long long a, unsigned long long b,
                                          int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// ---- Mask: causal ---------------------------------------------------------------------------
+// ---- Mask: full ---------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
-    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
     return rank;
 }
 
-// The first query tile that sees key tile `tile`.
-__device__ __forceinline__ int first_visit(const Params& p, int tile) {
-    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
-}
-
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m - first_visit(p, tile);
+    return p.tiles_m;
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int query_tile = first_visit(p, tile) + index;
-    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
-    return query_tile * 2 + ((tile + 1) * kTileN > keys);
+    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -398,7 +401,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Tiles ---------------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
 // Position in a ring of buffers: the phase of its barriers flips at every wrap.
 struct Ring {
@@ -410,6 +413,27 @@ struct Ring {
         }
     }
 };
+
+// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
+struct Work {
+    int tile, head_kv, batch;
+    int visits;              // query tiles
+    int first_head, heads;  // q heads
+};
+
+__device__ __forceinline__ Work work_of(const Params& p, int block) {
+    const Place place = place_of(p, block);
+    Work work;
+    work.head_kv = place.head;
+    work.heads = p.heads_q / p.heads_kv;
+    work.first_head = work.head_kv * work.heads;
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned swizzle) {
@@ -431,13 +455,26 @@ __device__ __forceinline__ void load_tile(unsigned dst, const TensorMap& map, un
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
-__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned keys, unsigned queries) {
-    const unsigned long long a = descriptor(keys, 0, 8 * kSpan, kSwizzle);
+// Warp: its 16 rows of a tile of keys, as fragments of wgmma's A.
+__device__ __forceinline__ void load_fragments(unsigned (&fragments)[kPadded / 16][4], unsigned keys) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int step = 0; step < kPadded / 16; ++step) {
+        const int chunk = step * 2 + lane / 16;
+        ldmatrix(fragments[step], keys + chunk / (kColumns / 8) * kTileN * kSpan + row * kSpan +
+                                      (chunk % (kColumns / 8) ^ twist) * 16);
+    }
+}
+
+// Warpgroup: start S = K Q^T or dP = V dO^T, with its keys in registers.
+__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], const unsigned (&keys)[kPadded / 16][4],
+                                             unsigned queries) {
     const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
 #pragma unroll
     for (int step = 0; step < kPadded / 16; ++step) {
-        wgmma_scores(s, a + (step_offset(step, kTileN) >> 4), b + (step_offset(step, kTileM) >> 4), step > 0);
+        wgmma_scores(s, keys[step], b + (step_offset(step, kTileM) >> 4), step > 0);
     }
 }
 
@@ -451,7 +488,7 @@ __device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsi
     }
 }
 
-// Warpgroup: start dQ = dS K over all keys, for 64 queries and kDqColumns columns, those where `k` starts.
+// Warpgroup: start dQ = dS K over all keys of the block, for kDqColumns columns, those where `k` starts.
 __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
     const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
     const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
@@ -461,130 +498,7 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned d
     }
 }
 
-// ---- Softmax and its gradient --------------------------------------------------------------------------------------
-
-// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
-__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
-        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
-        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
-        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
-    }
-}
-
-// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
-__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
-    const int first = query0 + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int query = first + i * 2 + c;
-            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
-            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
-        }
-    }
-}
-
-// Thread: P in the registers and precision that wgmma takes as its A operand.
-__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 4; ++i) {
-        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
-    }
-}
-
-// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
-__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
-                                                const float (&dp)[kTileM / 2], unsigned delta) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
-        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
-    }
-}
-
-// ---- How results leave registers -----------------------------------------------------------------------------------
-
-// Warpgroup: its 64 keys of dS to the tile at `ds`.
-__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
-    const int lane = threadIdx.x % 32;
-    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
-    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
-    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-        stmatrix(ds + step / 4 * kTileN * kSpanDs + (place ^ step % 4 * 32), frags[step][0], frags[step][1],
-                 frags[step][2], frags[step][3]);
-    }
-}
-
-// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
-__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
-#pragma unroll
-    for (int i = 0; i < kDqColumns / 2; i += 4) {
-        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    }
-}
-
-// Warpgroup: its 64 keys of dK or dV, times `factor`, to the panels at `part`.
-__device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadDim / 2], float factor) {
-    const int lane = threadIdx.x % 32;
-    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
-    const int twist = row / 1 % 8;
-#pragma unroll
-    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
-        const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
-        stmatrix(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
-                 pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
-                 pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
-    }
-}
-
-// Thread: start copying 64 staged rows to device memory; rows past seq_k are dropped.
-__device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
-    tma_store(map, part, 0, row, 0, head, batch);
-}
-
-// Block: zeros for a key tile that no query sees.
-__device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head, int batch) {
-    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
-    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
-    for (int i = threadIdx.x; i < kTileN * kHeadDim / 8; i += kThreads) {
-        const int row = key0 + i / (kHeadDim / 8);
-        const int column = i % (kHeadDim / 8) * 8;
-        if (row < p.seq_k) {
-            *reinterpret_cast<uint4*>(dk + row * p.dk_row + column) = make_uint4(0, 0, 0, 0);
-            *reinterpret_cast<uint4*>(dv + row * p.dv_row + column) = make_uint4(0, 0, 0, 0);
-        }
-    }
-}
-
-// ---- Work ----------------------------------------------------------------------------------------------------------
-
-// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
-struct Work {
-    int tile, head_kv, batch;
-    int visits;              // query tiles
-    int first_head, heads;  // q heads
-};
-
-__device__ __forceinline__ Work work_of(const Params& p, int block) {
-    const Place place = place_of(p, block);
-    Work work;
-    work.head_kv = place.head;
-    work.heads = p.heads_q / p.heads_kv;
-    work.first_head = work.head_kv * work.heads;
-    work.batch = place.batch;
-    work.tile = owned_tile(p, place.rank);
-    work.visits = visits(p, work.tile);
-    return work;
-}
+// ---- Producers -----------------------------------------------------------------------------------------------------
 
 // The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
 // are few others); their first lane alone acts.
@@ -652,6 +566,13 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
     for (int h = 0; h < work.heads; ++h) {
         const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
         float* sums = p.dq_accum + plane * p.padded_q * kHeadDim + group * (kDqPartBytes / 4);
+        if (h == 0) {  // consumers first leave what is no dQ
+            barrier_wait(base + kFullDq + group * 8, phase);
+            phase ^= 1;
+            if (acts) {
+                barrier_arrive(base + kEmptyDq + group * 8);
+            }
+        }
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
             const int tile = visit(p, work.tile, i) >> 1;
@@ -667,15 +588,116 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
     }
 }
 
+// ---- Softmax and its gradient --------------------------------------------------------------------------------------
+
+// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
+__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
+        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
+        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
+        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
+    }
+}
+
+// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
+    const int first = query0 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int query = first + i * 2 + c;
+            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
+            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
+        }
+    }
+}
+
+// Thread: P in the registers and precision that wgmma takes as its A operand.
+__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) {
+        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
+    }
+}
+
+// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
+__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
+                                                const float (&dp)[kTileM / 2], unsigned delta) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
+        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
+    }
+}
+
+// ---- How results leave registers -----------------------------------------------------------------------------------
+
+// Warpgroup: its 64 keys of dS to the tile at `ds`.
+__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
+    const int lane = threadIdx.x % 32;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
+    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
+    }
+}
+
+// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
+__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 2; i += 4) {
+        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+}
+
+// Warpgroup: its 64 keys of dK or dV, times `factor`, to the panels at `part`.
+__device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadDim / 2], float factor) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
+        const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
+        stmatrix(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
+                 pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
+                 pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
+    }
+}
+
+// Thread: start copying 64 staged rows to device memory; rows past seq_k are dropped.
+__device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
+    tma_store(map, part, 0, row, 0, head, batch);
+}
+
+// Block: zeros for a key tile that no query sees.
+__device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head, int batch) {
+    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
+    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
+    for (int i = threadIdx.x; i < kTileN * kHeadDim / 8; i += kThreads) {
+        const int row = key0 + i / (kHeadDim / 8);
+        const int column = i % (kHeadDim / 8) * 8;
+        if (row < p.seq_k) {
+            *reinterpret_cast<uint4*>(dk + row * p.dk_row + column) = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(dv + row * p.dv_row + column) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: the next P is computed while dK and
-// dQ are running.
+// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: dS is computed beside dV and the dQ
+// of the step before, the next P beside its dP and dK.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
-    const unsigned k = base + kOffsetK + group * 64 * kSpan;  // its rows of every panel
-    const unsigned v = base + kOffsetV + group * 64 * kSpan;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
     const int steps = work.visits * work.heads;
     Ring q_ring = {0, 0};
@@ -689,11 +711,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     unsigned ds_frags[kTileM / 16][4];
 
     barrier_wait(base + kFullK, 0);
+    unsigned k[kPadded / 16][4];
+    load_fragments(k, base + kOffsetK + group * 64 * kSpan);
     barrier_wait(base + kFullQ, 0);
     wgmma_fence();
     start_scores(s, k, base + kOffsetQ);
     wgmma_commit();
-    wgmma_wait_all();
+    wgmma_wait<0>();
     accumulator_fence(s);
     probabilities(s, base + kOffsetStats, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
@@ -701,26 +725,36 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         apply_mask(p, s, (entry >> 1) * kTileM, key);
     }
     barrier_wait(base + kFullV, 0);
+    unsigned v[kPadded / 16][4];
+    load_fragments(v, base + kOffsetV + group * 64 * kSpan);
 
+    unsigned ds_stage = 0;
+    unsigned ds_before = base + kOffsetDs + 2 * kDsBytes;
+    barrier_wait(base + kFullDo, 0);
+    wgmma_fence();
+    start_scores(dp, v, base + kOffsetDo);
+    wgmma_commit();
+    wgmma_wait<0>();
+    accumulator_fence(dp);
     for (int step = 0; step < steps; ++step) {
         const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
         const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
         const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
-        const unsigned ds = base + kOffsetDs + (step & 1) * kDsBytes;
+        const unsigned ds = base + kOffsetDs + ds_stage * kDsBytes;
         const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
         const bool more = step + 1 < steps;
 
-        barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
-        wgmma_fence();
-        start_scores(dp, v, dout);
-        wgmma_commit();
-        wgmma_wait_all();
-        accumulator_fence(dp);
-        score_gradients(ds_frags, s, dp, delta);
         pack_scores(p_frags, s);
         wgmma_fence();
         start_dkv(dv, p_frags, dout, step > 0);
         wgmma_commit();
+        barrier_wait(base + kFullDs, step & 1 ^ 1);
+        wgmma_fence();
+        // Before the first step this multiplies what lies there, and nobody looks at the result.
+        start_dq(dq, ds_before, base + kOffsetK + group * kDqSecond * 2);
+        wgmma_commit();
+        score_gradients(ds_frags, s, dp, delta);
         store_ds(ds, ds_frags, group);
         proxy_fence();
         __syncwarp();
@@ -729,28 +763,31 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         }
 
         q_ring.advance(kStagesQ);
+        do_ring.advance(kStagesDo);
         if (more) {
             barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+            barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
         }
         wgmma_fence();
         // After the last step this multiplies old data, and nobody looks at the result.
         start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
         wgmma_commit();
+        start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+        wgmma_commit();
         start_dkv(dk, ds_frags, q, step > 0);
         wgmma_commit();
-        barrier_wait(base + kFullDs, step & 1);
-        wgmma_wait_all();
-        accumulator_fence(s);
+        barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
+        wgmma_wait<3>();  // dV and dQ are complete
+        accumulator_fence(dq);
+        store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+        proxy_fence();
+        __syncwarp();
         if (lane == 0) {
-            // Every warp for itself: it also hands back what it has read of the row statistics. The __syncwarp above
-            // comes after the reads of all its lanes.
-            barrier_arrive(base + kEmptyDo + do_ring.stage * 8);
-            barrier_arrive(empty_q);
+            barrier_arrive(base + kFullDq + group * 8);
+            barrier_arrive(empty_do);
         }
-        do_ring.advance(kStagesDo);
-        wgmma_fence();
-        start_dq(dq, ds + group * kTileN * kSpanDs, base + kOffsetK);
-        wgmma_commit();
+        wgmma_wait<2>();  // S is complete
+        accumulator_fence(s);
         if (more) {
             const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
             probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
@@ -758,15 +795,27 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 apply_mask(p, s, (entry >> 1) * kTileM, key);
             }
         }
-        barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
-        wgmma_wait_all();
-        accumulator_fence(dq);
-        store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-        proxy_fence();
-        __syncwarp();
+        wgmma_wait<0>();
+        accumulator_fence(dp);
         if (lane == 0) {
-            barrier_arrive(base + kFullDq + group * 8);
+            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarps above.
+            barrier_arrive(empty_q);
         }
+        ds_before = ds;
+        ds_stage = ds_stage == 2 ? 0 : ds_stage + 1;
+    }
+    barrier_wait(base + kFullDs, steps & 1 ^ 1);
+    wgmma_fence();
+    start_dq(dq, ds_before, base + kOffsetK + group * kDqSecond * 2);
+    wgmma_commit();
+    barrier_wait(base + kEmptyDq + group * 8, steps & 1 ^ 1);
+    wgmma_wait<0>();
+    accumulator_fence(dq);
+    store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) {
+        barrier_arrive(base + kFullDq + group * 8);
     }
     accumulator_fence(dk);
     accumulator_fence(dv);
@@ -789,7 +838,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m128_n128_s2_t2_v0_h0_o0_d0(
+attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -853,7 +902,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m128_n128_s2_t2_v0_h0_o0_d0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_prepare(const __grid_constant__ Params p) {
     constexpr int lanes = 8;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -915,7 +964,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m128_n128_s2_t2_v0_h0_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -923,7 +972,7 @@ attnforge_bwd_sm90a_bf16_d64_causal_a16_m128_n128_s2_t2_v0_h0_o0_d0_finish(const
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
     gather<kDqColumns>(rows, 0, sums, p.scale);
-    gather<kDqColumns>(rows + 64, 0, sums + 64 * kDqColumns, p.scale);
+    gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));

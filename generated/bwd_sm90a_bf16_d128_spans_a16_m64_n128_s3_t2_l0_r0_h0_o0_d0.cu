@@ -1,14 +1,15 @@
-// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0
+// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h0_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2 --set
-//     overlap=1 --set split_heads=0 --set ordered=0 --set descending=0
+//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
+//     --set in_regs=0 --set split_heads=0 --set ordered=0 --set descending=0
 //
-//   tile_m        64   query rows per step of the main loop, 64 or 128
+//   tile_m        64   query rows per step of the main loop, 64
 //   tile_n       128   keys per block, 64 for each of two consumer warpgroups
-//   stages         2   shared-memory buffers for Q
+//   stages         3   shared-memory buffers for Q
 //   stages_dout    2   shared-memory buffers for dO
-//   overlap        1   dS is computed while the product dV is still going on
+//   lag            0   dQ comes a step later and dP a step earlier, so that consumers need not keep in step
+//   in_regs        0   operands that stay in registers: 0 none, 1 K, 2 K and V
 //   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
@@ -105,21 +106,22 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
-constexpr int kStagesQ = 2;  // buffers of Q
+constexpr int kStagesQ = 3;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
 constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
-// dQ: a consumer computes half of the columns.
+// dQ: a consumer computes half of the columns, for all keys of the block.
 constexpr int kDqColumns = 64;
 constexpr int kDqSecond = kDqColumns;
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
-// dS is stored as [64 queries][key][query], chunks swizzled within 128 bytes.
+// dS is stored as [key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
+constexpr int kBuffersDs = 2;
 constexpr int kTileBytesM = kTileM * kPadded * 2;
 constexpr int kTileBytesN = kTileN * kPadded * 2;
 constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
@@ -129,7 +131,7 @@ constexpr int kOffsetV = kOffsetK + kTileBytesN;
 constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
-constexpr int kOffsetDq = kOffsetDs + 2 * kDsBytes;
+constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
 constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
 constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
@@ -144,7 +146,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 197768, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 214688, "codegen/plan_sm90_backward.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
@@ -239,12 +241,10 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until no group, or at most one, is in flight.
-__device__ __forceinline__ void wgmma_wait_all() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_wait_all_but_one() {
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+// Warpgroup: wait until at most `groups` groups are in flight.
+template <int groups>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
@@ -517,7 +517,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0_schedule(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h0_o0_d0_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     const int tile = blockIdx.x;
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
@@ -539,7 +539,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0_schedule(cons
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0_order(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h0_o0_d0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -553,7 +553,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0_order(const _
     }
 }
 
-// ---- Tiles ---------------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
 // Position in a ring of buffers: the phase of its barriers flips at every wrap.
 struct Ring {
@@ -565,6 +565,27 @@ struct Ring {
         }
     }
 };
+
+// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
+struct Work {
+    int tile, head_kv, batch;
+    int visits;              // query tiles
+    int first_head, heads;  // q heads
+};
+
+__device__ __forceinline__ Work work_of(const Params& p, int block) {
+    const Place place = place_of(p, block);
+    Work work;
+    work.head_kv = place.head;
+    work.heads = p.heads_q / p.heads_kv;
+    work.first_head = work.head_kv * work.heads;
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned swizzle) {
@@ -606,7 +627,7 @@ __device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsi
     }
 }
 
-// Warpgroup: start dQ = dS K over all keys, for 64 queries and kDqColumns columns, those where `k` starts.
+// Warpgroup: start dQ = dS K over all keys of the block, for kDqColumns columns, those where `k` starts.
 __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
     const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
     const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
@@ -616,134 +637,7 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned d
     }
 }
 
-// ---- Softmax and its gradient --------------------------------------------------------------------------------------
-
-// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
-__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
-        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
-        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
-        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
-    }
-}
-
-// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
-    const int first = query0 + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int start = seen_by[half].x - first;
-        const int end = seen_by[half].y - first;
-#pragma unroll
-        for (int i = half * 2; i < kTileM / 2; i += 4) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int query = i / 4 * 8 + c;
-                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
-            }
-        }
-    }
-}
-
-// Thread: P in the registers and precision that wgmma takes as its A operand.
-__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 4; ++i) {
-        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
-    }
-}
-
-// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
-__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
-                                                const float (&dp)[kTileM / 2], unsigned delta) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
-        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
-    }
-}
-
-// ---- How results leave registers -----------------------------------------------------------------------------------
-
-// Warpgroup: its 64 keys of dS to the tile at `ds`.
-__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
-    const int lane = threadIdx.x % 32;
-    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
-    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
-    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-        stmatrix(ds + step / 4 * kTileN * kSpanDs + (place ^ step % 4 * 32), frags[step][0], frags[step][1],
-                 frags[step][2], frags[step][3]);
-    }
-}
-
-// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
-__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
-#pragma unroll
-    for (int i = 0; i < kDqColumns / 2; i += 4) {
-        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    }
-}
-
-// Warpgroup: its 64 keys of dK or dV, times `factor`, to the panels at `part`.
-__device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadDim / 2], float factor) {
-    const int lane = threadIdx.x % 32;
-    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
-    const int twist = row / 1 % 8;
-#pragma unroll
-    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
-        const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
-        stmatrix(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
-                 pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
-                 pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
-    }
-}
-
-// Thread: start copying 64 staged rows to device memory; rows past seq_k are dropped.
-__device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
-    tma_store(map, part, 0, row, 0, head, batch);
-}
-
-// Block: zeros for a key tile that no query sees.
-__device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head, int batch) {
-    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
-    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
-    for (int i = threadIdx.x; i < kTileN * kHeadDim / 8; i += kThreads) {
-        const int row = key0 + i / (kHeadDim / 8);
-        const int column = i % (kHeadDim / 8) * 8;
-        if (row < p.seq_k) {
-            *reinterpret_cast<uint4*>(dk + row * p.dk_row + column) = make_uint4(0, 0, 0, 0);
-            *reinterpret_cast<uint4*>(dv + row * p.dv_row + column) = make_uint4(0, 0, 0, 0);
-        }
-    }
-}
-
-// ---- Work ----------------------------------------------------------------------------------------------------------
-
-// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
-struct Work {
-    int tile, head_kv, batch;
-    int visits;              // query tiles
-    int first_head, heads;  // q heads
-};
-
-__device__ __forceinline__ Work work_of(const Params& p, int block) {
-    const Place place = place_of(p, block);
-    Work work;
-    work.head_kv = place.head;
-    work.heads = p.heads_q / p.heads_kv;
-    work.first_head = work.head_kv * work.heads;
-    work.batch = place.batch;
-    work.tile = owned_tile(p, place.rank);
-    work.visits = visits(p, work.tile);
-    return work;
-}
+// ---- Producers -----------------------------------------------------------------------------------------------------
 
 // The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
 // are few others); their first lane alone acts.
@@ -826,15 +720,120 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
     }
 }
 
+// ---- Softmax and its gradient --------------------------------------------------------------------------------------
+
+// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
+__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
+        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
+        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
+        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
+    }
+}
+
+// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
+__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
+    const int first = query0 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int start = seen_by[half].x - first;
+        const int end = seen_by[half].y - first;
+#pragma unroll
+        for (int i = half * 2; i < kTileM / 2; i += 4) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int query = i / 4 * 8 + c;
+                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
+            }
+        }
+    }
+}
+
+// Thread: P in the registers and precision that wgmma takes as its A operand.
+__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) {
+        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
+    }
+}
+
+// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
+__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
+                                                const float (&dp)[kTileM / 2], unsigned delta) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
+        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
+    }
+}
+
+// ---- How results leave registers -----------------------------------------------------------------------------------
+
+// Warpgroup: its 64 keys of dS to the tile at `ds`.
+__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
+    const int lane = threadIdx.x % 32;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
+    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
+    }
+}
+
+// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
+__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 2; i += 4) {
+        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+}
+
+// Warpgroup: its 64 keys of dK or dV, times `factor`, to the panels at `part`.
+__device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadDim / 2], float factor) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
+        const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
+        stmatrix(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
+                 pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
+                 pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
+    }
+}
+
+// Thread: start copying 64 staged rows to device memory; rows past seq_k are dropped.
+__device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
+    tma_store(map, part, 0, row, 0, head, batch);
+}
+
+// Block: zeros for a key tile that no query sees.
+__device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head, int batch) {
+    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
+    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
+    for (int i = threadIdx.x; i < kTileN * kHeadDim / 8; i += kThreads) {
+        const int row = key0 + i / (kHeadDim / 8);
+        const int column = i % (kHeadDim / 8) * 8;
+        if (row < p.seq_k) {
+            *reinterpret_cast<uint4*>(dk + row * p.dk_row + column) = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(dv + row * p.dv_row + column) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: the next P is computed while dK and
-// dQ are running, dS while dV is.
+// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: dS is computed beside dV,
+// the next P beside dK.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
-    const unsigned k = base + kOffsetK + group * 64 * kSpan;  // its rows of every panel
-    const unsigned v = base + kOffsetV + group * 64 * kSpan;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
     const int2 seen_by[2] = {span_of(p, key), span_of(p, key + 8)};
     const int steps = work.visits * work.heads;
@@ -849,11 +848,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     unsigned ds_frags[kTileM / 16][4];
 
     barrier_wait(base + kFullK, 0);
+    const unsigned k = base + kOffsetK + group * 64 * kSpan;
     barrier_wait(base + kFullQ, 0);
     wgmma_fence();
     start_scores(s, k, base + kOffsetQ);
     wgmma_commit();
-    wgmma_wait_all();
+    wgmma_wait<0>();
     accumulator_fence(s);
     probabilities(s, base + kOffsetStats, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
@@ -861,6 +861,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         apply_mask(s, (entry >> 1) * kTileM, seen_by);
     }
     barrier_wait(base + kFullV, 0);
+    const unsigned v = base + kOffsetV + group * 64 * kSpan;
 
     for (int step = 0; step < steps; ++step) {
         const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
@@ -868,6 +869,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
         const unsigned ds = base + kOffsetDs + (step & 1) * kDsBytes;
         const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
         const bool more = step + 1 < steps;
 
         barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
@@ -877,7 +879,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_commit();
         start_dkv(dv, p_frags, dout, step > 0);
         wgmma_commit();
-        wgmma_wait_all_but_one();  // dP is complete
+        wgmma_wait<1>();  // dP is complete
         accumulator_fence(dp);
         score_gradients(ds_frags, s, dp, delta);
         store_ds(ds, ds_frags, group);
@@ -888,6 +890,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         }
 
         q_ring.advance(kStagesQ);
+        do_ring.advance(kStagesDo);
         if (more) {
             barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
         }
@@ -897,19 +900,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_commit();
         start_dkv(dk, ds_frags, q, step > 0);
         wgmma_commit();
-        barrier_wait(base + kFullDs, step & 1);
-        wgmma_wait_all();
+        wgmma_wait<1>();  // dV and S are complete
         accumulator_fence(s);
         if (lane == 0) {
-            // Every warp for itself: it also hands back what it has read of the row statistics. The __syncwarp above
-            // comes after the reads of all its lanes.
-            barrier_arrive(base + kEmptyDo + do_ring.stage * 8);
-            barrier_arrive(empty_q);
+            barrier_arrive(empty_do);
         }
-        do_ring.advance(kStagesDo);
-        wgmma_fence();
-        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
-        wgmma_commit();
         if (more) {
             const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
             probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
@@ -917,8 +912,17 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 apply_mask(s, (entry >> 1) * kTileM, seen_by);
             }
         }
+        barrier_wait(base + kFullDs, step & 1);
+        wgmma_wait<0>();  // dK is complete
+        if (lane == 0) {
+            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarp above.
+            barrier_arrive(empty_q);
+        }
+        wgmma_fence();
+        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
+        wgmma_commit();
         barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
-        wgmma_wait_all();
+        wgmma_wait<0>();
         accumulator_fence(dq);
         store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
         proxy_fence();
@@ -948,7 +952,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0(
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h0_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -1012,7 +1016,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h0_o0_d0_prepare(const __grid_constant__ Params p) {
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1074,7 +1078,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_v1_h0_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h0_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;

@@ -1,0 +1,1144 @@
+// attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0
+// Generated from templates/sm90a/backward.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask spans --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=4 --set stages_dout=4 --set lag=1
+//     --set in_regs=2 --set split_heads=0 --set ordered=0 --set descending=0
+//
+//   tile_m        64   query rows per step of the main loop, 64
+//   tile_n       128   keys per block, 64 for each of two consumer warpgroups
+//   stages         4   shared-memory buffers for Q
+//   stages_dout    4   shared-memory buffers for dO
+//   lag            1   dQ comes a step later and dP a step earlier, so that consumers need not keep in step
+//   in_regs        2   operands that stay in registers: 0 none, 1 K, 2 K and V
+//   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
+
+typedef unsigned short element;  // bf16, only ever moved as bits
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
+    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
+    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
+    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
+    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
+    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has its own dense mask, else 1
+    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
+    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int bits_row;  // words per row of bits
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T
+    float scale_log2;  // scale * log2(e)
+};
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// How the copy engine finds the tensors; encoded by the host for each call.
+struct TensorMaps {
+    TensorMap q, dout, k, v, dk, dv;
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 64;
+constexpr int kPadded = 64;  // columns of a stored row
+constexpr int kTileM = 64;  // query rows of a step
+constexpr int kTileN = 128;  // keys of a block
+constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
+constexpr int kStagesQ = 4;  // buffers of Q
+constexpr int kStagesDo = 4;  // buffers of dO
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
+constexpr int kColumns = 64;
+constexpr int kSpan = kColumns * 2;
+constexpr unsigned kSwizzle = 1;  // wgmma's code for it
+constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
+// dQ: a consumer computes half of the columns, for all keys of the block.
+constexpr int kDqColumns = 32;
+constexpr int kDqSecond = kDqColumns;
+constexpr int kDqPartBytes = 64 * kDqColumns * 4;
+// dS is stored as [key][query], chunks swizzled within 128 bytes.
+constexpr int kSpanDs = 128;
+constexpr unsigned kSwizzleDs = 1;
+constexpr int kDsBytes = kTileM * kTileN * 2;
+constexpr int kBuffersDs = 3;
+constexpr int kTileBytesM = kTileM * kPadded * 2;
+constexpr int kTileBytesN = kTileN * kPadded * 2;
+constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
+// Shared memory.
+constexpr int kOffsetK = 0;
+constexpr int kOffsetV = kOffsetK + kTileBytesN;
+constexpr int kOffsetQ = kOffsetV + kTileBytesN;
+constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
+constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
+constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
+constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
+constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
+constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
+// Barriers: full = the data is there, empty = its readers are done with it.
+constexpr int kFullK = kOffsetBarriers;
+constexpr int kFullV = kFullK + 8;
+constexpr int kFullDs = kFullV + 8;
+constexpr int kFullQ = kFullDs + 8;
+constexpr int kEmptyQ = kFullQ + 8 * kStagesQ;
+constexpr int kFullDo = kEmptyQ + 8 * kStagesQ;
+constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
+constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
+constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
+constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
+static_assert(kSharedBytes == 166104, "codegen/plan_sm90_backward.py disagrees");
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: set up a barrier for `count` arrivals per phase.
+__device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Thread: make initialised barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Thread: arrive.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Thread: arrive and announce `bytes` of copies that must land before the phase ends.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Thread: start copying a box to shared memory; its bytes count towards `barrier`.
+__device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
+                                         int panel, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
+__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Thread: start copying a box from shared memory; elements outside the tensor are dropped.
+__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head,
+                                          int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(src), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Thread: close the group of stores issued since the last commit.
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Thread: wait until the sources of all its stores may be overwritten.
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Thread: order its shared-memory writes before later reads by TMA or wgmma.
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: close the group of wgmma issued since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: wait until at most `groups` groups are in flight.
+template <int groups>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
+}
+
+// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
+template <int n>
+__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+
+// Warps: named barrier `id` for `threads` threads: wait for all.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// Thread: start adding consecutive floats (16-byte aligned, a multiple of 16 bytes) to device memory.
+__device__ __forceinline__ void bulk_reduce(float* target, unsigned src, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(src), "r"(bytes)
+                 : "memory");
+}
+
+// Thread: an integer to and from shared memory.
+__device__ __forceinline__ void store_int(unsigned address, int x) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ int load_int(unsigned address) {
+    int x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+
+// Thread: two consecutive floats from shared memory.
+__device__ __forceinline__ float2 load_pair(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+    return x;
+}
+
+// Thread: four consecutive floats to shared memory.
+__device__ __forceinline__ void store_quad(unsigned address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Thread: both elements of a register as floats.
+__device__ __forceinline__ float2 unpack(unsigned packed) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
+}
+
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of head_dim, A from registers.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
+                                             int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: dK or dV (64 keys x head_dim) = or += A B over 16 queries, A from registers, B as it lies in memory.
+__device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: dQ (64 queries x 32 columns) = or += dS K over 16 keys, both as they lie in memory.
+__device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned long long a, unsigned long long b,
+                                         int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+                 : "l"(a), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// ---- Mask: spans ---------------------------------------------------------------------------
+
+// The queries that see key `key` are [x, y).
+__device__ __forceinline__ int2 span_of(const Params& p, int key) {
+    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+}
+
+// The key tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return __ldg(p.tile_order + rank);
+}
+
+// How many query tiles key tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return __ldg(p.tile_count + tile);
+}
+
+// Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+}
+
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take.
+constexpr long long kCacheBytes = 40 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose operands fit the L2 cache together; in a section
+// all heads' largest tiles come first.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_kv;
+    const int together = 1;
+    const long long bytes = 8LL * kHeadDim * p.seq_q;
+    const long long planes = static_cast<long long>(heads / together) * p.batch;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_n) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_n;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
+
+constexpr int kScheduleThreads = 128;
+constexpr int kParts = 1;  // of a query tile
+constexpr unsigned kSomeParts = (1u << kParts) - 1;
+
+// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // nobody reads the last votes any more
+    const unsigned own = __ballot_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) {
+        votes[warp] = own;
+    }
+    __syncthreads();
+    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < kScheduleThreads / 32; ++w) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        total += __popc(votes[w]);
+    }
+    return before;
+}
+
+constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
+
+// The keys of a tile, as the threads of a block hold them.
+struct Keys {
+    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
+    int latest, earliest;       // start and end of all keys of the tile
+};
+
+// Block: the keys of a tile.
+__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
+    __shared__ int latest[kScheduleThreads / 32];
+    __shared__ int earliest[kScheduleThreads / 32];
+    Keys keys;
+    keys.latest = 0;
+    keys.earliest = p.seq_q;
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const int in_tile = i * kScheduleThreads + threadIdx.x;
+        keys.units[i] = make_int2(0, 0);
+        if (in_tile < kTileN) {
+            const int2 span = span_of(p, key_tile * kTileN + in_tile);
+            keys.latest = max(keys.latest, span.x);
+            keys.earliest = min(keys.earliest, span.y);
+            const int first = max(span.x, 0);
+            const int last = min(span.y, p.seq_q);
+            if (first < last) {
+                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
+            }
+        }
+    }
+    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
+    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
+    __syncthreads();
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        keys.latest = max(keys.latest, latest[warp]);
+        keys.earliest = min(keys.earliest, earliest[warp]);
+    }
+    return keys;
+}
+
+// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
+    constexpr int units = kScheduleThreads * kParts;
+    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int sums[kScheduleThreads / 32];
+    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
+        changes[i] = 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const unsigned first = keys.units[i].x - base * kParts;
+        const unsigned last = keys.units[i].y - base * kParts;
+        if (first < units && first != last) {
+            atomicAdd(&changes[first], 1);
+        }
+        if (last < units && first != last) {
+            atomicAdd(&changes[last], -1);
+        }
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    int sum = 0;
+    int parts[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        sum += changes[threadIdx.x * kParts + part];
+        parts[part] = sum;
+    }
+    int before = sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, before, distance);
+        before += lane >= distance ? other : 0;
+    }
+    if (lane == 31) {
+        sums[threadIdx.x / 32] = before;
+    }
+    __syncthreads();
+    before += seen - sum;
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
+        seen += sums[warp];
+    }
+    unsigned kind = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
+        const int last = min(first + kUnit, p.seq_q);
+        kind |= (before + parts[part] > 0) << part;
+        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
+    }
+    return kind & kSomeParts ? kind : 0;
+}
+
+// One block per owned tile: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned votes[kScheduleThreads / 32];
+    const int tile = blockIdx.x;
+    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
+    const Keys keys = load_keys(p, tile);
+    int seen = 0;
+    int total = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const int visited = base + threadIdx.x;
+        const unsigned kind = find_kind(p, keys, base, seen);
+        const int slot = count_before(kind != 0, votes, total);
+        if (kind != 0) {
+            list[slot] = visited << kParts | kind >> kParts;
+        }
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+}
+
+// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x;
+    const int work = p.tile_count[tile];
+    int rank = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[rank] = tile;
+    }
+}
+
+// ---- Work ----------------------------------------------------------------------------------------------------------
+
+// Position in a ring of buffers: the phase of its barriers flips at every wrap.
+struct Ring {
+    unsigned stage, phase;
+    __device__ __forceinline__ void advance(unsigned stages) {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
+struct Work {
+    int tile, head_kv, batch;
+    int visits;              // query tiles
+    int first_head, heads;  // q heads
+};
+
+__device__ __forceinline__ Work work_of(const Params& p, int block) {
+    const Place place = place_of(p, block);
+    Work work;
+    work.head_kv = place.head;
+    work.heads = p.heads_q / p.heads_kv;
+    work.first_head = work.head_kv * work.heads;
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
+
+// wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned swizzle) {
+    const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
+    const unsigned high = stride >> 4 | swizzle << 30;
+    return static_cast<unsigned long long>(high) << 32 | low;
+}
+
+// Byte offset of k16 step `step` in a tile of `rows` rows whose columns are the reduced dimension.
+__device__ __forceinline__ constexpr int step_offset(int step, int rows) {
+    return step / kStepsPerPanel * rows * kSpan + step % kStepsPerPanel * 32;
+}
+
+// Thread: start copying a tile.
+__device__ __forceinline__ void load_tile(unsigned dst, const TensorMap& map, unsigned barrier, int row, int head,
+                                          int batch) {
+    tma_load(dst, map, barrier, 0, row, 0, head, batch);
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warp: its 16 rows of a tile of keys, as fragments of wgmma's A.
+__device__ __forceinline__ void load_fragments(unsigned (&fragments)[kPadded / 16][4], unsigned keys) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int step = 0; step < kPadded / 16; ++step) {
+        const int chunk = step * 2 + lane / 16;
+        ldmatrix(fragments[step], keys + chunk / (kColumns / 8) * kTileN * kSpan + row * kSpan +
+                                      (chunk % (kColumns / 8) ^ twist) * 16);
+    }
+}
+
+// Warpgroup: start S = K Q^T or dP = V dO^T, with its keys in registers.
+__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], const unsigned (&keys)[kPadded / 16][4],
+                                             unsigned queries) {
+    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kPadded / 16; ++step) {
+        wgmma_scores(s, keys[step], b + (step_offset(step, kTileM) >> 4), step > 0);
+    }
+}
+
+// Warpgroup: start dV += P^T dO or dK += dS^T Q, for its keys; the sum is overwritten if `add` is 0.
+__device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsigned (&frags)[kTileM / 16][4],
+                                          unsigned queries, int add) {
+    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        wgmma_dkv(sum, frags[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+}
+
+// Warpgroup: start dQ = dS K over all keys of the block, for kDqColumns columns, those where `k` starts.
+__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
+    const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
+    const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_dq(dq, a + (step * 16 * kSpanDs >> 4), b + (step * 16 * kSpan >> 4), step > 0);
+    }
+}
+
+// ---- Producers -----------------------------------------------------------------------------------------------------
+
+// The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
+// are few others); their first lane alone acts.
+
+// Warp: feed the consumers with K, then Q and what goes with it.
+__device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+    const bool acts = threadIdx.x % 32 == 0;
+    if (acts) {
+        barrier_expect(base + kFullK, kTileBytesN);
+        load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv,
+                  work.batch);
+    }
+    Ring ring = {0, 1};
+    for (int h = 0; h < work.heads; ++h) {
+        const int head = work.first_head + h;
+        const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 2;
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const int entry = visit(p, work.tile, i);
+            const int query0 = (entry >> 1) * kTileM;
+            const unsigned full = base + kFullQ + ring.stage * 8;
+            barrier_wait(base + kEmptyQ + ring.stage * 8, ring.phase);
+            if (acts) {
+                store_int(base + kOffsetVisit + ring.stage * 8, entry);
+                barrier_expect(full, kTileBytesM + kStatBytes);
+                load_tile(base + kOffsetQ + ring.stage * kTileBytesM, maps.q, full, query0, head,
+                          work.batch);
+                bulk_load(base + kOffsetStats + ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full);
+            }
+            ring.advance(kStagesQ);
+        }
+    }
+}
+
+// Warp: feed the consumers with V, then dO.
+__device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+    const bool acts = threadIdx.x % 32 == 0;
+    if (acts) {
+        barrier_expect(base + kFullV, kTileBytesN);
+        load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
+                  work.batch);
+    }
+    Ring ring = {0, 1};
+    for (int h = 0; h < work.heads; ++h) {
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const int query0 = (visit(p, work.tile, i) >> 1) * kTileM;
+            const unsigned full = base + kFullDo + ring.stage * 8;
+            barrier_wait(base + kEmptyDo + ring.stage * 8, ring.phase);
+            if (acts) {
+                barrier_expect(full, kTileBytesM);
+                load_tile(base + kOffsetDo + ring.stage * kTileBytesM, maps.dout, full, query0, work.first_head + h,
+                          work.batch);
+            }
+            ring.advance(kStagesDo);
+        }
+    }
+}
+
+// Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory.
+__device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
+    const bool acts = threadIdx.x % 32 == 0;
+    const unsigned part = base + kOffsetDq + group * kDqPartBytes;
+    unsigned phase = 0;
+    for (int h = 0; h < work.heads; ++h) {
+        const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
+        float* sums = p.dq_accum + plane * p.padded_q * kHeadDim + group * (kDqPartBytes / 4);
+        if (h == 0) {  // consumers first leave what is no dQ
+            barrier_wait(base + kFullDq + group * 8, phase);
+            phase ^= 1;
+            if (acts) {
+                barrier_arrive(base + kEmptyDq + group * 8);
+            }
+        }
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const int tile = visit(p, work.tile, i) >> 1;
+            barrier_wait(base + kFullDq + group * 8, phase);
+            phase ^= 1;
+            if (acts) {
+                bulk_reduce(sums + static_cast<long long>(tile) * (kTileM * kHeadDim), part, kDqPartBytes);
+                tma_store_commit();
+                tma_store_wait();
+                barrier_arrive(base + kEmptyDq + group * 8);
+            }
+        }
+    }
+}
+
+// ---- Softmax and its gradient --------------------------------------------------------------------------------------
+
+// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
+__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
+        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
+        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
+        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
+    }
+}
+
+// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
+__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
+    const int first = query0 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int start = seen_by[half].x - first;
+        const int end = seen_by[half].y - first;
+#pragma unroll
+        for (int i = half * 2; i < kTileM / 2; i += 4) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int query = i / 4 * 8 + c;
+                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
+            }
+        }
+    }
+}
+
+// Thread: P in the registers and precision that wgmma takes as its A operand.
+__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) {
+        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
+    }
+}
+
+// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
+__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
+                                                const float (&dp)[kTileM / 2], unsigned delta) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
+        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
+    }
+}
+
+// ---- How results leave registers -----------------------------------------------------------------------------------
+
+// Warpgroup: its 64 keys of dS to the tile at `ds`.
+__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
+    const int lane = threadIdx.x % 32;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
+    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
+    }
+}
+
+// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
+__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 2; i += 4) {
+        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+}
+
+// Warpgroup: its 64 keys of dK or dV, times `factor`, to the panels at `part`.
+__device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadDim / 2], float factor) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
+        const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
+        stmatrix(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
+                 pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
+                 pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
+    }
+}
+
+// Thread: start copying 64 staged rows to device memory; rows past seq_k are dropped.
+__device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
+    tma_store(map, part, 0, row, 0, head, batch);
+}
+
+// Block: zeros for a key tile that no query sees.
+__device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head, int batch) {
+    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
+    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
+    for (int i = threadIdx.x; i < kTileN * kHeadDim / 8; i += kThreads) {
+        const int row = key0 + i / (kHeadDim / 8);
+        const int column = i % (kHeadDim / 8) * 8;
+        if (row < p.seq_k) {
+            *reinterpret_cast<uint4*>(dk + row * p.dk_row + column) = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(dv + row * p.dv_row + column) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
+// ---- Consumers -----------------------------------------------------------------------------------------------------
+
+// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: dS is computed beside dV and the dQ
+// of the step before, the next P beside its dP and dK.
+__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
+                                        int group) {
+    const int lane = threadIdx.x % 32;
+    const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
+    const int2 seen_by[2] = {span_of(p, key), span_of(p, key + 8)};
+    const int steps = work.visits * work.heads;
+    Ring q_ring = {0, 0};
+    Ring do_ring = {0, 0};
+    float s[kTileM / 2];  // S, then P
+    float dp[kTileM / 2];
+    float dk[kHeadDim / 2];
+    float dv[kHeadDim / 2];
+    float dq[kDqColumns / 2];
+    unsigned p_frags[kTileM / 16][4];
+    unsigned ds_frags[kTileM / 16][4];
+
+    barrier_wait(base + kFullK, 0);
+    unsigned k[kPadded / 16][4];
+    load_fragments(k, base + kOffsetK + group * 64 * kSpan);
+    barrier_wait(base + kFullQ, 0);
+    wgmma_fence();
+    start_scores(s, k, base + kOffsetQ);
+    wgmma_commit();
+    wgmma_wait<0>();
+    accumulator_fence(s);
+    probabilities(s, base + kOffsetStats, p.scale_log2);
+    const int entry = load_int(base + kOffsetVisit);
+    if (entry & 1) {
+        apply_mask(s, (entry >> 1) * kTileM, seen_by);
+    }
+    barrier_wait(base + kFullV, 0);
+    unsigned v[kPadded / 16][4];
+    load_fragments(v, base + kOffsetV + group * 64 * kSpan);
+
+    unsigned ds_stage = 0;
+    unsigned ds_before = base + kOffsetDs + 2 * kDsBytes;
+    barrier_wait(base + kFullDo, 0);
+    wgmma_fence();
+    start_scores(dp, v, base + kOffsetDo);
+    wgmma_commit();
+    wgmma_wait<0>();
+    accumulator_fence(dp);
+    for (int step = 0; step < steps; ++step) {
+        const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
+        const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
+        const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
+        const unsigned ds = base + kOffsetDs + ds_stage * kDsBytes;
+        const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
+        const bool more = step + 1 < steps;
+
+        pack_scores(p_frags, s);
+        wgmma_fence();
+        start_dkv(dv, p_frags, dout, step > 0);
+        wgmma_commit();
+        barrier_wait(base + kFullDs, step & 1 ^ 1);
+        wgmma_fence();
+        // Before the first step this multiplies what lies there, and nobody looks at the result.
+        start_dq(dq, ds_before, base + kOffsetK + group * kDqSecond * 2);
+        wgmma_commit();
+        score_gradients(ds_frags, s, dp, delta);
+        store_ds(ds, ds_frags, group);
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(base + kFullDs);
+        }
+
+        q_ring.advance(kStagesQ);
+        do_ring.advance(kStagesDo);
+        if (more) {
+            barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+            barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+        }
+        wgmma_fence();
+        // After the last step this multiplies old data, and nobody looks at the result.
+        start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+        wgmma_commit();
+        start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+        wgmma_commit();
+        start_dkv(dk, ds_frags, q, step > 0);
+        wgmma_commit();
+        barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
+        wgmma_wait<3>();  // dV and dQ are complete
+        accumulator_fence(dq);
+        store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(base + kFullDq + group * 8);
+            barrier_arrive(empty_do);
+        }
+        wgmma_wait<2>();  // S is complete
+        accumulator_fence(s);
+        if (more) {
+            const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
+            probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
+            if (entry & 1) {
+                apply_mask(s, (entry >> 1) * kTileM, seen_by);
+            }
+        }
+        wgmma_wait<0>();
+        accumulator_fence(dp);
+        if (lane == 0) {
+            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarps above.
+            barrier_arrive(empty_q);
+        }
+        ds_before = ds;
+        ds_stage = ds_stage == 2 ? 0 : ds_stage + 1;
+    }
+    barrier_wait(base + kFullDs, steps & 1 ^ 1);
+    wgmma_fence();
+    start_dq(dq, ds_before, base + kOffsetK + group * kDqSecond * 2);
+    wgmma_commit();
+    barrier_wait(base + kEmptyDq + group * 8, steps & 1 ^ 1);
+    wgmma_wait<0>();
+    accumulator_fence(dq);
+    store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) {
+        barrier_arrive(base + kFullDq + group * 8);
+    }
+    accumulator_fence(dk);
+    accumulator_fence(dv);
+    named_sync(kConsumersDone, kConsumers * 128);  // nobody reads K and V any more: dK and dV leave through them
+    const unsigned part = group * 64 * kPadded * 2;
+    stage_dkv(base + kOffsetK + part, dk, p.scale);
+    stage_dkv(base + kOffsetV + part, dv, 1.0f);
+    proxy_fence();
+    named_sync(kStoreOfFirst + group, 128);
+    const int key0 = work.tile * kTileN + group * 64;
+    if (threadIdx.x % 128 == 0 && key0 < p.seq_k) {
+        store_tile(maps.dk, base + kOffsetK + part, key0, work.head_kv, work.batch);
+        store_tile(maps.dv, base + kOffsetV + part, key0, work.head_kv, work.batch);
+        tma_store_commit();
+        tma_store_wait();
+    }
+}
+
+// ---- Kernels -------------------------------------------------------------------------------------------------------
+
+// Grid: tiles_n x batch x heads_kv blocks.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0(
+    const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    // The shuffle tells the compiler that all lanes have the same value.
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+    const Work work = work_of(p, blockIdx.x);
+    if (work.visits == 0) {
+        store_no_dkv(p, work.tile * kTileN, work.head_kv, work.batch);
+        return;
+    }
+    if (threadIdx.x == 0) {
+        barrier_init(base + kFullK, 1);
+        barrier_init(base + kFullV, 1);
+        barrier_init(base + kFullDs, kConsumers * 4);  // warps
+        for (int i = 0; i < kStagesQ; ++i) {
+            barrier_init(base + kFullQ + i * 8, 1);
+            barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
+        }
+        for (int i = 0; i < kStagesDo; ++i) {
+            barrier_init(base + kFullDo + i * 8, 1);
+            barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
+        }
+        for (int i = 0; i < kConsumers; ++i) {
+            barrier_init(base + kFullDq + i * 8, 4);  // warps
+            barrier_init(base + kEmptyDq + i * 8, 1);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+        if (warp == 0) {
+            produce_q(p, maps, base, work);
+        } else if (warp == 1) {
+            produce_dout(p, maps, base, work);
+        } else {
+            reduce_dq(p, base, work, warp - 2);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        consume(p, maps, base, work, group - 1);
+    }
+}
+
+// Thread: dot product of 8 elements.
+__device__ __forceinline__ float dot(const element* a, const element* b) {
+    const uint4 wide_a = *reinterpret_cast<const uint4*>(a);
+    const uint4 wide_b = *reinterpret_cast<const uint4*>(b);
+    const unsigned words_a[4] = {wide_a.x, wide_a.y, wide_a.z, wide_a.w};
+    const unsigned words_b[4] = {wide_b.x, wide_b.y, wide_b.z, wide_b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 x = unpack(words_a[i]);
+        const float2 y = unpack(words_b[i]);
+        sum += x.x * y.x + x.y * y.y;
+    }
+    return sum;
+}
+
+// Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_prepare(const __grid_constant__ Params p) {
+    constexpr int lanes = 8;  // threads that share a row
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int tile = blockIdx.x / (p.heads_q * p.batch);
+    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+    const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
+    const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
+    float* stats = p.delta + (plane * p.padded_q + tile * kTileM) * 2;
+    for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
+        const int row = tile * kTileM + i;
+        const int chunk = threadIdx.x % lanes;
+        float sum = 0.0f;
+        if (row < p.seq_q && chunk < kHeadDim / 8) {
+            sum = dot(out + row * p.out_row + chunk * 8, dout + row * p.dout_row + chunk * 8);
+        }
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, step);
+        }
+        if (chunk == 0) {
+            // 2^(x - inf) = 0: rows that see nothing, and rows past the end, get P = 0.
+            const float log2e = 1.4426950408889634f;
+            const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
+            const bool empty = lse == __int_as_float(0xff800000);
+            stats[i] = empty ? __int_as_float(0x7f800000) : lse * log2e;
+            stats[kTileM + i] = sum;
+        }
+    }
+    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
+    for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
+        dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+constexpr int kPitch = kHeadDim / 2 + 4;  // words between rows of the transposition buffer: 16 bytes more than a row
+
+// Block: 64 x kWidth sums in fragment order, times `factor`, to rows and columns of the buffer.
+template <int kWidth>
+__device__ __forceinline__ void gather(unsigned (*rows)[kPitch], int column0, const float* sums, float factor) {
+    for (int i = threadIdx.x; i < 64 * kWidth / 4; i += kHelperThreads) {
+        const float4 x = reinterpret_cast<const float4*>(sums)[i];
+        const int thread = i % 128;
+        const int row = thread / 32 * 16 + thread % 32 / 4;
+        const int word = column0 / 2 + i / 128 * 4 + thread % 4;
+        rows[row][word] = pack(x.x * factor, x.y * factor);
+        rows[row + 8][word] = pack(x.z * factor, x.w * factor);
+    }
+}
+
+// Block: the first `count` rows of the buffer to device memory.
+__device__ __forceinline__ void scatter(element* target, long long stride, const unsigned (*rows)[kPitch], int count) {
+    for (int i = threadIdx.x; i < count * (kHeadDim / 8); i += kHelperThreads) {
+        const int row = i / (kHeadDim / 8);
+        const int chunk = i % (kHeadDim / 8);
+        *reinterpret_cast<uint4*>(target + row * stride + chunk * 8) =
+            *reinterpret_cast<const uint4*>(&rows[row][chunk * 4]);
+    }
+}
+
+// Grid: tiles_m x batch x heads_q. dQ = scale * sums.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_finish(const __grid_constant__ Params p) {
+    __shared__ __align__(16) unsigned rows[kTileM][kPitch];
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int query0 = blockIdx.x / (p.heads_q * p.batch) * kTileM;
+    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+    const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
+    gather<kDqColumns>(rows, 0, sums, p.scale);
+    gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
+    __syncthreads();
+    element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
+    scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
+}
