@@ -13,15 +13,8 @@ import math
 from dataclasses import dataclass
 
 from attnforge.codegen.plan import Plan
-from attnforge.codegen.spec import (
-    Arch,
-    Direction,
-    DType,
-    Fp32Backward,
-    Fp32Forward,
-    Sm80Backward,
-    Sm80Forward,
-)
+from attnforge.codegen.spec import Arch, Direction, DType
+from attnforge.codegen.tuning import Fp32Backward, Fp32Forward, Sm80Backward, Sm80Forward
 
 LATENCY = 600  # cycles from an asynchronous copy to its data, out of the L2 cache
 RESERVED = 1024  # bytes of shared memory that a multiprocessor keeps for itself per block

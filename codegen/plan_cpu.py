@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import CpuBackward, CpuForward, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import CpuBackward, CpuForward
 
 # Vector registers by float lanes: SSE/NEON (the larger of the two), AVX2, AVX-512.
 REGISTERS = {4: 32, 8: 16, 16: 32}

@@ -15,7 +15,8 @@ from attnforge.codegen.plan_sm80 import (
     schedule_launches,
 )
 from attnforge.codegen.plan_sm80_backward import require_grids
-from attnforge.codegen.spec import Arch, Fp32Backward, Fp32Forward, Mask, Spec
+from attnforge.codegen.spec import Arch, Mask, Spec
+from attnforge.codegen.tuning import Fp32Backward, Fp32Forward
 
 # A multiprocessor has 1 KiB of shared memory more than one block may use, and keeps 1 KiB for itself per block.
 RESERVED = 1024

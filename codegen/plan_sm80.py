@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import Arch, DType, Mask, Sm80Forward, Spec
+from attnforge.codegen.spec import Arch, DType, Mask, Spec
+from attnforge.codegen.tuning import Sm80Forward
 
 # Shared memory one block may use, bytes (CUDA programming guide, table of compute capabilities).
 SHARED_LIMIT = {

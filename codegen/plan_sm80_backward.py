@@ -19,7 +19,8 @@ from attnforge.codegen.plan_sm80 import (
     up,
     write,
 )
-from attnforge.codegen.spec import Arch, Fp32Backward, Mask, Sm80Backward, Spec
+from attnforge.codegen.spec import Arch, Mask, Spec
+from attnforge.codegen.tuning import Fp32Backward, Sm80Backward
 
 
 @dataclass(frozen=True)

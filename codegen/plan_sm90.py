@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, require_words, schedule_launches
-from attnforge.codegen.spec import Arch, DType, Mask, Problem, Sm90Forward, Spec
+from attnforge.codegen.spec import Arch, DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import Sm90Forward
 
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
 # 65536 / threads (rounded down to 8) each; what the producer gives back, the consumers take.

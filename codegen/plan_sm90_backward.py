@@ -5,7 +5,8 @@ from __future__ import annotations
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
 from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, require_hopper
-from attnforge.codegen.spec import Arch, DType, Mask, Sm90Backward, Spec
+from attnforge.codegen.spec import Arch, DType, Mask, Spec
+from attnforge.codegen.tuning import Sm90Backward
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 # Addresses, loop counters, operands in flight: what a consumer uses beyond its tiles.

@@ -9,18 +9,8 @@ from itertools import product
 from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.plan_sm80 import up
 from attnforge.codegen.plan_sm80_backward import columns_unit
-from attnforge.codegen.spec import (
-    TUNINGS,
-    Direction,
-    Mask,
-    Problem,
-    Sm80Backward,
-    Sm80Forward,
-    Sm90Backward,
-    Sm90Forward,
-    Spec,
-    Tuning,
-)
+from attnforge.codegen.spec import TUNINGS, Direction, Mask, Problem, Spec
+from attnforge.codegen.tuning import Sm80Backward, Sm80Forward, Sm90Backward, Sm90Forward, Tuning
 
 # Tried first when nothing was measured: (largest head_dim, tuning), in order of preference. The shapes are
 # FlashAttention-2's choices for these head dims; large tiles come first, smaller ones serve 99 KB targets.

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from attnforge.codegen.spec import CpuBackward, CpuForward, DType, Problem
+from attnforge.codegen.spec import DType, Problem
+from attnforge.codegen.tuning import CpuBackward, CpuForward
 
 # (rows, cols) of register blocks by float lanes: as many sums as leave room for one row of operands.
 BLOCKS = {

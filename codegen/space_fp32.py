@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
-from attnforge.codegen.spec import Fp32Backward, Fp32Forward, Problem
+from attnforge.codegen.spec import Problem
+from attnforge.codegen.tuning import Fp32Backward, Fp32Forward
 
 # Tried first when nothing was measured: (largest head_dim, tuning), in order of preference. The first ones fill
 # multiprocessors of 164 and 228 KB, the others those of 100 KB. Modelled, not measured.

@@ -12,20 +12,8 @@ import pytest
 from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import (
-    TUNINGS,
-    Arch,
-    CpuForward,
-    Direction,
-    DType,
-    Mask,
-    Problem,
-    Sm80Backward,
-    Sm80Forward,
-    Sm90Forward,
-    Spec,
-    Tuning,
-)
+from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import CpuForward, Sm80Backward, Sm80Forward, Sm90Forward, Tuning
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)

@@ -15,7 +15,8 @@ from torch import Tensor
 from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Fp32Forward, Mask, Problem, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import Fp32Forward
 from attnforge.runtime import kernels, ops, tables
 from attnforge.runtime.export import alignment
 from attnforge.runtime.masks import Causal, DenseMask, Spans

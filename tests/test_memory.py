@@ -7,7 +7,8 @@ import torch
 
 from attnforge.codegen.plan import Plan, make_plan
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Direction, DType, Mask, Problem, Sm80Backward, Sm90Backward
+from attnforge.codegen.spec import Direction, DType, Mask, Problem
+from attnforge.codegen.tuning import Sm80Backward, Sm90Backward
 from attnforge.runtime import kernels, ops
 
 BATCH, HEADS_Q, HEADS_KV, SEQ_Q, SEQ_K, HEAD_DIM = 2, 4, 2, 1000, 900, 128

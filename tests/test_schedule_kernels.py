@@ -12,18 +12,8 @@ from emulated_schedule import EmulatedSchedule
 from oracle import dense, spans
 from torch import Tensor
 
-from attnforge.codegen.spec import (
-    Arch,
-    Direction,
-    DType,
-    Mask,
-    Problem,
-    Sm80Backward,
-    Sm80Forward,
-    Sm90Backward,
-    Sm90Forward,
-    Spec,
-)
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import Sm80Backward, Sm80Forward, Sm90Backward, Sm90Forward
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attnforge
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Sm90Backward, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import dispatch, kernels, tables
 from attnforge.runtime.tables import Tuned
 

@@ -17,7 +17,8 @@ from attnforge.bagel import substitutes
 from attnforge.bagel.cases import make_case
 from attnforge.bagel.workloads import workload
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Sm90Backward, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import export, search, tables, worker
 from attnforge.runtime.case import Case
 from attnforge.runtime.dispatch import Target, choose_for
