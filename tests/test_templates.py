@@ -27,9 +27,14 @@ def first(direction: Direction, arch: Arch, dtype: DType, mask: Mask) -> Spec:
 
 
 def kinds(problem: Problem) -> list[Spec]:
-    """A candidate of each template, with ordered sums and without."""
-    of = {(make_plan(s).template, getattr(s.tuning, "ordered", False)): s for s in candidates(problem)}
-    return list(of.values())
+    """Candidates in which every template and every value of every knob occurs."""
+    found, seen = [], set[tuple[str, int | str]]()
+    for spec in candidates(problem):
+        new = {("template", make_plan(spec).template), *spec.to_json()["tuning"].items()} - seen
+        if new:
+            seen |= new
+            found.append(spec)
+    return found
 
 
 @pytest.fixture
