@@ -12,6 +12,8 @@ from attnforge.codegen.tuning import Sm90Forward
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
 # 65536 / threads (rounded down to 8) each; what the producer gives back, the consumers take.
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+# With a counter: a producer that finds out what a piece of work is spills with 24.
+REGISTERS_COUNTER = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # Addresses, loop counters, row statistics: what a consumer uses beyond S, P and O.
 REGISTERS_BESIDES = 28
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
@@ -104,10 +106,12 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         raise Infeasible(
             "counter: takes spans (the counter is part of their schedule), persistent, room for two Q"
         )
-    shared += 8 if t.counter else 0
+    parts = consumers if spec.problem.mask.listed else 1
+    # What the producer tells of a piece of work: 16 bytes, and 16 for each part if there are several.
+    shared += q_buffers * 16 * (1 + parts if parts > 1 else 1) if t.counter else 0
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
-    producer_registers, consumer_registers = REGISTERS[consumers]
+    producer_registers, consumer_registers = (REGISTERS_COUNTER if t.counter else REGISTERS)[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
     if live > consumer_registers - REGISTERS_BESIDES:
         over = live - consumer_registers + REGISTERS_BESIDES
@@ -125,7 +129,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         launches=(Launch(spec.symbol, grid, threads, shared, persistent=t.persistent),),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
-        parts=consumers if spec.problem.mask.listed else 1,
+        parts=parts,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=spans,

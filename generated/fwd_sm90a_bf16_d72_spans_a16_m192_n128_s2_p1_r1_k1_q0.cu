@@ -138,9 +138,13 @@ constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
 constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
-constexpr int kPiece = kEmptyV + 8 * kStages;  // beside each buffer of Q: the number of the piece of work
-constexpr int kSharedBytes = kPiece + 4 * kBuffersQ;
-static_assert(kSharedBytes == 145512, "codegen/plan_sm90.py disagrees");
+// What each buffer of Q is for, as the producer found out: the tile, head, batch and number of visits of the piece of
+// work, then the reach of each part; 16 bytes each.
+constexpr int kPiece = kEmptyV + 8 * kStages;
+constexpr int kPieceBytes = 16 + 16 * kParts;
+static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
+constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
+static_assert(kSharedBytes == 145632, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -177,14 +181,19 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         : "memory");
 }
 
-// Thread: write, read four bytes of shared memory.
-__device__ __forceinline__ void shared_store(unsigned address, int value) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+// Thread: write, read 16 bytes of shared memory.
+__device__ __forceinline__ void shared_store(unsigned address, int4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
 }
-__device__ __forceinline__ int shared_load(unsigned address) {
-    int value;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
+__device__ __forceinline__ int4 shared_load(unsigned address) {
+    int4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
 }
 
 // Thread: arrive and announce `bytes` of copies that must land before the phase ends.
@@ -700,15 +709,22 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     unsigned phase = 0;  // of the K and V buffers
     unsigned q_buffer = 0;
     unsigned q_phase = 0;
-    for (int index = blockIdx.x; index < count_work(p); index = gridDim.x + atomicAdd(p.pieces, 1)) {
+    int index = blockIdx.x;
+    while (index < count_work(p)) {
         const Work work = work_at(p, index);
         const int head_kv = work.head / (p.heads_q / p.heads_kv);
         const int count = visits(p, work.tile);
         if (count == 0) {
+            index = gridDim.x + atomicAdd(p.pieces, 1);
             continue;
         }
         barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
-        shared_store(base + kPiece + q_buffer * 4, index);
+        const unsigned piece = base + kPiece + q_buffer * kPieceBytes;
+        shared_store(piece, make_int4(work.tile, work.head, work.batch, count));
+        for (int part = 0; part < kParts; ++part) {
+            const int2 reach = reach_of(p, work.tile, part);
+            shared_store(piece + 16 + part * 16, make_int4(reach.x, reach.y, 0, 0));
+        }
         barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
         load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
                   work.tile * kTileM, work.head, work.batch, kTileM);
@@ -719,6 +735,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         int entry = visit(p, work.tile, 0);
 #pragma unroll 1  // registers are few
         for (int i = 0; i < count; ++i) {
+            if (i + 1 == count) {
+                index = gridDim.x + atomicAdd(p.pieces, 1);  // early: the answer takes its time
+            }
             const int key0 = (entry >> kParts) * kTileN;
             const int masked = (entry & (1 << kParts) - 1) != 0;
             if (i + 1 < count) {
@@ -743,7 +762,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         }
     }
     barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
-    shared_store(base + kPiece + q_buffer * 4, -1);
+    for (int i = 0; i < kPieceBytes; i += 16) {  // no visits: the end
+        shared_store(base + kPiece + q_buffer * kPieceBytes + i, make_int4(0, 0, 0, 0));
+    }
     barrier_arrive(base + kFullQ + q_buffer * 8);
     if (atomicAdd(p.pieces + 1, 1) == gridDim.x - 1) {  // the last block: nobody asks any more, until the next launch
         p.pieces[0] = 0;
@@ -918,16 +939,16 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: the next piece of work and how many visits it takes; 0 if none is left. Pieces come with the buffers of Q.
-__device__ __forceinline__ int next_work(const Params& p, unsigned base, unsigned q_buffer, unsigned q_phase,
-                                         Work& work) {
+// Warpgroup: the next piece of work, which of its visits show part `group` anything, and how many there are; 0 if no
+// piece is left. All as the producer left it with the buffer of Q.
+__device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsigned q_phase, int group, Work& work,
+                                         int2& reach) {
     barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-    const int index = __shfl_sync(~0u, shared_load(base + kPiece + q_buffer * 4), 0);
-    if (index < 0) {
-        return 0;
-    }
-    work = work_at(p, index);
-    return visits(p, work.tile);
+    const int4 piece = shared_load(base + kPiece + q_buffer * kPieceBytes);
+    const int4 part = shared_load(base + kPiece + q_buffer * kPieceBytes + 16 + group * 16);
+    reach = make_int2(__shfl_sync(~0u, part.x, 0), __shfl_sync(~0u, part.y, 0));
+    work = {__shfl_sync(~0u, piece.x, 0), __shfl_sync(~0u, piece.y, 0), __shfl_sync(~0u, piece.z, 0)};
+    return __shfl_sync(~0u, piece.w, 0);
 }
 
 // Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
@@ -968,8 +989,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         named_arrive(kTurnOfFirst, 256);
     }
     Work work;
-    int count = next_work(p, base, q_buffer, q_phase, work);
-    int2 reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+    int2 reach;
+    int count = next_work(base, q_buffer, q_phase, group, work, reach);
     // Pieces of work that show these rows nothing, and the visits before the first that does.
     while (count > 0 && reach.x == reach.y) {
         barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
@@ -980,8 +1001,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        count = next_work(p, base, q_buffer, q_phase, work);
-        reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+        count = next_work(base, q_buffer, q_phase, group, work, reach);
     }
     if (count == 0) {
         return;
@@ -1067,8 +1087,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         // With nothing to pass by in between, the next tile begins with this one's last product.
         bool at_once = false;
         if (after == 0) {
-            count = next_work(p, base, q_buffer, q_phase, work);
-            reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+            count = next_work(base, q_buffer, q_phase, group, work, reach);
             at_once = reach.x == 0 && reach.y > 0;
         }
         if (at_once) {
@@ -1101,8 +1120,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
             if (after > 0) {
                 pass(base, stage, phase, group, after, after);
-                count = next_work(p, base, q_buffer, q_phase, work);
-                reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+                count = next_work(base, q_buffer, q_phase, group, work, reach);
             }
             if (leader) {
                 tma_store_wait();
@@ -1118,8 +1136,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                     q_buffer = 0;
                     q_phase ^= 1;
                 }
-                count = next_work(p, base, q_buffer, q_phase, work);
-                reach = count > 0 ? reach_of(p, work.tile, group) : make_int2(0, 0);
+                count = next_work(base, q_buffer, q_phase, group, work, reach);
             }
             if (count == 0) {
                 break;
