@@ -109,7 +109,23 @@ def _project(layer: Any, parts: Parts, x: Tensor, suffix: str, frozen: bool) -> 
         )
     )
     q, k = (parts.norm(layer, f"{name}_norm{suffix}", y).to(x.dtype) for name, y in (("q", q), ("k", k)))
-    return (q.detach(), k.detach(), v.detach()) if frozen else (q, k, v)
+    return (_still(q), _still(k), _still(v)) if frozen else (q, k, v)
+
+
+class _ZeroGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-call]
+        return torch.zeros_like(gradient)
+
+
+def _still(x: Tensor) -> Tensor:
+    """x with gradients of zero. The trainer detaches in place, in a tensor that has gradients: its frozen weights
+    get zeros, not None, which weight decay and DDP (unused parameters) treat differently."""
+    return _ZeroGradient.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _join(pair: tuple[Tensor, Tensor], rows: tuple[Any, Any], like: Tensor) -> Tensor:
