@@ -118,7 +118,7 @@ class _ZeroGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return torch.zeros_like(gradient)
 
 
