@@ -1,12 +1,12 @@
-// attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0
+// attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 72 --mask spans --align 16
-//     --set tile_m=192 --set tile_n=128 --set stages=2 --set ping_pong=1 --set
+//     --set tile_m=192 --set tile_n=128 --set stages=3 --set ping_pong=1 --set
 //     persistent=1 --set counter=1 --set q_in_regs=0
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       128   keys per step of the main loop
-//   stages         2   shared-memory buffers for K and for V
+//   stages         3   shared-memory buffers for K and for V
 //   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        1   a block takes its next tile from a counter, not in fixed rounds
@@ -111,7 +111,7 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 // row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
-constexpr int kStages = 2;  // buffers of K and of V
+constexpr int kStages = 3;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes,
 // and what is left of head_dim in a last panel of kTail columns, swizzled within kTailSpan bytes.
 constexpr int kColumns = 64;
@@ -144,7 +144,7 @@ constexpr int kPiece = kEmptyV + 8 * kStages;
 constexpr int kPieceBytes = 16 + 16 * kParts;
 static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
-static_assert(kSharedBytes == 145632, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 187648, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -533,7 +533,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
     int seen = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
@@ -546,7 +546,7 @@ attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_kinds(const __gr
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     __shared__ int2 reach[kParts];
     if (threadIdx.x < kParts) {
@@ -589,7 +589,7 @@ attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_schedule(const _
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -1177,7 +1177,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s2_p1_r1_k1_q0(
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);

@@ -1,13 +1,13 @@
-// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p0_r1_k1_q0
+// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=192 --set tile_n=80 --set stages=2 --set ping_pong=0 --set
+//     --set tile_m=192 --set tile_n=80 --set stages=2 --set ping_pong=1 --set
 //     persistent=1 --set counter=1 --set q_in_regs=0
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n        80   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
-//   ping_pong      0   consumer warpgroups take turns with the tensor cores
+//   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        1   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      0   keep the fragments of Q in registers
@@ -278,9 +278,12 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     }
 }
 
-// Warps: named barrier `id` for `threads` threads: wait for all.
+// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp.
@@ -510,7 +513,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p0_r1_k1_q0_kinds(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
     int seen = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
@@ -523,7 +526,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p0_r1_k1_q0_kinds(const __gr
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p0_r1_k1_q0_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     __shared__ int2 reach[kParts];
     if (threadIdx.x < kParts) {
@@ -566,7 +569,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p0_r1_k1_q0_schedule(const _
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p0_r1_k1_q0_order(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -904,12 +907,17 @@ __device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsig
 }
 
 // Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
-__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count) {
+// Of its turns with the tensor cores it passes on the first `turns`.
+__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
         barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
         named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
         barrier_arrive_if(threadIdx.x % 32 == 0, base + kEmptyK + stage * 8);
+        if (i < turns) {
+            named_sync(kTurnOfFirst + group, 256);
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+        }
         barrier_wait(base + kFullV + stage * 8, phase);
         named_sync(kStoreOfFirst + group, 128);
         barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
@@ -932,13 +940,16 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
     unsigned q_at;
+    if (group == kConsumers - 1) {
+        named_arrive(kTurnOfFirst, 256);
+    }
     Work work;
     int2 reach;
     int count = next_work(base, q_buffer, q_phase, group, work, reach);
     // Pieces of work that show these rows nothing, and the visits before the first that does.
     while (count > 0 && reach.x == reach.y) {
         barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        pass(base, stage, phase, group, count);
+        pass(base, stage, phase, group, count, count - 1);
         store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
         barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
         if (++q_buffer == kBuffersQ) {
@@ -950,7 +961,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (count == 0) {
         return;
     }
-    pass(base, stage, phase, group, reach.x);
+    pass(base, stage, phase, group, reach.x, reach.x);
     int row = work.tile * kTileM + row_in_tile;
     int entry = visit(p, work.tile, reach.x);
     Rows rows;
@@ -986,12 +997,14 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 phase ^= 1;
             }
             barrier_wait(base + kFullK + stage * 8, phase);
+            named_sync(kTurnOfFirst + group, 256);
             wgmma_fence();
             start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > reach.x + 1);
             wgmma_commit();
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
@@ -1061,7 +1074,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             }
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
             if (after > 0) {
-                pass(base, stage, phase, group, after);
+                pass(base, stage, phase, group, after, after);
                 count = next_work(base, q_buffer, q_phase, group, work, reach);
             }
             if (leader) {
@@ -1071,7 +1084,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             // Pieces of work that show these rows nothing, and the visits before the first that does.
             while (count > 0 && reach.x == reach.y) {
                 barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-                pass(base, stage, phase, group, count);
+                pass(base, stage, phase, group, count, count - 1);
                 store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
                 barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
                 if (++q_buffer == kBuffersQ) {
@@ -1083,7 +1096,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (count == 0) {
                 break;
             }
-            pass(base, stage, phase, group, reach.x);
+            pass(base, stage, phase, group, reach.x, reach.x);
             entry = visit(p, work.tile, reach.x);
             barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
             q_at = base + kOffsetQ + q_buffer * kTileBytesM;
@@ -1119,7 +1132,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p0_r1_k1_q0(
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
