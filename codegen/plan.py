@@ -25,6 +25,7 @@ class Launch:
     threads: int
     shared_bytes: int = 0
     persistent: bool = False  # at most one block per multiprocessor
+    cluster: int = 1  # blocks that run together: the first size of `grid` is rounded up to a multiple
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Plan:
     parts: int = (
         1  # 64-row parts of a query tile, each with a flag in the list's entries and a reach of its own
     )
+    cluster: int = 1  # blocks that take neighbouring tiles of a head and share their loads
     bounds: bool = False  # its schedule has bounds and pieces
     bits: str = (
         ""  # its schedule has the dense mask in words of 32: "k" keys of a query, "q" queries of a key

@@ -12,8 +12,8 @@ from attnforge.codegen.tuning import Sm90Forward
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
 # 65536 / threads (rounded down to 8) each; what the producer gives back, the consumers take.
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
-# With a counter: a producer that finds out what a piece of work is spills with 24.
-REGISTERS_COUNTER = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+# With a counter or a cluster: a producer that finds out what a piece of work is, or whose its rows are, spills with 24.
+REGISTERS_BUSY = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # Addresses, loop counters, row statistics: what a consumer uses beyond S, P and O.
 REGISTERS_BESIDES = 28
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
@@ -36,6 +36,12 @@ def make_plan(spec: Spec) -> Plan:
         raise Infeasible(f"stages {t.stages}: must be 1 to 4")
     if t.ping_pong and consumers < 2:
         raise Infeasible("ping_pong: takes at least two consumer warpgroups, tile_m 128 or more")
+    if t.cluster not in (1, 2):
+        raise Infeasible(f"cluster {t.cluster}: must be 1 or 2")
+    if t.cluster > 1 and p.mask is not Mask.FULL:
+        raise Infeasible(
+            f"cluster: its blocks must visit the same key tiles, which a {p.mask.value} mask denies"
+        )
     return _forward(spec, t, consumers)
 
 
@@ -111,7 +117,8 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     shared += q_buffers * 16 * (1 + parts if parts > 1 else 1) if t.counter else 0
     if shared > limit:
         raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
-    producer_registers, consumer_registers = (REGISTERS_COUNTER if t.counter else REGISTERS)[consumers]
+    busy = t.counter or t.cluster > 1
+    producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
     if live > consumer_registers - REGISTERS_BESIDES:
         over = live - consumer_registers + REGISTERS_BESIDES
@@ -121,15 +128,18 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     # Panels go in one copy, except where the last reaches past head_dim: there only a copy of its own ends in time.
     # O leaves from 64 rows of a tile, whose panels are not next to each other.
     together = panels.count if panels.columns * panels.count <= d else 1
-    tiles = (("q", t.tile_m, together), ("k", t.tile_n, together), ("v", t.tile_n, together), ("out", 64, 1))
+    # A block of a cluster loads its share of the rows of K and V, whose panels are not next to each other either.
+    share = (t.tile_n // t.cluster, together if t.cluster == 1 else 1)
+    tiles = (("q", t.tile_m, together), ("k", *share), ("v", *share), ("out", 64, 1))
     return Plan(
         spec=spec,
         template="sm90a/forward.cu.jinja",
         suffix=".cu",
-        launches=(Launch(spec.symbol, grid, threads, shared, persistent=t.persistent),),
+        launches=(Launch(spec.symbol, grid, threads, shared, t.persistent, t.cluster),),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         parts=parts,
+        cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=spans,

@@ -55,7 +55,7 @@ BACKWARD_GRIDS = (
 )
 
 # What won on an H200 (docs/performance.md), up to 96 columns and beyond. Without a table, the first that fits is taken.
-# tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs
+# tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs, cluster
 HOPPER_NARROW = (
     Sm90Forward(192, 96, 3, True, True, True, True),
     Sm90Forward(192, 128, 3, True, True, False, False),
@@ -73,6 +73,17 @@ HOPPER_WIDE = (
     Sm90Forward(128, 160, 2, False, True, False, False),
     Sm90Forward(192, 64, 3, False, True, False, False),
 )
+# Without a mask, blocks may share their loads of K and V: behind the guesses, among the eight of a short search.
+HOPPER_CLUSTERS = {
+    True: (
+        Sm90Forward(192, 128, 3, True, True, False, False, 2),
+        Sm90Forward(192, 128, 2, True, True, False, False, 2),
+    ),
+    False: (
+        Sm90Forward(192, 64, 3, False, True, False, False, 2),
+        Sm90Forward(192, 80, 2, True, True, False, False, 2),
+    ),
+}
 # Dense masks often come in blocks of 64 or 128: tiles that such blocks fill are seen whole or not at all. Not measured.
 HOPPER_DENSE = (
     Sm90Forward(128, 128, 2, True, True, False, True),
@@ -164,12 +175,13 @@ def _hopper_forward(problem: Problem) -> Iterator[Tuning]:
     if problem.mask is Mask.DENSE:
         yield from HOPPER_DENSE
     yield from HOPPER_NARROW if narrow else HOPPER_WIDE
+    yield from HOPPER_CLUSTERS[narrow]
     tiles = (192, 128, 64) if narrow else (128, 192, 64)
     blocks = ((True, True), (True, False), (False, False))  # persistent, counter
-    for tile_m, tile_n, stages, (persistent, counter), ping_pong, q_in_regs in product(
-        tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), blocks, (True, False), (True, False)
+    for cluster, tile_m, tile_n, stages, (persistent, counter), ping_pong, q_in_regs in product(
+        (1, 2), tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), blocks, (True, False), (True, False)
     ):
-        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs)
+        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs, cluster)
 
 
 def _hopper_backward(head_dim: int) -> Iterator[Tuning]:

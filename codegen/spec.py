@@ -213,10 +213,14 @@ class Spec:
 
 
 def make_tuning(problem: Problem, values: dict[str, int]) -> Tuning:
-    """Build the tuning of `problem`'s family from integers by field name (all required, none unknown)."""
+    """Build the tuning of `problem`'s family from integers by field name.
+
+    None may be unknown, and none missing but those that have a default.
+    """
     cls = TUNINGS[problem.family, problem.direction]
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown, missing = values.keys() - fields.keys(), fields.keys() - values.keys()
+    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    unknown, missing = values.keys() - fields.keys(), required - values.keys()
     if unknown or missing:
         wrong = [f"{', '.join(sorted(unknown))} unknown"] if unknown else []
         wrong += [f"{', '.join(sorted(missing))} missing"] if missing else []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 
-def knob(code: str, text: str) -> Any:
-    """A tuning field: `code` is its short name in slugs, `text` its one-line meaning."""
-    return field(metadata={"code": code, "text": text})
+def knob(code: str, text: str, default: Any = MISSING) -> Any:
+    """A tuning field: `code` is its short name in slugs, `text` its one-line meaning.
+
+    `default` is what tables and logs that were written before there was such a knob mean.
+    """
+    return field(default=default, metadata={"code": code, "text": text})
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Sm90Forward:
     persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
     counter: bool = knob("k", "a block takes its next tile from a counter, not in fixed rounds")
     q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
+    cluster: int = knob("c", "blocks of neighbouring query tiles that share their loads of K and V", 1)
 
 
 @dataclass(frozen=True)

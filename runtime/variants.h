@@ -21,7 +21,7 @@ enum MaskKind : int64_t { kFull = 0, kCausal = 1, kSpans = 2, kDense = 3 };
 // Words of 32 pairs that a dense mask is packed to: 32 keys of a query, or 32 queries of a key.
 enum class Bits { kNone, kOfKeys, kOfQueries };
 
-// One kernel launch: the grid is the product of the Params members listed.
+// One kernel launch: the grid is the product of the Params members listed, the first rounded up to whole clusters.
 struct Launch {
     std::string symbol;
     void* function = nullptr;
@@ -29,6 +29,7 @@ struct Launch {
     unsigned threads = 0;
     unsigned shared_bytes = 0;
     bool persistent = false;  // at most one block per multiprocessor
+    int cluster = 1;          // blocks that run together
 };
 
 struct Variant {
@@ -126,11 +127,14 @@ inline void run(const Variant& variant, const std::vector<Launch>& launches, Par
         int64_t blocks = 1;
         for (const auto member : launch.grid) {
             blocks *= params.*member;
+            if (member == launch.grid.front()) {
+                blocks = (blocks + launch.cluster - 1) / launch.cluster * launch.cluster;
+            }
         }
         TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "attnforge: ", launch.symbol, " would need ", blocks,
                           " blocks, more than a grid can hold; split the batch");
         if (launch.persistent) {
-            blocks = std::min<int64_t>(blocks, variant.multiprocessors);
+            blocks = std::min<int64_t>(blocks, variant.multiprocessors / launch.cluster * launch.cluster);
         }
         void* arguments[] = {&params, &maps};  // kernels without tensor maps take the first only
         driver().check(driver().launch(launch.function, static_cast<unsigned>(blocks), 1, 1, launch.threads, 1, 1,
@@ -172,8 +176,9 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
                            bool dkv_accum, bool ordered, int64_t columns, int64_t columns_v, bool bounds,
                            std::string bits, bool deterministic, std::vector<std::string> symbols,
                            std::vector<std::string> grids, std::vector<int64_t> threads,
-                           std::vector<int64_t> shared_bytes, std::vector<int64_t> persistent, int64_t launches,
-                           std::vector<std::string> mapped, std::vector<int64_t> boxes) {
+                           std::vector<int64_t> shared_bytes, std::vector<int64_t> persistent,
+                           std::vector<int64_t> cluster, int64_t launches, std::vector<std::string> mapped,
+                           std::vector<int64_t> boxes) {
     Variant v;
     v.name = std::move(name);
     v.device = device;
@@ -198,7 +203,8 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
     for (size_t i = 0; i < symbols.size(); ++i) {
         auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
         list.push_back({symbols[i], nullptr, parse_grid(grids.at(i)), static_cast<unsigned>(threads.at(i)),
-                        static_cast<unsigned>(shared_bytes.at(i)), persistent.at(i) != 0});
+                        static_cast<unsigned>(shared_bytes.at(i)), persistent.at(i) != 0,
+                        static_cast<int>(cluster.at(i))});
     }
     for (size_t i = 0; i < mapped.size(); ++i) {
         const auto box = [&](size_t axis) { return static_cast<unsigned>(boxes.at(i * 3 + axis)); };

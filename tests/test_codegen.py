@@ -116,7 +116,9 @@ def kernel(spec: Spec) -> tuple[str, list[Any]]:
     """What the compiler sees and how it is launched, names apart."""
     source = render(spec)
     lines = (line.partition("//")[0].rstrip() for line in source.text.splitlines())
-    launches = [(one.grid, one.threads, one.shared_bytes, one.persistent) for one in source.plan.launches]
+    launches = [
+        (one.grid, one.threads, one.shared_bytes, one.persistent, one.cluster) for one in source.plan.launches
+    ]
     return "\n".join(lines).replace(spec.slug, ""), launches
 
 
