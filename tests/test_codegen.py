@@ -199,7 +199,7 @@ def test_mma_backward_by_hand() -> None:
 
 def test_hopper_forward_by_hand() -> None:
     tuning = Sm90Forward(
-        **{f.name: 0 for f in fields(Sm90Forward)} | {"tile_m": 128, "tile_n": 128, "stages": 2}  # type: ignore[arg-type]
+        **{f.name: 0 for f in fields(Sm90Forward)} | {"tile_m": 128, "tile_n": 128, "stages": 2, "cluster": 1}  # type: ignore[arg-type]
     )
     # Q once, K and V twice, 32 KiB each; barriers: two of each buffer.
     shared = 5 * 32768 + 8 * (2 + 2 * 4)
@@ -236,7 +236,7 @@ def test_hopper_tries_whole_blocks_of_dense_masks_first(head_dim: int) -> None:
 )
 def test_hopper_panels_by_hand(head_dim: int, maps: list[tuple[int, int]]) -> None:
     tuning = Sm90Forward(
-        **{f.name: 0 for f in fields(Sm90Forward)} | {"tile_m": 128, "tile_n": 128, "stages": 2}  # type: ignore[arg-type]
+        **{f.name: 0 for f in fields(Sm90Forward)} | {"tile_m": 128, "tile_n": 128, "stages": 2, "cluster": 1}  # type: ignore[arg-type]
     )
     plan = make_plan(Spec(Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL), tuning))
     for tensor, rows in (("q", 128), ("k", 128), ("v", 128)):

@@ -10,7 +10,8 @@ import pytest
 
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem
+from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import Sm90Forward
 from attnforge.runtime import toolchain
 from attnforge.runtime.settings import COMPILER
 
@@ -96,6 +97,21 @@ def test_other_masks_compile_cleanly(direction: Direction, arch: Arch, mask: Mas
         pytest.skip(f"{arch.value} {direction.value} leaves {mask.value} to another family")
     log, _ = compile_strictly(first(arch, direction, 128, mask), tmp_path)
     assert not SERIALISED.search(log), log
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(64, (192, 128, 3)), (72, (192, 128, 3)), (128, (192, 64, 3)), (128, (128, 128, 2))],
+)
+def test_clusters_compile_cleanly(
+    head_dim: int, tile: tuple[int, int, int], persistent: bool, tmp_path: Path
+) -> None:
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL)
+    source = render(Spec(problem, Sm90Forward(*tile, head_dim < 128, persistent, False, False, 2)))
+    log, resources = compile_strictly(source, tmp_path)
+    assert not SERIALISED.search(log), log
+    assert [used["spill_bytes"] for used in resources.values()] == [0]
 
 
 @pytest.mark.parametrize("align", [8, 4, 2])
