@@ -1,8 +1,8 @@
-// attnforge_fwd_sm90a_bf16_d64_causal_a16_m192_n128_s2_p1_r1_k0_q0
+// attnforge_fwd_sm90a_bf16_d64_causal_a16_m192_n128_s2_p1_r1_k0_q0_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask causal --align 16
 //     --set tile_m=192 --set tile_n=128 --set stages=2 --set ping_pong=1 --set
-//     persistent=1 --set counter=0 --set q_in_regs=0
+//     persistent=1 --set counter=0 --set q_in_regs=0 --set cluster=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       128   keys per step of the main loop
@@ -11,6 +11,7 @@
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        0   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      0   keep the fragments of Q in registers
+//   cluster        1   blocks of neighbouring query tiles that share their loads of K and V
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -794,7 +795,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d64_causal_a16_m192_n128_s2_p1_r1_k0_q0(
+attnforge_fwd_sm90a_bf16_d64_causal_a16_m192_n128_s2_p1_r1_k0_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);

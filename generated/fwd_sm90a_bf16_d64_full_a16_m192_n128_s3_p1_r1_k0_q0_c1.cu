@@ -1,16 +1,17 @@
-// attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0
+// attnforge_fwd_sm90a_bf16_d64_full_a16_m192_n128_s3_p1_r1_k0_q0_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 72 --mask spans --align 16
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask full --align 16
 //     --set tile_m=192 --set tile_n=128 --set stages=3 --set ping_pong=1 --set
-//     persistent=1 --set counter=1 --set q_in_regs=0
+//     persistent=1 --set counter=0 --set q_in_regs=0 --set cluster=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       128   keys per step of the main loop
 //   stages         3   shared-memory buffers for K and for V
 //   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
-//   counter        1   a block takes its next tile from a counter, not in fixed rounds
+//   counter        0   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      0   keep the fragments of Q in registers
+//   cluster        1   blocks of neighbouring query tiles that share their loads of K and V
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -90,10 +91,9 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds a tensor: its first kMain columns, and the rest. Encoded by the host for each call.
+// How the copy engine finds a tensor. Encoded by the host for each call.
 struct Map {
     TensorMap main;
-    TensorMap tail;
 };
 struct TensorMaps {
     Map q, k, v, out;
@@ -101,26 +101,22 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 72;
+constexpr int kHeadDim = 64;
 constexpr int kTileM = 192;  // query rows of a tile
 constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
-constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are followed in the first kExact visits, so that P is 1 at most; then only when its average in a thread's
 // row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 3;  // buffers of K and of V
-// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes,
-// and what is left of head_dim in a last panel of kTail columns, swizzled within kTailSpan bytes.
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
 constexpr int kPanels = 1;
-constexpr int kMain = kColumns * kPanels;  // columns of the panels before the last
-constexpr int kTail = 16;  // zeros past head_dim
-constexpr int kTailSpan = kTail * 2;
-constexpr int kRowBytes = (kMain + kTail) * 2;
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row
+constexpr int kRowBytes = (kMain) * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
@@ -129,8 +125,7 @@ constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
-constexpr int kBoundsBytes = kTileN * 8;  // of the keys of a tile, where it is masked
-constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
+constexpr int kOffsetBarriers = kOffsetBounds;
 // Barriers: full = the tile has landed, empty = its consumers are done with it.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
@@ -138,13 +133,8 @@ constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
 constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
-// What each buffer of Q is for, as the producer found out: the tile, head, batch and number of visits of the piece of
-// work, then the reach of each part; 16 bytes each.
-constexpr int kPiece = kEmptyV + 8 * kStages;
-constexpr int kPieceBytes = 16 + 16 * kParts;
-static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
-constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
-static_assert(kSharedBytes == 187648, "codegen/plan_sm90.py disagrees");
+constexpr int kSharedBytes = kEmptyV + 8 * kStages;
+static_assert(kSharedBytes == 147584, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -181,21 +171,6 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         : "memory");
 }
 
-// Thread: write, read 16 bytes of shared memory.
-__device__ __forceinline__ void shared_store(unsigned address, int4 x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
-                 "r"(x.w)
-                 : "memory");
-}
-__device__ __forceinline__ int4 shared_load(unsigned address) {
-    int4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(address)
-                 : "memory");
-    return x;
-}
-
 // Thread: arrive and announce `bytes` of copies that must land before the phase ends.
 __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -220,14 +195,6 @@ __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, uns
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
-        : "memory");
-}
-
-// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
-__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-        "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -317,11 +284,6 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Warp: the same for two matrices; lanes 0-15 give the addresses.
-__device__ __forceinline__ void stmatrix_half(unsigned address, unsigned r0, unsigned r1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1) : "memory");
-}
-
 // Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, both from shared memory.
 __device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
@@ -333,7 +295,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned lo
     // clang-format on
 }
 
-// Warpgroup: O (64 x 64, its first columns) = or += P V over 16 keys, P from registers, V as it lies in memory.
+// Warpgroup: O (64 x 64) = or += P V over 16 keys, P from registers, V as it lies in memory.
 __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
@@ -344,42 +306,24 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// Warpgroup: the last 8 columns of O = or += P V over 16 keys, P from registers, V as it lies in memory.
-__device__ __forceinline__ void wgmma_out_tail(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
-                                          int add) {
-    // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, add, 1, 1, 1;\n}"
-                 : "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-    // clang-format on
-}
+// ---- Mask: full ---------------------------------------------------------------------------
 
-// ---- Mask: spans ---------------------------------------------------------------------------
-
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+    return rank;
 }
 
 // How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_n;
 }
 
-// Visit number `index`: key tile << kParts, and a bit for each part of the query tile that does not see all its pairs.
+// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
-}
-
-// The visits that show part `part` of the tile anything: [x, y).
-__device__ __forceinline__ int2 reach_of(const Params& p, int tile, int part) {
-    return __ldg(reinterpret_cast<const int2*>(p.reach) + tile * 4 + part);
+    return index * 2 + ((index + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -408,201 +352,6 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
-
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
-__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
-    const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
-    const unsigned own = __ballot_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0) {
-        votes[warp] = own;
-    }
-    __syncthreads();
-    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < kScheduleThreads / 32; ++w) {
-        before += w < warp ? __popc(votes[w]) : 0;
-        total += __popc(votes[w]);
-    }
-    return before;
-}
-
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
-constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
-
-// The keys of a tile, as the threads of a block hold them.
-struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
-};
-
-// Block: the keys of a tile. Also bounds and pieces.
-__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
-    __shared__ int latest[kScheduleThreads / 32];
-    __shared__ int earliest[kScheduleThreads / 32];
-    Keys keys;
-    keys.latest = 0;
-    keys.earliest = p.seq_q;
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const int in_tile = i * kScheduleThreads + threadIdx.x;
-        keys.units[i] = make_int2(0, 0);
-        if (in_tile < kTileN) {
-            const int2 span = span_of(p, key_tile * kTileN + in_tile);
-            keys.latest = max(keys.latest, span.x);
-            keys.earliest = min(keys.earliest, span.y);
-            const int first = max(span.x, 0);
-            const int last = min(span.y, p.seq_q);
-            if (first < last) {
-                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
-            }
-            reinterpret_cast<int2*>(p.bounds)[key_tile * kTileN + in_tile] = span;
-        }
-    }
-    if (key_tile == 0 && threadIdx.x < 2) {
-        p.pieces[threadIdx.x] = 0;
-    }
-    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
-    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
-    __syncthreads();
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        keys.latest = max(keys.latest, latest[warp]);
-        keys.earliest = min(keys.earliest, earliest[warp]);
-    }
-    return keys;
-}
-
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
-__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
-    __shared__ int sums[kScheduleThreads / 32];
-    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
-        changes[i] = 0;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kParts;
-        const unsigned last = keys.units[i].y - base * kParts;
-        if (first < units && first != last) {
-            atomicAdd(&changes[first], 1);
-        }
-        if (last < units && first != last) {
-            atomicAdd(&changes[last], -1);
-        }
-    }
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    int sum = 0;
-    int parts[kParts];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        sum += changes[threadIdx.x * kParts + part];
-        parts[part] = sum;
-    }
-    int before = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, before, distance);
-        before += lane >= distance ? other : 0;
-    }
-    if (lane == 31) {
-        sums[threadIdx.x / 32] = before;
-    }
-    __syncthreads();
-    before += seen - sum;
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
-        seen += sums[warp];
-    }
-    unsigned kind = 0;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
-        const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + parts[part] > 0) << part;
-        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
-    }
-    return kind & kSomeParts ? kind : 0;
-}
-
-// One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
-    const Keys keys = load_keys(p, blockIdx.x);
-    int seen = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const unsigned kind = find_kind(p, keys, base, seen);
-        if (base + threadIdx.x < p.tiles_m) {
-            p.tile_list[static_cast<long long>(base + threadIdx.x) * p.list_stride + blockIdx.x] = kind;
-        }
-    }
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned votes[kScheduleThreads / 32];
-    __shared__ int2 reach[kParts];
-    if (threadIdx.x < kParts) {
-        reach[threadIdx.x] = make_int2(p.tiles_n, 0);
-    }
-    const int tile = blockIdx.x;
-    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
-    int total = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        const int visited = base + threadIdx.x;
-        // What _kinds left in the list. It is overwritten only where every thread has read.
-        const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
-        const int slot = count_before(kind != 0, votes, total);
-        if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
-        }
-        // The visits of a warp lie side by side: of those that show a part anything, the first and the last count.
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const unsigned shows = __ballot_sync(~0u, kind >> part & 1);
-            const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
-            const bool last = shows >> threadIdx.x % 32 == 1;
-            if (first) {
-                atomicMin(&reach[part].x, slot);
-            }
-            if (last) {
-                atomicMax(&reach[part].y, slot + 1);
-            }
-        }
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-    __syncthreads();
-    if (threadIdx.x < kParts) {
-        const int2 found = reach[threadIdx.x];
-        reinterpret_cast<int2*>(p.reach)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
-    }
-}
-
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_m ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
-    }
-}
-
 // ---- Panels --------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
@@ -611,33 +360,21 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address, int l
     return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
 }
 constexpr unsigned kSwizzle = 1;
-constexpr unsigned kTailSwizzle = 3;
 
 // Rows from `row` on of a tile of `rows` rows, as operands of wgmma, whether columns or rows are what it sums over
-// (where it is columns, the distance of panels is ignored): panels, last panel.
+// (where it is columns, the distance of panels is ignored).
 __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
     return descriptor(tile + row * kSpan, rows * kSpan, 8 * kSpan, kSwizzle);
-}
-__device__ __forceinline__ unsigned long long tail_at(unsigned tile, int rows, int row) {
-    return descriptor(tile + rows * kMain * 2 + row * kTailSpan, 0, 8 * kTailSpan, kTailSwizzle);
 }
 
 // Where k16 step `step` along the columns starts, in units of a descriptor's address.
 __device__ __forceinline__ constexpr int step_at(int step, int rows) {
-    if (step >= kMain / 16) {
-        return (step - kMain / 16) * 2;
-    }
     return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
 }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: the chunk's number is XORed
 // with the place of the row in the pattern.
 __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
-    if (chunk >= kMain / 8) {
-        chunk -= kMain / 8;
-        chunk ^= row / 4 % 2;
-        return rows * kMain * 2 + row * kTailSpan + chunk * 16;
-    }
     const int place = chunk % 8 ^ row / 1 % 8;
     return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
 }
@@ -646,7 +383,6 @@ __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
 __device__ __forceinline__ void load_tile(unsigned tile, const Map& map, unsigned barrier, int row, int head, int batch,
                                           int rows) {
     tma_load(tile, map.main, barrier, 0, row, 0, head, batch);
-    tma_load(tile + rows * kMain * 2, map.tail, barrier, kMain, row, 0, head, batch);
 }
 
 // Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on.
@@ -656,7 +392,6 @@ __device__ __forceinline__ void store_rows(const Map& map, unsigned tile, int fr
     for (int panel = 0; panel < kPanels; ++panel) {
         tma_store(map.main, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
     }
-    tma_store(map.tail, tile + rows * kMain * 2 + from * kTailSpan, kMain, row, 0, head, batch);
     tma_store_commit();
 }
 
@@ -690,17 +425,12 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
     }
 }
 
-__device__ __forceinline__ int count_work(const Params& p) { return p.tiles_m * p.heads_q * p.batch; }
-
-// Warp: the results of all tiles whose rows see nothing; the counter's pieces leave them out.
-__device__ __forceinline__ void fill_empty(const Params& p) {
-#pragma unroll 1
-    for (int index = blockIdx.x; index < count_work(p); index += gridDim.x) {
-        const Work work = work_at(p, index);
-        if (visits(p, work.tile) == 0) {
-            store_empty(p, work, work.tile * kTileM, kTileM, threadIdx.x % 32, 32);
-        }
-    }
+// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
+// piece every time.
+__device__ __forceinline__ int work_index(const Params& p, int round) {
+    const int total = p.tiles_m * p.heads_q * p.batch;
+    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return index < total ? index : -1;
 }
 
 // Thread: feed the consumers of this block.
@@ -709,48 +439,30 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     unsigned phase = 0;  // of the K and V buffers
     unsigned q_buffer = 0;
     unsigned q_phase = 0;
-    int index = blockIdx.x;
-    while (index < count_work(p)) {
+    for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
         const Work work = work_at(p, index);
         const int head_kv = work.head / (p.heads_q / p.heads_kv);
         const int count = visits(p, work.tile);
-        if (count == 0) {
-            index = gridDim.x + atomicAdd(p.pieces, 1);
-            continue;
-        }
-        barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
-        const unsigned piece = base + kPiece + q_buffer * kPieceBytes;
-        shared_store(piece, make_int4(work.tile, work.head, work.batch, count));
-        for (int part = 0; part < kParts; ++part) {
-            const int2 reach = reach_of(p, work.tile, part);
-            shared_store(piece + 16 + part * 16, make_int4(reach.x, reach.y, 0, 0));
-        }
-        barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
-        load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
-                  work.tile * kTileM, work.head, work.batch, kTileM);
-        if (++q_buffer == kBuffersQ) {
-            q_buffer = 0;
-            q_phase ^= 1;
-        }
-        int entry = visit(p, work.tile, 0);
-#pragma unroll 1  // registers are few
+        int entry = count > 0 ? visit(p, work.tile, 0) : 0;
         for (int i = 0; i < count; ++i) {
-            if (i + 1 == count) {
-                index = gridDim.x + atomicAdd(p.pieces, 1);  // early: the answer takes its time
-            }
-            const int key0 = (entry >> kParts) * kTileN;
-            const int masked = (entry & (1 << kParts) - 1) != 0;
+            const int key0 = (entry >> 1) * kTileN;
             if (i + 1 < count) {
                 entry = visit(p, work.tile, i + 1);
             }
             barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
-            barrier_expect(base + kFullK + stage * 8, kTileBytesN + masked * kBoundsBytes);
-            if (masked) {
-                bulk_load(base + kOffsetBounds + stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
-                          base + kFullK + stage * 8);
-            }
+            barrier_expect(base + kFullK + stage * 8, kTileBytesN);
             load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
                       work.batch, kTileN);
+            if (i == 0) {
+                barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
+                barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
+                load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
+                          work.tile * kTileM, work.head, work.batch, kTileM);
+                if (++q_buffer == kBuffersQ) {
+                    q_buffer = 0;
+                    q_phase ^= 1;
+                }
+            }
             barrier_wait(base + kEmptyV + stage * 8, phase ^ 1);
             barrier_expect(base + kFullV + stage * 8, kTileBytesN);
             load_tile(base + kOffsetV + stage * kTileBytesN, maps.v, base + kFullV + stage * 8, key0, head_kv,
@@ -761,32 +473,20 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             }
         }
     }
-    barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
-    for (int i = 0; i < kPieceBytes; i += 16) {  // no visits: the end
-        shared_store(base + kPiece + q_buffer * kPieceBytes + i, make_int4(0, 0, 0, 0));
-    }
-    barrier_arrive(base + kFullQ + q_buffer * 8);
-    if (atomicAdd(p.pieces + 1, 1) == gridDim.x - 1) {  // the last block: nobody asks any more, until the next launch
-        p.pieces[0] = 0;
-        p.pieces[1] = 0;
-    }
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
-// Warpgroup: hide what the mask hides; `row` is the thread's first query, `bounds` those of the tile's keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsigned bounds) {
+// Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 2], int row, int key0) {
     const float hidden = __int_as_float(0xff800000);
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 4) {
-        int start[2], end[2];
-        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(start[0]), "=r"(end[0]), "=r"(start[1]), "=r"(end[1])
-                     : "r"(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            s[i + c] = row >= start[c] && row < end[c] ? s[i + c] : hidden;
-            s[i + 2 + c] = row + 8 >= start[c] && row + 8 < end[c] ? s[i + 2 + c] : hidden;
+            const int key = key0 + i * 2 + threadIdx.x % 4 * 2 + c;
+            s[i + c] = visible(p, row, key) ? s[i + c] : hidden;
+            s[i + 2 + c] = visible(p, row + 8, key) ? s[i + 2 + c] : hidden;
         }
     }
 }
@@ -897,8 +597,6 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
         stmatrix(q + chunk_at(row, i / 4 + lane / 16, kTileM), pack(o[i], o[i + 1]), pack(o[i + 2], o[i + 3]),
                  pack(o[i + 4], o[i + 5]), pack(o[i + 6], o[i + 7]));
     }
-    constexpr int last = kHeadDim / 2 - 4;
-    stmatrix_half(q + chunk_at(row, last / 4, kTileM), pack(o[last], o[last + 1]), pack(o[last + 2], o[last + 3]));
     proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
     if (threadIdx.x % 128 == 0 && query0 < p.seq_q) {
@@ -912,13 +610,9 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
 __device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
     const unsigned long long a = panels_at(q, kTileM, row);
     const unsigned long long b = panels_at(k, kTileN, 0);
-    const unsigned long long a_tail = tail_at(q, kTileM, row);
-    const unsigned long long b_tail = tail_at(k, kTileN, 0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        const bool main = step < kMain / 16;
-        wgmma_scores(s, (main ? a : a_tail) + step_at(step, kTileM), (main ? b : b_tail) + step_at(step, kTileN),
-                     step > 0);
+        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
     }
 }
 
@@ -930,47 +624,22 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
     for (int step = 0; step < kTileN / 16; ++step) {
         wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
     }
-    const unsigned long long b_tail = tail_at(v, kTileN, 0);
-#pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_out_tail(o, p[step], b_tail + (step * 16 * kTailSpan >> 4), step > 0 ? 1 : add);
-    }
 }
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: the next piece of work, which of its visits show part `group` anything, and how many there are; 0 if no
-// piece is left. All as the producer left it with the buffer of Q.
-__device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsigned q_phase, int group, Work& work,
-                                         int2& reach) {
-    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-    const int4 piece = shared_load(base + kPiece + q_buffer * kPieceBytes);
-    const int4 part = shared_load(base + kPiece + q_buffer * kPieceBytes + 16 + group * 16);
-    reach = make_int2(__shfl_sync(~0u, part.x, 0), __shfl_sync(~0u, part.y, 0));
-    work = {__shfl_sync(~0u, piece.x, 0), __shfl_sync(~0u, piece.y, 0), __shfl_sync(~0u, piece.z, 0)};
-    return __shfl_sync(~0u, piece.w, 0);
-}
-
-// Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
-// Of its turns with the tensor cores it passes on the first `turns`.
-__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
-        named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
-        barrier_arrive_if(threadIdx.x % 32 == 0, base + kEmptyK + stage * 8);
-        if (i < turns) {
-            named_sync(kTurnOfFirst + group, 256);
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+// Warpgroup: the next piece of work of this block that has anything to visit, and how many visits; 0 if none is left.
+__device__ __forceinline__ int next_work(const Params& p, int& round, Work& work, int group) {
+    for (int index = work_index(p, round); index >= 0; index = work_index(p, round)) {
+        ++round;
+        work = work_at(p, index);
+        const int count = visits(p, work.tile);
+        if (count > 0) {
+            return count;
         }
-        barrier_wait(base + kFullV + stage * 8, phase);
-        named_sync(kStoreOfFirst + group, 128);
-        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
+        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
     }
+    return 0;
 }
 
 // Warpgroup: work through the tiles of this block.
@@ -988,27 +657,14 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (group == kConsumers - 1) {
         named_arrive(kTurnOfFirst, 256);
     }
+    int round = 0;
     Work work;
-    int2 reach;
-    int count = next_work(base, q_buffer, q_phase, group, work, reach);
-    // Pieces of work that show these rows nothing, and the visits before the first that does.
-    while (count > 0 && reach.x == reach.y) {
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        pass(base, stage, phase, group, count, count - 1);
-        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-        barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
-        if (++q_buffer == kBuffersQ) {
-            q_buffer = 0;
-            q_phase ^= 1;
-        }
-        count = next_work(base, q_buffer, q_phase, group, work, reach);
-    }
+    int count = next_work(p, round, work, group);
     if (count == 0) {
         return;
     }
-    pass(base, stage, phase, group, reach.x, reach.x);
     int row = work.tile * kTileM + row_in_tile;
-    int entry = visit(p, work.tile, reach.x);
+    int entry = visit(p, work.tile, 0);
     Rows rows;
     float2 factor;
     barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
@@ -1020,11 +676,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
-    if (entry >> group & 1) {
-        apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-        __syncwarp();
+    if (entry & 1) {
+        apply_mask(p, s, row, (entry >> 1) * kTileN);
     }
-    if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+    if (leader) {
         barrier_arrive(base + kEmptyK + stage * 8);
     }
 
@@ -1032,7 +687,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
     while (true) {
         // Each step starts S of one key tile and P V of the tile before it.
-        for (int i = reach.x + 1; i < reach.y; ++i) {
+        for (int i = 1; i < count; ++i) {
             base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
             entry = visit(p, work.tile, i);
             const unsigned v_stage = stage;
@@ -1047,17 +702,16 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
-            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > reach.x + 1);
+            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
             wgmma_commit();
             named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
-            if (entry >> group & 1) {
-                apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-                __syncwarp();
+            if (entry & 1) {
+                apply_mask(p, s, row, (entry >> 1) * kTileN);
             }
-            if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+            if (leader) {
                 barrier_arrive(base + kEmptyK + stage * 8);
             }
             wgmma_wait_all();
@@ -1065,7 +719,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            const bool careful = (entry >> group & 1) || i < reach.x + kExact || !rows.known;
+            const bool careful = (entry & 1) || i < kExact || !rows.known;
             if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
@@ -1073,8 +727,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         const Work done = work;
         const unsigned done_q = q_buffer;
         const unsigned v_stage = stage;
-        const int add = reach.y - reach.x > 1;
-        const int after = count - reach.y;  // visits left, all hidden
+        const int add = count > 1;
         barrier_wait(base + kFullV + stage * 8, phase);
         if (++stage == kStages) {
             stage = 0;
@@ -1084,31 +737,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        // With nothing to pass by in between, the next tile begins with this one's last product.
-        bool at_once = false;
-        if (after == 0) {
-            count = next_work(base, q_buffer, q_phase, group, work, reach);
-            at_once = reach.x == 0 && reach.y > 0;
-        }
-        if (at_once) {
-            wgmma_fence();
-            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
-            wgmma_commit();
-            entry = visit(p, work.tile, 0);
-            barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-            q_at = base + kOffsetQ + q_buffer * kTileBytesM;
-            barrier_wait(base + kFullK + stage * 8, phase);
-            wgmma_fence();
-            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-            wgmma_commit();
-            wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
-            accumulator_fence(o);
-            if (leader) {
-                barrier_arrive(base + kEmptyV + v_stage * 8);
-            }
-            store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-            wgmma_wait_all();
-        } else {
+        count = next_work(p, round, work, group);
+        if (count == 0) {
             wgmma_fence();
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
             wgmma_commit();
@@ -1118,55 +748,39 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-            if (after > 0) {
-                pass(base, stage, phase, group, after, after);
-                count = next_work(base, q_buffer, q_phase, group, work, reach);
-            }
-            if (leader) {
-                tma_store_wait();
-                barrier_arrive(base + kEmptyQ + done_q * 8);
-            }
-            // Pieces of work that show these rows nothing, and the visits before the first that does.
-            while (count > 0 && reach.x == reach.y) {
-                barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-                pass(base, stage, phase, group, count, count - 1);
-                store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-                barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
-                if (++q_buffer == kBuffersQ) {
-                    q_buffer = 0;
-                    q_phase ^= 1;
-                }
-                count = next_work(base, q_buffer, q_phase, group, work, reach);
-            }
-            if (count == 0) {
-                break;
-            }
-            pass(base, stage, phase, group, reach.x, reach.x);
-            entry = visit(p, work.tile, reach.x);
-            barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-            q_at = base + kOffsetQ + q_buffer * kTileBytesM;
-            barrier_wait(base + kFullK + stage * 8, phase);
-            wgmma_fence();
-            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-            wgmma_commit();
-            wgmma_wait_all();
+            break;
         }
         row = work.tile * kTileM + row_in_tile;
+        entry = visit(p, work.tile, 0);
+        wgmma_fence();
+        start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
+        wgmma_commit();
+        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+        q_at = base + kOffsetQ + q_buffer * kTileBytesM;
+        barrier_wait(base + kFullK + stage * 8, phase);
+        wgmma_fence();
+        start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
+        wgmma_commit();
+        wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
+        accumulator_fence(o);
+        if (leader) {
+            barrier_arrive(base + kEmptyV + v_stage * 8);
+        }
+        store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
         wgmma_wait_all();
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
-        if (entry >> group & 1) {
-            apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-            __syncwarp();
+        if (entry & 1) {
+            apply_mask(p, s, row, (entry >> 1) * kTileN);
         }
-        if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+        if (leader) {
             barrier_arrive(base + kEmptyK + stage * 8);
         }
 
         rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
         softmax(s, p_frags, rows, true, p.scale_log2, factor);
         tma_store_wait();
-        barrier_arrive_if(at_once && leader, base + kEmptyQ + done_q * 8);
+        barrier_arrive_if(leader, base + kEmptyQ + done_q * 8);
     }
     if (leader) {
         tma_store_wait();
@@ -1177,7 +791,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0(
+attnforge_fwd_sm90a_bf16_d64_full_a16_m192_n128_s3_p1_r1_k0_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -1189,7 +803,7 @@ attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0(
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
-            barrier_init(base + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(base + kEmptyK + i * 8, kConsumers);
             barrier_init(base + kFullV + i * 8, 1);
             barrier_init(base + kEmptyV + i * 8, kConsumers);
         }
@@ -1200,8 +814,6 @@ attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
             produce(p, maps, base);
-        } else if (threadIdx.x / 32 == 1) {
-            fill_empty(p);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");

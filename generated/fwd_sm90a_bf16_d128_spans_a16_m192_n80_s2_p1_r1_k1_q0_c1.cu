@@ -1,16 +1,17 @@
-// attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n128_s2_p1_r1_k1_q0
+// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask spans --align 16
-//     --set tile_m=192 --set tile_n=128 --set stages=2 --set ping_pong=1 --set
-//     persistent=1 --set counter=1 --set q_in_regs=0
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
+//     --set tile_m=192 --set tile_n=80 --set stages=2 --set ping_pong=1 --set
+//     persistent=1 --set counter=1 --set q_in_regs=0 --set cluster=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
-//   tile_n       128   keys per step of the main loop
+//   tile_n        80   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
 //   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        1   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      0   keep the fragments of Q in registers
+//   cluster        1   blocks of neighbouring query tiles that share their loads of K and V
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -100,9 +101,9 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 64;
+constexpr int kHeadDim = 128;
 constexpr int kTileM = 192;  // query rows of a tile
-constexpr int kTileN = 128;  // keys of a step
+constexpr int kTileN = 80;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
@@ -114,7 +115,7 @@ constexpr int kStages = 2;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
-constexpr int kPanels = 1;
+constexpr int kPanels = 2;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = (kMain) * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
@@ -140,7 +141,7 @@ constexpr int kPiece = kEmptyV + 8 * kStages;
 constexpr int kPieceBytes = 16 + 16 * kParts;
 static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
-static_assert(kSharedBytes == 116960, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 181728, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -313,24 +314,24 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+// Warpgroup: S (64 x 80) = or += Q K^T over 16 columns of head_dim, both from shared memory.
 __device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: O (64 x 64) = or += P V over 16 keys, P from registers, V as it lies in memory.
+// Warpgroup: O (64 x 128) = or += P V over 16 keys, P from registers, V as it lies in memory.
 __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
@@ -513,7 +514,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n128_s2_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
     int seen = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
@@ -526,7 +527,7 @@ attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n128_s2_p1_r1_k1_q0_kinds(const __gr
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n128_s2_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     __shared__ int2 reach[kParts];
     if (threadIdx.x < kParts) {
@@ -569,7 +570,7 @@ attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n128_s2_p1_r1_k1_q0_schedule(const _
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n128_s2_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -1132,7 +1133,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d64_spans_a16_m192_n128_s2_p1_r1_k1_q0(
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);

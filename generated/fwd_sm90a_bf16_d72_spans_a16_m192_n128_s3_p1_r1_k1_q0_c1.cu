@@ -1,16 +1,17 @@
-// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0
+// attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=192 --set tile_n=80 --set stages=2 --set ping_pong=1 --set
-//     persistent=1 --set counter=1 --set q_in_regs=0
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 72 --mask spans --align 16
+//     --set tile_m=192 --set tile_n=128 --set stages=3 --set ping_pong=1 --set
+//     persistent=1 --set counter=1 --set q_in_regs=0 --set cluster=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
-//   tile_n        80   keys per step of the main loop
-//   stages         2   shared-memory buffers for K and for V
+//   tile_n       128   keys per step of the main loop
+//   stages         3   shared-memory buffers for K and for V
 //   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        1   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      0   keep the fragments of Q in registers
+//   cluster        1   blocks of neighbouring query tiles that share their loads of K and V
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -90,9 +91,10 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds a tensor. Encoded by the host for each call.
+// How the copy engine finds a tensor: its first kMain columns, and the rest. Encoded by the host for each call.
 struct Map {
     TensorMap main;
+    TensorMap tail;
 };
 struct TensorMaps {
     Map q, k, v, out;
@@ -100,9 +102,9 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 128;
+constexpr int kHeadDim = 72;
 constexpr int kTileM = 192;  // query rows of a tile
-constexpr int kTileN = 80;  // keys of a step
+constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
@@ -110,13 +112,16 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 // row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
-constexpr int kStages = 2;  // buffers of K and of V
-// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
+constexpr int kStages = 3;  // buffers of K and of V
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes,
+// and what is left of head_dim in a last panel of kTail columns, swizzled within kTailSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
-constexpr int kPanels = 2;
-constexpr int kMain = kColumns * kPanels;  // columns of a stored row
-constexpr int kRowBytes = (kMain) * 2;
+constexpr int kPanels = 1;
+constexpr int kMain = kColumns * kPanels;  // columns of the panels before the last
+constexpr int kTail = 16;  // zeros past head_dim
+constexpr int kTailSpan = kTail * 2;
+constexpr int kRowBytes = (kMain + kTail) * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
@@ -140,7 +145,7 @@ constexpr int kPiece = kEmptyV + 8 * kStages;
 constexpr int kPieceBytes = 16 + 16 * kParts;
 static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
-static_assert(kSharedBytes == 181728, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 187648, "codegen/plan_sm90.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -313,24 +318,40 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Warpgroup: S (64 x 80) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+// Warp: the same for two matrices; lanes 0-15 give the addresses.
+__device__ __forceinline__ void stmatrix_half(unsigned address, unsigned r0, unsigned r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1) : "memory");
+}
+
+// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, both from shared memory.
 __device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: O (64 x 128) = or += P V over 16 keys, P from registers, V as it lies in memory.
+// Warpgroup: O (64 x 64, its first columns) = or += P V over 16 keys, P from registers, V as it lies in memory.
 __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: the last 8 columns of O = or += P V over 16 keys, P from registers, V as it lies in memory.
+__device__ __forceinline__ void wgmma_out_tail(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, add, 1, 1, 1;\n}"
+                 : "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
@@ -513,7 +534,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_c1_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
     int seen = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
@@ -526,7 +547,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_kinds(const __gr
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_c1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     __shared__ int2 reach[kParts];
     if (threadIdx.x < kParts) {
@@ -569,7 +590,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_schedule(const _
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_c1_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -591,21 +612,33 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address, int l
     return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
 }
 constexpr unsigned kSwizzle = 1;
+constexpr unsigned kTailSwizzle = 3;
 
 // Rows from `row` on of a tile of `rows` rows, as operands of wgmma, whether columns or rows are what it sums over
-// (where it is columns, the distance of panels is ignored).
+// (where it is columns, the distance of panels is ignored): panels, last panel.
 __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
     return descriptor(tile + row * kSpan, rows * kSpan, 8 * kSpan, kSwizzle);
+}
+__device__ __forceinline__ unsigned long long tail_at(unsigned tile, int rows, int row) {
+    return descriptor(tile + rows * kMain * 2 + row * kTailSpan, 0, 8 * kTailSpan, kTailSwizzle);
 }
 
 // Where k16 step `step` along the columns starts, in units of a descriptor's address.
 __device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    if (step >= kMain / 16) {
+        return (step - kMain / 16) * 2;
+    }
     return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
 }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: the chunk's number is XORed
 // with the place of the row in the pattern.
 __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
+    if (chunk >= kMain / 8) {
+        chunk -= kMain / 8;
+        chunk ^= row / 4 % 2;
+        return rows * kMain * 2 + row * kTailSpan + chunk * 16;
+    }
     const int place = chunk % 8 ^ row / 1 % 8;
     return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
 }
@@ -614,6 +647,7 @@ __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
 __device__ __forceinline__ void load_tile(unsigned tile, const Map& map, unsigned barrier, int row, int head, int batch,
                                           int rows) {
     tma_load(tile, map.main, barrier, 0, row, 0, head, batch);
+    tma_load(tile + rows * kMain * 2, map.tail, barrier, kMain, row, 0, head, batch);
 }
 
 // Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on.
@@ -623,6 +657,7 @@ __device__ __forceinline__ void store_rows(const Map& map, unsigned tile, int fr
     for (int panel = 0; panel < kPanels; ++panel) {
         tma_store(map.main, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
     }
+    tma_store(map.tail, tile + rows * kMain * 2 + from * kTailSpan, kMain, row, 0, head, batch);
     tma_store_commit();
 }
 
@@ -863,6 +898,8 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
         stmatrix(q + chunk_at(row, i / 4 + lane / 16, kTileM), pack(o[i], o[i + 1]), pack(o[i + 2], o[i + 3]),
                  pack(o[i + 4], o[i + 5]), pack(o[i + 6], o[i + 7]));
     }
+    constexpr int last = kHeadDim / 2 - 4;
+    stmatrix_half(q + chunk_at(row, last / 4, kTileM), pack(o[last], o[last + 1]), pack(o[last + 2], o[last + 3]));
     proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
     if (threadIdx.x % 128 == 0 && query0 < p.seq_q) {
@@ -876,9 +913,13 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
 __device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
     const unsigned long long a = panels_at(q, kTileM, row);
     const unsigned long long b = panels_at(k, kTileN, 0);
+    const unsigned long long a_tail = tail_at(q, kTileM, row);
+    const unsigned long long b_tail = tail_at(k, kTileN, 0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
+        const bool main = step < kMain / 16;
+        wgmma_scores(s, (main ? a : a_tail) + step_at(step, kTileM), (main ? b : b_tail) + step_at(step, kTileN),
+                     step > 0);
     }
 }
 
@@ -889,6 +930,11 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
         wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+    const unsigned long long b_tail = tail_at(v, kTileN, 0);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_out_tail(o, p[step], b_tail + (step * 16 * kTailSpan >> 4), step > 0 ? 1 : add);
     }
 }
 
@@ -1132,7 +1178,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0(
+attnforge_fwd_sm90a_bf16_d72_spans_a16_m192_n128_s3_p1_r1_k1_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
