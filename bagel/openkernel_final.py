@@ -23,6 +23,8 @@ TOLERANCES = {
     torch.bfloat16: 5e-3,
 }  # absolute and relative: the challenge's
 # Of a gradient's norm. The inputs are so small (+-0.02) that the challenge's absolute tolerance would pass zeros.
+# float16 cannot hold the gradients of such inputs, and is trained with the loss scaled: here by this.
+LOSS_SCALE = 1024.0
 GRADIENTS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -56,11 +58,13 @@ def shapes(device: torch.device) -> tuple[Shape, ...]:
 
 
 def draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """q, k, v uniform in +-0.02 and a gradient of out, the same for the same shape."""
+    """q, k, v uniform in +-0.02 and a gradient of out, the same for the same shape; in float16 times LOSS_SCALE."""
     generator = torch.Generator(device).manual_seed(shape.rows)
     size = (shape.batch, shape.heads, shape.rows, shape.head_dim)
-    drawn = (torch.rand(size, generator=generator, device=device) * 0.04 - 0.02 for _ in range(4))
-    return [x.to(dtype) for x in drawn]
+    q, k, v, dout = (torch.rand(size, generator=generator, device=device) * 0.04 - 0.02 for _ in range(4))
+    if dtype is torch.float16:
+        dout *= LOSS_SCALE
+    return [x.to(dtype) for x in (q, k, v, dout)]
 
 
 def run_final(

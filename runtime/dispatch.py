@@ -96,7 +96,7 @@ def _offers(
 
 
 def _ordered(spec: Spec) -> Spec | None:
-    """`spec` with sums in a fixed order, if it can have that: a tuned variant's deterministic relative."""
+    """A tuned variant's deterministic relative: `spec` with sums in a fixed order, else what differs least from it."""
     knobs = spec.to_json()["tuning"]
     if "ordered" not in knobs:
         return None
@@ -104,7 +104,12 @@ def _ordered(spec: Spec) -> Spec | None:
     try:
         return ordered if make_plan(ordered).deterministic else None
     except Infeasible:
-        return None
+        fixed = (other for other in candidates(spec.problem) if make_plan(other).deterministic)
+        return min(fixed, key=lambda other: _differing(other, knobs), default=None)
+
+
+def _differing(spec: Spec, knobs: dict[str, int]) -> int:
+    return sum(value != knobs[name] for name, value in spec.to_json()["tuning"].items())
 
 
 def check_dtype(problem: Problem) -> None:
