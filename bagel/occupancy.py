@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnforge.bagel.tiles import FULL, PARTIAL, tile_map
+from attnforge.bagel.tiles import EMPTY, FULL, PARTIAL, tile_map
 from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.case import Case
 from attnforge.runtime.masks import Spans
@@ -38,9 +38,9 @@ class Costs:
 class Schedule:
     """One pass under one tile shape. A piece is all that a block does for one query tile (backward: key tile)."""
 
-    full: int  # tiles of one head that need no mask arithmetic
-    masked: int  # visited tiles that do
-    tile_use: float  # visible pairs over pairs in visited tiles
+    full: int  # parts of the tiles of one head that need no mask arithmetic; a tile is one part unless told otherwise
+    masked: int  # visited parts that do
+    tile_use: float  # visible pairs over pairs in visited parts
     useful: float  # visible pairs of all heads, in tiles
     busy: tuple[float, ...]  # work of each multiprocessor: all start at 0, none pauses before its end
 
@@ -68,23 +68,39 @@ def simulate(
     split_heads: bool = True,
     costs: Costs | None = None,
     multiprocessors: int = MULTIPROCESSORS,
+    parts: int = 1,
 ) -> Schedule:
-    """The schedule of a case. Backward has a piece per key tile and query head, without `split_heads` per kv head."""
+    """The schedule of a case. Backward has a piece per key tile and query head, without `split_heads` per kv head.
+
+    A tile's rows may fall into `parts` that pass by what is hidden from them: a visited part is 1 / parts of a tile.
+    """
     costs = costs or Costs()
-    kinds = tile_map(_spans(case), case.seq_q, tile_m, tile_n).kinds
-    owner = 1 if direction is Direction.FORWARD else 0  # the other tiles are summed over
-    full, masked = (kinds == FULL).sum(owner), (kinds == PARTIAL).sum(owner)
+    kinds = _kinds(case, tile_m, tile_n, parts)
+    others = (1, 2) if direction is Direction.FORWARD else (0, 1)  # what a piece is summed over
+    full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
+    visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
     loops = 1 if direction is Direction.FORWARD or split_heads else case.heads_q // case.heads_kv
-    work = (full + masked * costs.masked).double() * loops + costs.piece
-    ranked = work[_longest_first(case, direction, full + masked)]
+    work = (full + masked * costs.masked).double() / parts * loops + costs.piece
+    ranked = work[_longest_first(case, direction, visits)]
     pieces = ranked[_ranks(case, direction, ranked.numel(), split_heads)]
     busy = _rounds(pieces, multiprocessors) if order == "rounds" else _free(pieces, multiprocessors)
-    tiles = int((full + masked).sum())
+    visited = int((full + masked).sum())
     area = tile_m * tile_n
     useful = case.pairs * case.batch * case.heads_q / area
     return Schedule(
-        int(full.sum()), int(masked.sum()), case.pairs / (area * tiles), useful, tuple(busy.tolist())
+        int(full.sum()),
+        int(masked.sum()),
+        case.pairs * parts / (area * visited),
+        useful,
+        tuple(busy.tolist()),
     )
+
+
+def _kinds(case: Case, tile_m: int, tile_n: int, parts: int) -> Tensor:
+    """Kind of each part of each tile: (tiles_m, parts, tiles_n). Parts beyond the last query are empty."""
+    rows = tile_map(_spans(case), case.seq_q, tile_m // parts, tile_n).kinds
+    beyond = rows.new_full((-rows.shape[0] % parts, rows.shape[1]), EMPTY)
+    return torch.cat((rows, beyond)).view(-1, parts, rows.shape[1])
 
 
 def _spans(case: Case) -> Spans:

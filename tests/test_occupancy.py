@@ -91,6 +91,17 @@ def test_waste_tail_and_costs() -> None:
     assert [found.running(time) for time in (0.0, 3.5, 4.0)] == [2, 1, 0]
 
 
+def test_parts_of_a_tile_pass_by_what_is_hidden_from_them() -> None:
+    case = documents(24, 24)
+    found = simulate(case, FORWARD, 32, 16, "free", multiprocessors=1, parts=2)
+    # The parts are the tiles of 16: five of the first tile, two of the second.
+    assert (found.full, found.masked) == (2, 5)
+    assert found.busy == (7 / 2,)
+    assert found.tile_use == pytest.approx(2 * 24 * 24 / (7 * 256))
+    whole = simulate(case, FORWARD, 32, 16, "free", multiprocessors=1)
+    assert (whole.full, whole.masked, whole.busy) == (1, 4, (5,))
+
+
 def test_rounds_deal_from_both_ends() -> None:
     case = documents(64, 48, 32, 16)  # pieces of 4 4 4 4 3 3 3 2 2 1
     found = simulate(case, FORWARD, 16, 16, "rounds", multiprocessors=4)
