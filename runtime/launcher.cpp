@@ -107,12 +107,27 @@ struct Attention : torch::autograd::Function<Attention> {
                              const OptionalTensor& dense, int64_t variant) {
         const at::AutoDispatchBelowADInplaceOrView below;
         auto [out, lse] = forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, visible, dense, variant);
-        context->save_for_backward({q, k, v, out, lse, starts.value_or(Tensor()), ends.value_or(Tensor()),
-                                    dense.value_or(Tensor())});
-        context->saved_data["mask"] = mask;
-        context->saved_data["scale"] = scale;
-        context->saved_data["deterministic"] = deterministic;
-        context->saved_data["visible"] = visible;
+        Variables saved{q, k, v, out, lse};
+        for (const OptionalTensor* x : {&starts, &ends, &dense}) {  // spans are two, a dense mask is one
+            if (x->has_value()) {
+                saved.push_back(**x);
+            }
+        }
+        context->save_for_backward(std::move(saved));
+        // What is as by default is left out: each entry costs an allocation or two.
+        auto& data = context->saved_data;
+        if (mask != kFull) {
+            data["mask"] = mask;
+        }
+        if (scale) {
+            data["scale"] = scale;
+        }
+        if (deterministic) {
+            data["deterministic"] = true;
+        }
+        if (visible.is_symbolic() || visible.expect_int() != 0) {
+            data["visible"] = visible;
+        }
         context->mark_non_differentiable({lse});
         context->set_materialize_grads(false);
         return {out, lse};
@@ -124,12 +139,18 @@ struct Attention : torch::autograd::Function<Attention> {
             return result;
         }
         const auto saved = context->get_saved_variables();
-        const auto present = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+        const auto given = [&](const char* name) {  // None if it was left out
+            const auto found = context->saved_data.find(name);
+            return found == context->saved_data.end() ? c10::IValue() : found->second;
+        };
+        const c10::IValue mask = given("mask"), deterministic = given("deterministic"), visible = given("visible");
+        const bool spans = saved.size() == 7, dense = saved.size() == 6;
         std::tie(result[0], result[1], result[2]) = backward_op().call(
-            gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], present(saved[5]), present(saved[6]),
-            context->saved_data["mask"].toInt(), context->saved_data["scale"].toOptional<double>(),
-            context->saved_data["deterministic"].toBool(), context->saved_data["visible"].toSymInt(),
-            present(saved[7]), 0);
+            gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4],
+            spans ? OptionalTensor(saved[5]) : std::nullopt, spans ? OptionalTensor(saved[6]) : std::nullopt,
+            mask.isNone() ? int64_t{kFull} : mask.toInt(), given("scale").toOptional<double>(), !deterministic.isNone(),
+            visible.isNone() ? c10::SymInt(0) : visible.toSymInt(),
+            dense ? OptionalTensor(saved[5]) : std::nullopt, 0);
         return result;
     }
 };
@@ -159,6 +180,15 @@ BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tens
                               dense, variant);
 }
 
+// `forward` without the lse. Its caller would make a Python object of it, only to drop it; and optional arguments come
+// last, in the order in which masks need them: what is not passed is not converted. Traces see `forward` instead.
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool deterministic,
+              int64_t mask, const OptionalTensor& starts, const OptionalTensor& ends, c10::SymInt visible,
+              const OptionalTensor& dense) {
+    return std::get<0>(
+        forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, std::move(visible), dense, 0));
+}
+
 template <c10::DeviceType type>
 ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
                                const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
@@ -181,6 +211,8 @@ TORCH_LIBRARY(attnforge, m) {
     m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? starts, Tensor? ends, "
           "int mask, float? scale, bool deterministic=False, SymInt visible=0, Tensor? dense=None, int variant=0) "
           "-> (Tensor dq, Tensor dk, Tensor dv)", tags);
+    m.def("attend(Tensor q, Tensor k, Tensor v, float? scale, bool deterministic=False, int mask=0, "
+          "Tensor? starts=None, Tensor? ends=None, SymInt visible=0, Tensor? dense=None) -> Tensor", tags);
     m.def("snapshot(Tensor x) -> Tensor", tags);
     // Called from C++, implemented in Python.
     m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
@@ -210,6 +242,10 @@ Tensor snapshot(const Tensor& x) {
     }
 ATTNFORGE_IMPLEMENT(CPU)
 ATTNFORGE_IMPLEMENT(CUDA)
+
+TORCH_LIBRARY_IMPL(attnforge, CompositeImplicitAutograd, m) {
+    m.impl("attend", attend);
+}
 
 TORCH_LIBRARY_IMPL(attnforge, CompositeExplicitAutograd, m) {
     m.impl("add_variant", add_variant);

@@ -5,10 +5,12 @@ Everything below the wrapper is C++ (runtime/launcher.cpp): a warm call spends m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.launcher import launcher
@@ -31,6 +33,18 @@ def _load() -> bool:
 # Dynamo runs it while tracing and keeps the result. This is all that torch.compiler.assume_constant_result
 # does, but that imports torch._dynamo: a second or more at import.
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _first_attend(*arguments: object) -> Tensor:
+    """What `_attend` is until the operators are loaded. Later calls skip `OpOverload.__call__`, which adds nothing."""
+    global _attend
+    _load()
+    _attend = _operators.attend.default._op
+    out: Tensor = _attend(*arguments)
+    return out
+
+
+_attend: Callable[..., Tensor] = _first_attend
 
 
 @overload
@@ -90,10 +104,19 @@ def attention(
     (D + Dv) (m: Sk rounded up likewise); a deterministic one 4 B for each tile of a head. D rounded up to what warps
     share for odd ones.
     """
-    _load()
+    if return_lse or is_compiling():
+        _load()
+        code, starts, ends, dense, visible = _unpack(mask)
+        out, lse = _operators.forward.default(
+            q, k, v, starts, ends, code, scale, deterministic, visible, dense
+        )
+        return (out, lse) if return_lse else out
+    if mask is None:
+        return _attend(q, k, v, scale, deterministic)
+    if isinstance(mask, Causal):  # here, not below: each argument that is passed costs some 60 ns
+        return _attend(q, k, v, scale, deterministic, _CAUSAL)
     code, starts, ends, dense, visible = _unpack(mask)
-    out, lse = _operators.forward.default(q, k, v, starts, ends, code, scale, deterministic, visible, dense)
-    return (out, lse) if return_lse else out
+    return _attend(q, k, v, scale, deterministic, code, starts, ends, visible, dense)
 
 
 def forward(
@@ -153,6 +176,6 @@ def _unshared(*tensors: Tensor) -> tuple[Tensor, ...]:
     Compiled code writes several values into one buffer without touching its version counter, which schedules
     are cached by. A tensor that the operator allocated itself is never such a buffer.
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return tensors
     return tuple(_operators.snapshot(x) for x in tensors)

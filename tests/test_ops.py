@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from oracle import Shape, draw, make_mask, spans
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
@@ -16,6 +21,18 @@ from attnforge.runtime.launcher import launcher
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16
 KINDS = ("full", "causal", "spans")
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that come by."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +60,49 @@ def test_opcheck(device: str, kind: str) -> None:
 @devices
 def test_opcheck_snapshot(device: str) -> None:
     torch.library.opcheck(torch.ops.attnforge.snapshot.default, (spans(65, 65, device).starts,))
+
+
+@devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_attend(device: str, kind: str) -> None:
+    x = draw(Shape(group=2), DTYPE, device)
+    code, starts, ends, dense, visible = ops._unpack(make_mask(kind, 65, 65, device))
+    given = (0.2, True, code, starts, ends, visible, dense)
+    torch.library.opcheck(torch.ops.attnforge.attend.default, (x.q, x.k, x.v, *given))
+
+
+@devices
+@pytest.mark.parametrize("kind", [*KINDS, "dense"])
+def test_asking_for_lse_changes_nothing_else(device: str, kind: str) -> None:
+    """`attend` and `forward` get the same: out and gradients are the same bits, recorded or not."""
+    x = draw(Shape(group=2), DTYPE, device)
+    causal = attnforge.Causal().visible(65, 65, device)
+    mask = attnforge.DenseMask(causal) if kind == "dense" else make_mask(kind, 65, 65, device)
+    out = attnforge.attention(x.q, x.k, x.v, mask, scale=0.2, deterministic=True)
+    other, _ = attnforge.attention(x.q, x.k, x.v, mask, scale=0.2, deterministic=True, return_lse=True)
+    assert torch.equal(out, other)
+    for mine, theirs in zip(x.grads(out), x.grads(other), strict=True):
+        assert torch.equal(mine, theirs)
+    with torch.no_grad():
+        assert torch.equal(out, attnforge.attention(x.q, x.k, x.v, mask, scale=0.2))
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+def test_modes_see_forward_alone(grad: Callable[[], AbstractContextManager[object]]) -> None:
+    """Policies of selective checkpointing, and whatever else looks at operators, need to know one name."""
+    x = draw(Shape(), DTYPE, "cpu")
+    with grad(), Seen() as seen:
+        attnforge.attention(x.q, x.k, x.v, attnforge.Causal())
+    assert [name for name in seen.names if name.startswith("attnforge")] == ["attnforge.forward.default"]
+
+
+@pytest.mark.parametrize("grad", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_fake_tensors_outside_of_compilers(grad: Callable[[], AbstractContextManager[object]]) -> None:
+    with FakeTensorMode(), grad():
+        q = torch.randn(1, 2, 8, 16, requires_grad=True)
+        out = attnforge.attention(q, q, q, scale=0.5)
+        assert isinstance(out, FakeTensor)
+        assert (out.shape, out.requires_grad) == (q.shape, torch.is_grad_enabled())
 
 
 @devices
