@@ -118,9 +118,9 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         ),
         constants={
             "type": "bf16" if spec.problem.dtype is DType.BFLOAT16 else "f16",
-            "padded": padded,
             "columns": columns,
             "panels": panels,
+            "tail": 0,
             "copies": panels // whole,
             "swizzle": SWIZZLE_CODE[columns * 2],
             "dq_columns": dq_part,
