@@ -26,7 +26,7 @@ def _fields() -> tuple[Field, ...]:
         Field(
             "float*",
             "delta",
-            "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out",
+            "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse",
         ),
         Field(
             "float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"

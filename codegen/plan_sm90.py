@@ -1,4 +1,7 @@
-"""Plans of the Hopper family: TMA boxes, wgmma shapes, shared memory, and why a spec does not fit."""
+"""Plans of the Hopper family: TMA boxes, wgmma shapes, shared memory, and why a spec does not fit.
+
+The forward, and what it shares with plan_sm90_backward.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from attnforge.codegen.tuning import Sm90Forward
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 # With a counter or a cluster: a producer that finds out what a piece of work is, or whose its rows are, spills with 24.
 REGISTERS_BUSY = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
-# Addresses, loop counters, row statistics: what a consumer uses beyond S, P and O.
+# Addresses, loop counters, row statistics, operands in flight: what a consumer uses beyond its tiles. ptxas decides in
+# the end; tests/test_nvcc.py asks it whether what a search tries first spills.
 REGISTERS_BESIDES = 28
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
 SWIZZLE_CODE = {128: 1, 64: 2, 32: 3}
@@ -61,6 +65,33 @@ def require_hopper(p: Problem, name: str, limit: int) -> None:
         raise Infeasible(f"head_dim {p.head_dim}, {p.dim_v} of v: the sm90a kernels take equal ones")
 
 
+def require_tiles(*sizes: int) -> None:
+    """Infeasible if a tile of one of these sizes, in bytes, leaves what follows it misaligned."""
+    if any(size % ALIGNMENT for size in sizes):
+        raise Infeasible(
+            f"tiles of {' and '.join(map(str, sizes))} bytes: must be multiples of {ALIGNMENT} bytes"
+        )
+
+
+def require_shared(size: int) -> None:
+    """Infeasible if a block may not have `size` bytes of shared memory."""
+    limit = SHARED_LIMIT[Arch.SM90]
+    if size > limit:
+        raise Infeasible(f"shared memory: {size} bytes, {size - limit} more than sm90a has ({limit})")
+
+
+def require_registers(live: int, has: int, tiles: str) -> None:
+    """Infeasible if `tiles`, which take `live` registers of a consumer thread, do not fit in the `has` it has."""
+    over = live + REGISTERS_BESIDES - has
+    if over > 0:
+        raise Infeasible(f"registers: {tiles} take {live} of a consumer thread, {over} more than fit")
+
+
+def wgmma_type(dtype: DType) -> str:
+    """What PTX calls the elements of q, k and v."""
+    return "bf16" if dtype is DType.BFLOAT16 else "f16"
+
+
 @dataclass(frozen=True)
 class Panels:
     """How a row of `head_dim` columns lies in shared memory: `count` panels of `columns`, then one of `tail` columns.
@@ -99,14 +130,12 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     d = spec.problem.head_dim
     panels = panels_of(d)
     q_bytes, kv_bytes = t.tile_m * panels.row * 2, t.tile_n * panels.row * 2
-    if q_bytes // consumers % ALIGNMENT or kv_bytes % ALIGNMENT:
-        raise Infeasible(f"tiles of {q_bytes} and {kv_bytes} bytes: must be multiples of {ALIGNMENT} bytes")
+    require_tiles(q_bytes // consumers, kv_bytes)
     spans = spec.problem.mask is Mask.SPANS
     bounds = t.stages * t.tile_n * 8 if spans else 0
     shared = 2 * t.stages * kv_bytes + bounds + 8 * 4 * t.stages
-    limit = SHARED_LIMIT[Arch.SM90]
     # With two, the next tile is begun before O of this one has left.
-    q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= limit else 1
+    q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
     shared += q_buffers * (q_bytes + 16)
     if t.counter and (q_buffers < 2 or not spans):
         raise Infeasible(
@@ -115,14 +144,11 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     parts = consumers if spec.problem.mask.listed else 1
     # What the producer tells of a piece of work: 16 bytes, and 16 for each part if there are several.
     shared += q_buffers * 16 * (1 + parts if parts > 1 else 1) if t.counter else 0
-    if shared > limit:
-        raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
+    require_shared(shared)
     busy = t.counter or t.cluster > 1
     producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
-    if live > consumer_registers - REGISTERS_BESIDES:
-        over = live - consumer_registers + REGISTERS_BESIDES
-        raise Infeasible(f"registers: S, P, O and Q take {live} of a consumer thread, {over} more than fit")
+    require_registers(live, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
     grid = ("tiles_m", "batch", "heads_q")
     # Panels go in one copy, except where the last reaches past head_dim: there only a copy of its own ends in time.
@@ -147,7 +173,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         tensor_maps=sum((tensor_maps(name, d, *tile) for name, *tile in tiles), ()),
         constants={
             "consumers": consumers,
-            "type": "bf16" if spec.problem.dtype is DType.BFLOAT16 else "f16",
+            "type": wgmma_type(spec.problem.dtype),
             "columns": panels.columns,
             "panels": panels.count,
             "tail": panels.tail,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
-from attnforge.codegen.plan_sm80 import SHARED_LIMIT, schedule_launches
-from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS, SWIZZLE_CODE, require_hopper
-from attnforge.codegen.spec import Arch, DType, Mask, Spec
+from attnforge.codegen.plan_sm80 import schedule_launches
+from attnforge.codegen.plan_sm90 import (
+    REGISTERS,
+    REGISTERS_BESIDES,
+    SWIZZLE_CODE,
+    require_hopper,
+    require_registers,
+    require_shared,
+    require_tiles,
+    wgmma_type,
+)
+from attnforge.codegen.spec import Mask, Spec
 from attnforge.codegen.tuning import Sm90Backward
 
 CONSUMERS = 2  # warpgroups, 64 keys each
-# Addresses, loop counters, operands in flight: what a consumer uses beyond its tiles.
-REGISTERS_BESIDES = 28
 HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
 
 
@@ -60,12 +67,16 @@ def dq_columns(head_dim: int) -> int:
 
 
 def live_registers(t: Sm90Backward, head_dim: int) -> int:
-    """Registers of a consumer thread that tiles take where most are live."""
+    """Registers of a consumer thread that tiles take where most are live: in one of three places of a step."""
     scores, packed, dq = t.tile_m // 2, t.tile_m // 4, dq_columns(head_dim) // 2
-    sums = head_dim + -(-head_dim // 16) * 4 * t.in_regs
-    gradient = 2 * scores + packed + (dq if t.lag else 0)  # P, dP, P packed as dV is running
-    issue = scores + 2 * packed + (scores + dq if t.lag else 0)  # the next S (and dP); P and dS packed
-    return sums + max(gradient, issue, scores + dq)
+    throughout = head_dim + -(-head_dim // 16) * 4 * t.in_regs  # dK and dV; K and V as fragments
+    gradient = (
+        2 * scores + packed + (dq if t.lag else 0)
+    )  # P, dP; P packed, as dV is running, with lag also dQ
+    issue = (
+        scores + 2 * packed + (scores + dq if t.lag else 0)
+    )  # the next S; P and dS packed; with lag next dP, dQ
+    return throughout + max(gradient, issue, scores + dq)  # the last: the next P and dQ
 
 
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
@@ -73,23 +84,19 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     padded = -(-d // 16) * 16
     columns = panel_columns(d)
     panels = padded // columns
-    dq_part, buffers_ds = dq_columns(d), 3 if t.lag else 2
+    dq_part = dq_columns(d)
+    buffers_ds = 3 if t.lag else 2  # why these do: kBuffersDs in the kernel
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
-    if q_bytes % ALIGNMENT or kv_bytes % ALIGNMENT:
-        raise Infeasible(f"tiles of {q_bytes} and {kv_bytes} bytes: must be multiples of {ALIGNMENT} bytes")
+    require_tiles(q_bytes, kv_bytes)
     ds_bytes, dq_bytes = t.tile_m * t.tile_n * 2, t.tile_m * d * 4
     stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
     barriers = 8 * (3 + 2 * (t.stages + t.stages_dout + CONSUMERS))
     shared = 2 * kv_bytes + t.stages * (q_bytes + stat_bytes) + t.stages_dout * q_bytes
     shared += buffers_ds * ds_bytes + dq_bytes + barriers
-    limit = SHARED_LIMIT[Arch.SM90]
-    if shared > limit:
-        raise Infeasible(f"shared memory: {shared} bytes, {shared - limit} more than sm90a has ({limit})")
+    require_shared(shared)
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
     live = live_registers(t, d)
-    if live > consumer_registers - REGISTERS_BESIDES:
-        over = live - consumer_registers + REGISTERS_BESIDES
-        raise Infeasible(f"registers: the tiles take {live} of a consumer thread, {over} more than fit")
+    require_registers(live, consumer_registers, "the tiles")
     descending = t.descending or (t.ordered and spec.problem.mask is not Mask.FULL)
     whole = 1 if d % 16 else panels  # a row that is padded must be copied panel by panel
     return Plan(
@@ -117,7 +124,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
             )
         ),
         constants={
-            "type": "bf16" if spec.problem.dtype is DType.BFLOAT16 else "f16",
+            "type": wgmma_type(spec.problem.dtype),
             "columns": columns,
             "panels": panels,
             "tail": 0,

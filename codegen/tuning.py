@@ -62,7 +62,7 @@ class Sm80Backward:
     warps_dkv: int = knob("b", "warps along the keys in dK and dV; the rest split head_dim")
     warps_dq: int = knob("c", "warps along the queries in dQ; the rest split head_dim")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
-    ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
+    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
 
 
 @dataclass(frozen=True)
@@ -76,25 +76,25 @@ class Sm90Forward:
     persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
     counter: bool = knob("k", "a block takes its next tile from a counter, not in fixed rounds")
     q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
-    cluster: int = knob("c", "blocks of neighbouring query tiles that share their loads of K and V", 1)
+    cluster: int = knob(
+        "c", "blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V", 1
+    )
 
 
 @dataclass(frozen=True)
 class Sm90Backward:
     """Tuning of the Hopper backward kernel (one block owns a key tile and walks the query tiles)."""
 
-    tile_m: int = knob("m", "query rows per step of the main loop, 64")
-    tile_n: int = knob("n", "keys per block, 64 for each of two consumer warpgroups")
+    tile_m: int = knob("m", "query rows per step of the main loop; always 64")
+    tile_n: int = knob("n", "keys per block; always 128, 64 for each of two consumer warpgroups")
     stages: int = knob("s", "shared-memory buffers for Q")
     stages_dout: int = knob("t", "shared-memory buffers for dO")
-    lag: bool = knob(
-        "l", "dQ comes a step later and dP a step earlier, so that consumers need not keep in step"
-    )
-    in_regs: int = knob("r", "operands that stay in registers: 0 none, 1 K, 2 K and V")
+    lag: bool = knob("l", "dQ runs a step later and dP a step earlier: consumers may be up to a step apart")
+    in_regs: int = knob("r", "operands that consumers keep in registers: 0 none, 1 K, 2 K and V")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
-    ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
+    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
     descending: bool = knob(
-        "d", "blocks start with the last key tile, not with those with most work (ordered ones always do)"
+        "d", "blocks start with the last key tile, not the one with most work (ordered ones always do)"
     )
 
 
@@ -124,7 +124,7 @@ class Fp32Backward:
     parts: int = knob("p", "parts of a warp's columns of dK, dV and dQ, which a step computes in turn")
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in memory), not per kv head")
-    ordered: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
+    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
 
 
 Tuning = (

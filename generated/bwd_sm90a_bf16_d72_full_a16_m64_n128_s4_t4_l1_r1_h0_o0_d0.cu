@@ -4,15 +4,26 @@
 //     --set tile_m=64 --set tile_n=128 --set stages=4 --set stages_dout=4 --set lag=1
 //     --set in_regs=1 --set split_heads=0 --set ordered=0 --set descending=0
 //
-//   tile_m        64   query rows per step of the main loop, 64
-//   tile_n       128   keys per block, 64 for each of two consumer warpgroups
+//   tile_m        64   query rows per step of the main loop; always 64
+//   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
 //   stages         4   shared-memory buffers for Q
 //   stages_dout    4   shared-memory buffers for dO
-//   lag            1   dQ comes a step later and dP a step earlier, so that consumers need not keep in step
-//   in_regs        1   operands that stay in registers: 0 none, 1 K, 2 K and V
+//   lag            1   dQ runs a step later and dP a step earlier: consumers may be up to a step apart
+//   in_regs        1   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
 //   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   ordered        0   blocks add to dQ in a fixed order: the same bits on every run
-//   descending     0   blocks start with the last key tile, not with those with most work (ordered ones always do)
+//   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not the one with most work (ordered ones always do)
+//
+// S = scale Q K^T, P = exp(S - lse), dP = dO V^T, delta = row sums of dO * O, dS = P * (dP - delta);
+// dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
+// A block owns a key tile of one kv head and walks the query tiles that see it, for every q head of the group. dQ is
+// summed in fp32 memory.
+// Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are computed transposed
+// (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
+// through shared memory, for dQ, which needs all keys of the tile.
+// Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add the parts of dQ to the sums.
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
+// Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ).
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -26,7 +37,7 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
@@ -100,7 +111,6 @@ struct TensorMaps {
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDim = 72;
-constexpr int kPadded = 80;  // columns of a stored row, zeros past head_dim
 constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
@@ -112,21 +122,25 @@ constexpr int kStagesDo = 4;  // buffers of dO
 constexpr int kColumns = 16;
 constexpr int kSpan = kColumns * 2;
 constexpr unsigned kSwizzle = 3;  // wgmma's code for it
-constexpr int kPanels = kPadded / kColumns;
-constexpr int kStepsPerPanel = kColumns / 16;  // k16 steps of wgmma
-// dQ: a consumer computes kDqColumns columns, from panel to panel. The second one starts inside the part of the first
-// and drops what it has in common with it, which costs less than code that differs.
+constexpr int kPanels = 5;
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row, zeros past head_dim
+constexpr int kRowBytes = kMain * 2;
+constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
+// dQ: a consumer computes kDqColumns columns, whole panels if there are several. What the second one has in common with
+// the first, and what is past head_dim, it drops, which costs less than code that differs.
 constexpr int kDqColumns = 48;
-constexpr int kDqSecond = kPadded - kDqColumns;  // where it starts
+constexpr int kDqSecond = kMain - kDqColumns;  // where it starts
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
 constexpr int kDqColumnsOfLast = kHeadDim - kDqColumns;
 // dS is stored as [key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
+// A consumer writes dS of step i once both have arrived with that of step i - 1. Then both are done with dQ of step
+// i - 3, while that of step i - 2 may still run: three buffers, and no barrier to say that one is empty.
 constexpr int kBuffersDs = 3;
-constexpr int kTileBytesM = kTileM * kPadded * 2;
-constexpr int kTileBytesN = kTileN * kPadded * 2;
+constexpr int kTileBytesM = kTileM * kRowBytes;
+constexpr int kTileBytesN = kTileN * kRowBytes;
 constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
 // Shared memory.
 constexpr int kOffsetK = 0;
@@ -138,7 +152,10 @@ constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
 constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
 constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
-// Barriers: full = the data is there, empty = its readers are done with it.
+// Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
+// arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
+// takes one of each consumer warp, for dQ needs the keys of both consumers. Each consumer has a buffer of dQ: full with
+// its four warps, empty when the warp that adds it has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullDs = kFullV + 8;
@@ -374,7 +391,7 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned lo
     // clang-format on
 }
 
-// ---- Mask: full ---------------------------------------------------------------------------
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
 
 // Is key `key` visible to query `query`?
 __device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
@@ -396,7 +413,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
 constexpr long long kCacheBytes = 40 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -436,10 +454,11 @@ struct Ring {
 // The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
 struct Work {
     int tile, head_kv, batch;
-    int visits;              // query tiles
+    int visits;             // query tiles, for each q head
     int first_head, heads;  // q heads
 };
 
+// The work of block `block` of the grid.
 __device__ __forceinline__ Work work_of(const Params& p, int block) {
     const Place place = place_of(p, block);
     Work work;
@@ -454,86 +473,30 @@ __device__ __forceinline__ Work work_of(const Params& p, int block) {
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
-// wgmma descriptor of a tile stored in swizzled panels; `leading` and `stride` are byte distances (PTX ISA, wgmma).
-__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned swizzle) {
+// wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned code) {
     const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
-    const unsigned high = stride >> 4 | swizzle << 30;
-    return static_cast<unsigned long long>(high) << 32 | low;
+    return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
 }
 
-// Byte offset of k16 step `step` in a tile of `rows` rows whose columns are the reduced dimension.
-__device__ __forceinline__ constexpr int step_offset(int step, int rows) {
-    return step / kStepsPerPanel * rows * kSpan + step % kStepsPerPanel * 32;
+// Where k16 step `step` along the columns of a tile of `rows` rows starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
 }
 
-// Thread: start copying the panels of a tile.
-__device__ __forceinline__ void load_tile(unsigned dst, const TensorMap& map, unsigned barrier, int row, int head,
+// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
+__device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
                                           int batch, int rows) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-        tma_load(dst + panel * rows * kSpan, map, barrier, panel * kColumns, row, 0, head, batch);
-    }
-}
-
-// ---- Products ------------------------------------------------------------------------------------------------------
-
-// Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
-__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned keys, unsigned queries) {
-    const unsigned long long a = descriptor(keys, 0, 8 * kSpan, kSwizzle);
-    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
-#pragma unroll
-    for (int step = 0; step < kPadded / 16; ++step) {
-        wgmma_scores(s, a + (step_offset(step, kTileN) >> 4), b + (step_offset(step, kTileM) >> 4), step > 0);
-    }
-}
-
-// Warp: its 16 rows of a tile of keys, as fragments of wgmma's A.
-__device__ __forceinline__ void load_fragments(unsigned (&fragments)[kPadded / 16][4], unsigned keys) {
-    const int lane = threadIdx.x % 32;
-    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-    const int twist = row / 4 % 2;
-#pragma unroll
-    for (int step = 0; step < kPadded / 16; ++step) {
-        const int chunk = step * 2 + lane / 16;
-        ldmatrix(fragments[step], keys + chunk / (kColumns / 8) * kTileN * kSpan + row * kSpan +
-                                      (chunk % (kColumns / 8) ^ twist) * 16);
-    }
-}
-
-// Warpgroup: start S = K Q^T or dP = V dO^T, with its keys in registers.
-__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], const unsigned (&keys)[kPadded / 16][4],
-                                             unsigned queries) {
-    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
-#pragma unroll
-    for (int step = 0; step < kPadded / 16; ++step) {
-        wgmma_scores(s, keys[step], b + (step_offset(step, kTileM) >> 4), step > 0);
-    }
-}
-
-// Warpgroup: start dV += P^T dO or dK += dS^T Q, for its keys; the sum is overwritten if `add` is 0.
-__device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsigned (&frags)[kTileM / 16][4],
-                                          unsigned queries, int add) {
-    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-        wgmma_dkv(sum, frags[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
-    }
-}
-
-// Warpgroup: start dQ = dS K over all keys of the block, for kDqColumns columns, those where `k` starts.
-__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
-    const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
-    const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
-#pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_dq(dq, a + (step * 16 * kSpanDs >> 4), b + (step * 16 * kSpan >> 4), step > 0);
+        tma_load(tile + panel * rows * kSpan, map, barrier, panel * kColumns, row, 0, head, batch);
     }
 }
 
 // ---- Producers -----------------------------------------------------------------------------------------------------
 
 // The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
-// are few others); their first lane alone acts.
+// are few others); their first lane alone acts. All walk the visits in the same order as the consumers.
 
 // Warp: feed the consumers with K, then Q and what goes with it.
 __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
@@ -543,7 +506,7 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
         load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv,
                   work.batch, kTileN);
     }
-    Ring ring = {0, 1};
+    Ring ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
         const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 2;
@@ -573,7 +536,7 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
         load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
                   work.batch, kTileN);
     }
-    Ring ring = {0, 1};
+    Ring ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
@@ -590,7 +553,8 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
     }
 }
 
-// Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory.
+// Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory, which have the
+// order of fragments too.
 __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
     const bool acts = threadIdx.x % 32 == 0;
     const unsigned part = base + kOffsetDq + group * kDqPartBytes;
@@ -599,7 +563,7 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
     for (int h = 0; h < work.heads; ++h) {
         const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
         float* sums = p.dq_accum + plane * p.padded_q * kHeadDim + group * (kDqPartBytes / 4);
-        if (h == 0) {  // consumers first leave what is no dQ
+        if (h == 0) {  // a consumer's dQ is a step late: in its first step it leaves what is no dQ
             barrier_wait(base + kFullDq + group * 8, phase);
             phase ^= 1;
             if (acts) {
@@ -715,7 +679,7 @@ __device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadD
     }
 }
 
-// Thread: start copying 64 staged rows to device memory; rows past seq_k are dropped.
+// Thread: start copying 64 staged rows to device memory; TMA drops those past seq_k.
 __device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -737,10 +701,65 @@ __device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head
     }
 }
 
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
+__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned keys, unsigned queries) {
+    const unsigned long long a = descriptor(keys, 0, 8 * kSpan, kSwizzle);
+    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        wgmma_scores(s, a + step_at(step, kTileN), b + step_at(step, kTileM), step > 0);
+    }
+}
+
+// Warp: its 16 of the warpgroup's 64 rows at `keys` in a tile of keys, as fragments of wgmma's A.
+__device__ __forceinline__ void load_fragments(unsigned (&fragments)[kSteps][4], unsigned keys) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int twist = row / 4 % 2;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        const int chunk = step * 2 + lane / 16;
+        ldmatrix(fragments[step], keys + chunk / (kColumns / 8) * kTileN * kSpan + row * kSpan +
+                                      (chunk % (kColumns / 8) ^ twist) * 16);
+    }
+}
+
+// Warpgroup: start S = K Q^T or dP = V dO^T, with its keys in registers.
+__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], const unsigned (&keys)[kSteps][4],
+                                             unsigned queries) {
+    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        wgmma_scores(s, keys[step], b + step_at(step, kTileM), step > 0);
+    }
+}
+
+// Warpgroup: start dV += P^T dO or dK += dS^T Q, for its keys; the sum is overwritten if `add` is 0.
+__device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsigned (&frags)[kTileM / 16][4],
+                                          unsigned queries, int add) {
+    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        wgmma_dkv(sum, frags[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+}
+
+// Warpgroup: start dQ = dS K over all keys of the block, for the kDqColumns columns that start at `k`.
+__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
+    const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
+    const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_dq(dq, a + (step * 16 * kSpanDs >> 4), b + (step * 16 * kSpan >> 4), step > 0);
+    }
+}
+
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: work through the query tiles. Tensor cores and scalar code overlap: dS is computed beside dV and the dQ
-// of the step before, the next P beside its dP and dK.
+// Warpgroup: work through the query tiles, for 64 of the keys. Tensor cores and scalar code overlap:
+// dS is computed beside dV and the dQ of the step before, the next P beside its dP and dK.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
@@ -757,7 +776,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     unsigned ds_frags[kTileM / 16][4];
 
     barrier_wait(base + kFullK, 0);
-    unsigned k[kPadded / 16][4];
+    unsigned k[kSteps][4];
     load_fragments(k, base + kOffsetK + group * 64 * kSpan);
     barrier_wait(base + kFullQ, 0);
     wgmma_fence();
@@ -774,7 +793,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     const unsigned v = base + kOffsetV + group * 64 * kSpan;
 
     unsigned ds_stage = 0;
-    unsigned ds_before = base + kOffsetDs + 2 * kDsBytes;
+    unsigned ds_before = base + kOffsetDs + 2 * kDsBytes;  // dS of the step before; none yet
     barrier_wait(base + kFullDo, 0);
     wgmma_fence();
     start_scores(dp, v, base + kOffsetDo);
@@ -796,7 +815,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_commit();
         barrier_wait(base + kFullDs, step & 1 ^ 1);
         wgmma_fence();
-        // Before the first step this multiplies what lies there, and nobody looks at the result.
+        // Of the step before. In the first step it multiplies what lies there, and reduce_dq drops the result: a branch
+        // would make ptxas wait for registers of the wgmma in flight.
         start_dq(dq, ds_before, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
         wgmma_commit();
         score_gradients(ds_frags, s, dp, delta);
@@ -840,7 +860,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 apply_mask(p, s, (entry >> 1) * kTileM, key);
             }
         }
-        wgmma_wait<0>();
+        wgmma_wait<0>();  // dP and dK are complete
         accumulator_fence(dp);
         if (lane == 0) {
             // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarps above.
@@ -849,6 +869,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         ds_before = ds;
         ds_stage = ds_stage == 2 ? 0 : ds_stage + 1;
     }
+    // dQ of the last step.
     barrier_wait(base + kFullDs, steps & 1 ^ 1);
     wgmma_fence();
     start_dq(dq, ds_before, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
@@ -865,7 +886,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     accumulator_fence(dk);
     accumulator_fence(dv);
     named_sync(kConsumersDone, kConsumers * 128);  // nobody reads K and V any more: dK and dV leave through them
-    const unsigned part = group * 64 * kPadded * 2;
+    const unsigned part = group * 64 * kRowBytes;
     stage_dkv(base + kOffsetK + part, dk, p.scale);
     stage_dkv(base + kOffsetV + part, dv, 1.0f);
     proxy_fence();
@@ -887,8 +908,7 @@ attnforge_bwd_sm90a_bf16_d72_full_a16_m64_n128_s4_t4_l1_r1_h0_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    // The shuffle tells the compiler that all lanes have the same value.
-    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
         store_no_dkv(p, work.tile * kTileN, work.head_kv, work.batch);
@@ -929,6 +949,8 @@ attnforge_bwd_sm90a_bf16_d72_full_a16_m64_n128_s4_t4_l1_r1_h0_o0_d0(
     }
 }
 
+// ---- Kernels before and after --------------------------------------------------------------------------------------
+
 // Thread: dot product of 8 elements.
 __device__ __forceinline__ float dot(const element* a, const element* b) {
     const uint4 wide_a = *reinterpret_cast<const uint4*>(a);
@@ -945,7 +967,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
     return sum;
 }
 
-// Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e of the tile, then delta), and zeros for the fp32 sums.
+// Grid: tiles_m x batch x heads_q. Row statistics (lse * log2(e) of a tile's rows, then their delta), zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
 attnforge_bwd_sm90a_bf16_d72_full_a16_m64_n128_s4_t4_l1_r1_h0_o0_d0_prepare(const __grid_constant__ Params p) {
     constexpr int lanes = 16;  // threads that share a row

@@ -21,7 +21,7 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
@@ -231,7 +231,7 @@ __device__ __forceinline__ int chunk_of_a(int lane) { return lane >> 4; }
 __device__ __forceinline__ int row_of_b(int lane) { return (lane >> 4) * 8 + (lane & 7); }
 __device__ __forceinline__ int chunk_of_b(int lane) { return (lane >> 3) & 1; }
 
-// ---- Mask: spans ---------------------------------------------------------------------------
+// ---- Mask: spans ---------------------------------------------------------------------------------------------------
 
 // The queries that see key `key` are [x, y).
 __device__ __forceinline__ int2 span_of(const Params& p, int key) {
@@ -255,7 +255,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take.
+// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.

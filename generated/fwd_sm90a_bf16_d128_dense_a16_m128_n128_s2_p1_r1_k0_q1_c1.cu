@@ -11,7 +11,13 @@
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        0   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      1   keep the fragments of Q in registers
-//   cluster        1   blocks of neighbouring query tiles that share their loads of K and V
+//   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
+//
+// S = Q K^T (tile_m x tile_n), P = 2^(scale log2(e) (S - top)) with `top` near the row maximum, O = sum of P V,
+// l = row sum of P; out = O / l, lse = ln(sum exp(scale S)).
+// One producer thread copies tiles with TMA; each consumer warpgroup owns 64 query rows of a tile. Inside a consumer S
+// of the next key tile is started before P V of this one (wgmma is asynchronous).
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -25,7 +31,7 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
@@ -91,12 +97,9 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds a tensor. Encoded by the host for each call.
-struct Map {
-    TensorMap main;
-};
+// How the copy engine finds the tensors; encoded by the host for each call.
 struct TensorMaps {
-    Map q, k, v, out;
+    TensorMap q, k, v, out;
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
@@ -107,17 +110,19 @@ constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
 constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
-// Row maxima are followed in the first kExact visits, so that P is 1 at most; then only when its average in a thread's
-// row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
+// Row maxima are followed in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
+// Elsewhere only when the average of P over a thread's columns passes 1.25. A row's largest P costs accuracy where it
+// is not 1, for it is rounded; what these two numbers cost: docs/performance.md, log 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 2;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
+constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kPanels = 2;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
-constexpr int kRowBytes = (kMain) * 2;
+constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
@@ -127,7 +132,9 @@ constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
 constexpr int kOffsetBarriers = kOffsetBounds;
-// Barriers: full = the tile has landed, empty = its consumers are done with it.
+// Barriers: full = the tile has landed (the producer's arrival and the bytes that it announced), empty = its consumers
+// are done with it. One thread arrives for a warpgroup: it has waited for a wgmma, which is one operation of all warps.
+// Empty Q: O has left through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
 constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
@@ -137,7 +144,7 @@ constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
 static_assert(kSharedBytes == 196704, "codegen/plan_sm90.py disagrees");
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
@@ -315,7 +322,7 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// ---- Mask: dense ---------------------------------------------------------------------------
+// ---- Mask: dense ---------------------------------------------------------------------------------------------------
 
 // The plane of the mask that q head `head` looks at.
 __device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
@@ -354,7 +361,8 @@ __device__ __forceinline__ int2 reach_of(const Params& p, int plane, int tile, i
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take.
+// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -509,24 +517,29 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p1_r1_k0_q1_c1_order(const 
     }
 }
 
-// ---- Panels --------------------------------------------------------------------------------------------------------
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned code) {
     const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
     return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
 }
-constexpr unsigned kSwizzle = 1;
+
+// Where k16 step `step` along the columns of a tile of `rows` rows starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
+}
+
+// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
+__device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
+                                          int batch, int rows) {
+    tma_load(tile, map, barrier, 0, row, 0, head, batch);
+}
 
 // Rows from `row` on of a tile of `rows` rows, as operands of wgmma, whether columns or rows are what it sums over
 // (where it is columns, the distance of panels is ignored).
 __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
     return descriptor(tile + row * kSpan, rows * kSpan, 8 * kSpan, kSwizzle);
-}
-
-// Where k16 step `step` along the columns starts, in units of a descriptor's address.
-__device__ __forceinline__ constexpr int step_at(int step, int rows) {
-    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
 }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: the chunk's number is XORed
@@ -536,23 +549,18 @@ __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
     return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
 }
 
-// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
-__device__ __forceinline__ void load_tile(unsigned tile, const Map& map, unsigned barrier, int row, int head, int batch,
-                                          int rows) {
-    tma_load(tile, map.main, barrier, 0, row, 0, head, batch);
-}
-
-// Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on.
-__device__ __forceinline__ void store_rows(const Map& map, unsigned tile, int from, int row, int head, int batch,
+// Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on; rows past the end
+// of the head are dropped.
+__device__ __forceinline__ void store_rows(const TensorMap& map, unsigned tile, int from, int row, int head, int batch,
                                            int rows) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-        tma_store(map.main, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
+        tma_store(map, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
     }
     tma_store_commit();
 }
 
-// ---- Producer ------------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
 // One piece of work: a query tile of a head.
 struct Work {
@@ -591,6 +599,44 @@ __device__ __forceinline__ int work_index(const Params& p, int round) {
     const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     return index < total ? index : -1;
 }
+
+// Warpgroup: the next piece of work of this block that has anything to visit, and how many visits; 0 if none is left.
+__device__ __forceinline__ int next_work(const Params& p, int& round, Work& work, int group) {
+    for (int index = work_index(p, round); index >= 0; index = work_index(p, round)) {
+        ++round;
+        work = work_at(p, index);
+        const int count = visits(p, work.plane, work.tile);
+        if (count > 0) {
+            return count;
+        }
+        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
+    }
+    return 0;
+}
+
+// Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
+// Of its turns with the tensor cores it passes on the first `turns`.
+__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
+        named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyK + stage * 8);
+        if (i < turns) {
+            named_sync(kTurnOfFirst + group, 256);
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+        }
+        barrier_wait(base + kFullV + stage * 8, phase);
+        named_sync(kStoreOfFirst + group, 128);
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
 
 // Thread: feed the consumers of this block.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base) {
@@ -799,43 +845,7 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: the next piece of work of this block that has anything to visit, and how many visits; 0 if none is left.
-__device__ __forceinline__ int next_work(const Params& p, int& round, Work& work, int group) {
-    for (int index = work_index(p, round); index >= 0; index = work_index(p, round)) {
-        ++round;
-        work = work_at(p, index);
-        const int count = visits(p, work.plane, work.tile);
-        if (count > 0) {
-            return count;
-        }
-        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-    }
-    return 0;
-}
-
-// Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
-// Of its turns with the tensor cores it passes on the first `turns`.
-__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
-        named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
-        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyK + stage * 8);
-        if (i < turns) {
-            named_sync(kTurnOfFirst + group, 256);
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
-        }
-        barrier_wait(base + kFullV + stage * 8, phase);
-        named_sync(kStoreOfFirst + group, 128);
-        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-}
-
-// Warpgroup: work through the tiles of this block.
+// Warpgroup: work through the pieces of work of this block, for 64 rows of each.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, int group) {
     const bool leader = threadIdx.x % 128 == 0;
     const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -847,7 +857,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
     unsigned q[kSteps][4];
-    if (group == kConsumers - 1) {
+    if (group == kConsumers - 1) {  // gives the first one its first turn
         named_arrive(kTurnOfFirst, 256);
     }
     int round = 0;
@@ -890,7 +900,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (leader) {
         barrier_arrive(base + kEmptyK + stage * 8);
     }
-
     rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
     while (true) {
@@ -946,7 +955,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        // With nothing to pass by in between, the next tile begins with this one's last product.
+        // With nothing to pass by in between, the next tile begins with this one's last product. Both branches end with
+        // no wgmma in flight: ptxas takes all of them one by one if some may be where branches meet.
         bool at_once = false;
         if (after == 0) {
             count = next_work(p, round, work, group);
@@ -1026,7 +1036,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         if (leader) {
             barrier_arrive(base + kEmptyK + stage * 8);
         }
-
         rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
         softmax(s, p_frags, rows, true, p.scale_log2, factor);
         tma_store_wait();
@@ -1045,11 +1054,11 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p1_r1_k0_q1_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // of a shuffle ptxas knows that the warp agrees on it
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
     if (threadIdx.x == 0) {
         for (int i = 0; i < kBuffersQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
-            barrier_init(base + kEmptyQ + i * 8, kConsumers);
+            barrier_init(base + kEmptyQ + i * 8, kConsumers);  // leaders of warpgroups
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
@@ -1060,6 +1069,7 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p1_r1_k0_q1_c1(
         barrier_init_fence();
     }
     __syncthreads();
+    // All warps of a warpgroup take part in setmaxnreg; then one thread of the first goes on.
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {

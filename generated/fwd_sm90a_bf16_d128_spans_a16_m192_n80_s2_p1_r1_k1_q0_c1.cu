@@ -11,7 +11,13 @@
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        1   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      0   keep the fragments of Q in registers
-//   cluster        1   blocks of neighbouring query tiles that share their loads of K and V
+//   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
+//
+// S = Q K^T (tile_m x tile_n), P = 2^(scale log2(e) (S - top)) with `top` near the row maximum, O = sum of P V,
+// l = row sum of P; out = O / l, lse = ln(sum exp(scale S)).
+// One producer thread copies tiles with TMA; each consumer warpgroup owns 64 query rows of a tile. Inside a consumer S
+// of the next key tile is started before P V of this one (wgmma is asynchronous).
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -25,7 +31,7 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
@@ -91,12 +97,9 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds a tensor. Encoded by the host for each call.
-struct Map {
-    TensorMap main;
-};
+// How the copy engine finds the tensors; encoded by the host for each call.
 struct TensorMaps {
-    Map q, k, v, out;
+    TensorMap q, k, v, out;
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
@@ -107,17 +110,19 @@ constexpr int kTileN = 80;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
-// Row maxima are followed in the first kExact visits, so that P is 1 at most; then only when its average in a thread's
-// row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
+// Row maxima are followed in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
+// Elsewhere only when the average of P over a thread's columns passes 1.25. A row's largest P costs accuracy where it
+// is not 1, for it is rounded; what these two numbers cost: docs/performance.md, log 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 2;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
+constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kPanels = 2;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
-constexpr int kRowBytes = (kMain) * 2;
+constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
@@ -128,7 +133,10 @@ constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
 constexpr int kBoundsBytes = kTileN * 8;  // of the keys of a tile, where it is masked
 constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
-// Barriers: full = the tile has landed, empty = its consumers are done with it.
+// Barriers: full = the tile has landed (the producer's arrival and the bytes that it announced), empty = its consumers
+// are done with it. One thread arrives for a warpgroup: it has waited for a wgmma, which is one operation of all warps.
+// Empty K takes an arrival of each warp, as each reads the bounds beside K on its own.
+// Empty Q: O has left through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
 constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
@@ -143,7 +151,7 @@ static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
 static_assert(kSharedBytes == 181728, "codegen/plan_sm90.py disagrees");
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
@@ -336,7 +344,7 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------
+// ---- Mask: spans ---------------------------------------------------------------------------------------------------
 
 // The queries that see key `key` are [x, y).
 __device__ __forceinline__ int2 span_of(const Params& p, int key) {
@@ -365,7 +373,8 @@ __device__ __forceinline__ int2 reach_of(const Params& p, int tile, int part) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take.
+// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -584,24 +593,29 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1_order(const _
     }
 }
 
-// ---- Panels --------------------------------------------------------------------------------------------------------
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned code) {
     const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
     return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
 }
-constexpr unsigned kSwizzle = 1;
+
+// Where k16 step `step` along the columns of a tile of `rows` rows starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
+}
+
+// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
+__device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
+                                          int batch, int rows) {
+    tma_load(tile, map, barrier, 0, row, 0, head, batch);
+}
 
 // Rows from `row` on of a tile of `rows` rows, as operands of wgmma, whether columns or rows are what it sums over
 // (where it is columns, the distance of panels is ignored).
 __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
     return descriptor(tile + row * kSpan, rows * kSpan, 8 * kSpan, kSwizzle);
-}
-
-// Where k16 step `step` along the columns starts, in units of a descriptor's address.
-__device__ __forceinline__ constexpr int step_at(int step, int rows) {
-    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
 }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: the chunk's number is XORed
@@ -611,23 +625,18 @@ __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
     return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
 }
 
-// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
-__device__ __forceinline__ void load_tile(unsigned tile, const Map& map, unsigned barrier, int row, int head, int batch,
-                                          int rows) {
-    tma_load(tile, map.main, barrier, 0, row, 0, head, batch);
-}
-
-// Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on.
-__device__ __forceinline__ void store_rows(const Map& map, unsigned tile, int from, int row, int head, int batch,
+// Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on; rows past the end
+// of the head are dropped.
+__device__ __forceinline__ void store_rows(const TensorMap& map, unsigned tile, int from, int row, int head, int batch,
                                            int rows) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-        tma_store(map.main, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
+        tma_store(map, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
     }
     tma_store_commit();
 }
 
-// ---- Producer ------------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
 // One piece of work: a query tile of a head.
 struct Work {
@@ -657,9 +666,10 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
     }
 }
 
+// Pieces of work, those that see nothing included.
 __device__ __forceinline__ int count_work(const Params& p) { return p.tiles_m * p.heads_q * p.batch; }
 
-// Warp: the results of all tiles whose rows see nothing; the counter's pieces leave them out.
+// Warp: the results of all tiles whose rows see nothing; the producer gives consumers none of them.
 __device__ __forceinline__ void fill_empty(const Params& p) {
 #pragma unroll 1
     for (int index = blockIdx.x; index < count_work(p); index += gridDim.x) {
@@ -669,6 +679,43 @@ __device__ __forceinline__ void fill_empty(const Params& p) {
         }
     }
 }
+
+// Warpgroup: the next piece of work, which of its visits show part `group` anything, and how many there are; 0 if no
+// piece is left. All as the producer left it with the buffer of Q. All warps have read it before that buffer is handed
+// back: a named barrier of the warpgroup lies in between, in store or in pass.
+__device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsigned q_phase, int group, Work& work,
+                                         int2& reach) {
+    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+    const int4 piece = shared_load(base + kPiece + q_buffer * kPieceBytes);
+    const int4 part = shared_load(base + kPiece + q_buffer * kPieceBytes + 16 + group * 16);
+    reach = make_int2(__shfl_sync(~0u, part.x, 0), __shfl_sync(~0u, part.y, 0));
+    work = {__shfl_sync(~0u, piece.x, 0), __shfl_sync(~0u, piece.y, 0), __shfl_sync(~0u, piece.z, 0)};
+    return __shfl_sync(~0u, piece.w, 0);
+}
+
+// Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
+// Of its turns with the tensor cores it passes on the first `turns`.
+__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
+        named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
+        barrier_arrive_if(threadIdx.x % 32 == 0, base + kEmptyK + stage * 8);
+        if (i < turns) {
+            named_sync(kTurnOfFirst + group, 256);
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+        }
+        barrier_wait(base + kFullV + stage * 8, phase);
+        named_sync(kStoreOfFirst + group, 128);
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
 
 // Thread: feed the consumers of this block.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base) {
@@ -687,6 +734,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         }
         barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
         const unsigned piece = base + kPiece + q_buffer * kPieceBytes;
+        // Full Q, where consumers wait, comes after these writes: the arrival that announces Q releases them.
         shared_store(piece, make_int4(work.tile, work.head, work.batch, count));
         for (int part = 0; part < kParts; ++part) {
             const int2 reach = reach_of(p, work.tile, part);
@@ -895,41 +943,7 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: the next piece of work, which of its visits show part `group` anything, and how many there are; 0 if no
-// piece is left. All as the producer left it with the buffer of Q.
-__device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsigned q_phase, int group, Work& work,
-                                         int2& reach) {
-    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-    const int4 piece = shared_load(base + kPiece + q_buffer * kPieceBytes);
-    const int4 part = shared_load(base + kPiece + q_buffer * kPieceBytes + 16 + group * 16);
-    reach = make_int2(__shfl_sync(~0u, part.x, 0), __shfl_sync(~0u, part.y, 0));
-    work = {__shfl_sync(~0u, piece.x, 0), __shfl_sync(~0u, piece.y, 0), __shfl_sync(~0u, piece.z, 0)};
-    return __shfl_sync(~0u, piece.w, 0);
-}
-
-// Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
-// Of its turns with the tensor cores it passes on the first `turns`.
-__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
-        named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
-        barrier_arrive_if(threadIdx.x % 32 == 0, base + kEmptyK + stage * 8);
-        if (i < turns) {
-            named_sync(kTurnOfFirst + group, 256);
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
-        }
-        barrier_wait(base + kFullV + stage * 8, phase);
-        named_sync(kStoreOfFirst + group, 128);
-        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-}
-
-// Warpgroup: work through the tiles of this block.
+// Warpgroup: work through the pieces of work of this block, for 64 rows of each.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, int group) {
     const bool leader = threadIdx.x % 128 == 0;
     const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -941,7 +955,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
     unsigned q_at;
-    if (group == kConsumers - 1) {
+    if (group == kConsumers - 1) {  // gives the first one its first turn
         named_arrive(kTurnOfFirst, 256);
     }
     Work work;
@@ -983,7 +997,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
         barrier_arrive(base + kEmptyK + stage * 8);
     }
-
     rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
     while (true) {
@@ -1040,7 +1053,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        // With nothing to pass by in between, the next tile begins with this one's last product.
+        // With nothing to pass by in between, the next tile begins with this one's last product. Both branches end with
+        // no wgmma in flight: ptxas takes all of them one by one if some may be where branches meet.
         bool at_once = false;
         if (after == 0) {
             count = next_work(base, q_buffer, q_phase, group, work, reach);
@@ -1118,7 +1132,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
             barrier_arrive(base + kEmptyK + stage * 8);
         }
-
         rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
         softmax(s, p_frags, rows, true, p.scale_log2, factor);
         tma_store_wait();
@@ -1137,11 +1150,11 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // of a shuffle ptxas knows that the warp agrees on it
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
     if (threadIdx.x == 0) {
         for (int i = 0; i < kBuffersQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
-            barrier_init(base + kEmptyQ + i * 8, kConsumers);
+            barrier_init(base + kEmptyQ + i * 8, kConsumers);  // leaders of warpgroups
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
@@ -1152,6 +1165,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1(
         barrier_init_fence();
     }
     __syncthreads();
+    // All warps of a warpgroup take part in setmaxnreg; then one thread and one warp of the first go on.
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {

@@ -11,7 +11,13 @@
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        0   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      0   keep the fragments of Q in registers
-//   cluster        1   blocks of neighbouring query tiles that share their loads of K and V
+//   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
+//
+// S = Q K^T (tile_m x tile_n), P = 2^(scale log2(e) (S - top)) with `top` near the row maximum, O = sum of P V,
+// l = row sum of P; out = O / l, lse = ln(sum exp(scale S)).
+// One producer thread copies tiles with TMA; each consumer warpgroup owns 64 query rows of a tile. Inside a consumer S
+// of the next key tile is started before P V of this one (wgmma is asynchronous).
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -25,7 +31,7 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
@@ -91,11 +97,12 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds a tensor: its first kMain columns, and the rest. Encoded by the host for each call.
+// How the copy engine finds a tensor: its first kMain columns, and the rest.
 struct Map {
-    TensorMap main;
-    TensorMap tail;
+    TensorMap main, tail;
 };
+
+// All tensors; encoded by the host for each call.
 struct TensorMaps {
     Map q, k, v, out;
 };
@@ -107,8 +114,9 @@ constexpr int kTileM = 192;  // query rows of a tile
 constexpr int kTileN = 128;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
-// Row maxima are followed in the first kExact visits, so that P is 1 at most; then only when its average in a thread's
-// row passes 1.25. A row's largest P costs accuracy where it is not 1: it is rounded.
+// Row maxima are followed in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
+// Elsewhere only when the average of P over a thread's columns passes 1.25. A row's largest P costs accuracy where it
+// is not 1, for it is rounded; what these two numbers cost: docs/performance.md, log 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 3;  // buffers of K and of V
@@ -116,10 +124,12 @@ constexpr int kStages = 3;  // buffers of K and of V
 // and what is left of head_dim in a last panel of kTail columns, swizzled within kTailSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
+constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kPanels = 1;
 constexpr int kMain = kColumns * kPanels;  // columns of the panels before the last
 constexpr int kTail = 16;  // zeros past head_dim
 constexpr int kTailSpan = kTail * 2;
+constexpr unsigned kTailSwizzle = 3;
 constexpr int kRowBytes = (kMain + kTail) * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
@@ -130,7 +140,9 @@ constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
 constexpr int kOffsetBarriers = kOffsetBounds;
-// Barriers: full = the tile has landed, empty = its consumers are done with it.
+// Barriers: full = the tile has landed (the producer's arrival and the bytes that it announced), empty = its consumers
+// are done with it. One thread arrives for a warpgroup: it has waited for a wgmma, which is one operation of all warps.
+// Empty Q: O has left through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
 constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
@@ -140,7 +152,7 @@ constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
 static_assert(kSharedBytes == 184448, "codegen/plan_sm90.py disagrees");
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
@@ -326,7 +338,7 @@ __device__ __forceinline__ void wgmma_out_tail(float (&d)[kHeadDim / 2], const u
     // clang-format on
 }
 
-// ---- Mask: full ---------------------------------------------------------------------------
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
 
 // Is key `key` visible to query `query`?
 __device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
@@ -348,7 +360,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take.
+// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -372,15 +385,28 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Panels --------------------------------------------------------------------------------------------------------
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned code) {
     const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
     return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
 }
-constexpr unsigned kSwizzle = 1;
-constexpr unsigned kTailSwizzle = 3;
+
+// Where k16 step `step` along the columns of a tile of `rows` rows starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    if (step >= kMain / 16) {
+        return (step - kMain / 16) * 2;
+    }
+    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
+}
+
+// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
+__device__ __forceinline__ void load_tile(unsigned tile, const Map& map, unsigned barrier, int row, int head,
+                                          int batch, int rows) {
+    tma_load(tile, map.main, barrier, 0, row, 0, head, batch);
+    tma_load(tile + rows * kMain * 2, map.tail, barrier, kMain, row, 0, head, batch);
+}
 
 // Rows from `row` on of a tile of `rows` rows, as operands of wgmma, whether columns or rows are what it sums over
 // (where it is columns, the distance of panels is ignored): panels, last panel.
@@ -389,14 +415,6 @@ __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows,
 }
 __device__ __forceinline__ unsigned long long tail_at(unsigned tile, int rows, int row) {
     return descriptor(tile + rows * kMain * 2 + row * kTailSpan, 0, 8 * kTailSpan, kTailSwizzle);
-}
-
-// Where k16 step `step` along the columns starts, in units of a descriptor's address.
-__device__ __forceinline__ constexpr int step_at(int step, int rows) {
-    if (step >= kMain / 16) {
-        return (step - kMain / 16) * 2;
-    }
-    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
 }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: the chunk's number is XORed
@@ -411,14 +429,8 @@ __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
     return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
 }
 
-// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
-__device__ __forceinline__ void load_tile(unsigned tile, const Map& map, unsigned barrier, int row, int head, int batch,
-                                          int rows) {
-    tma_load(tile, map.main, barrier, 0, row, 0, head, batch);
-    tma_load(tile + rows * kMain * 2, map.tail, barrier, kMain, row, 0, head, batch);
-}
-
-// Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on.
+// Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on; rows past the end
+// of the head are dropped.
 __device__ __forceinline__ void store_rows(const Map& map, unsigned tile, int from, int row, int head, int batch,
                                            int rows) {
 #pragma unroll
@@ -429,7 +441,7 @@ __device__ __forceinline__ void store_rows(const Map& map, unsigned tile, int fr
     tma_store_commit();
 }
 
-// ---- Producer ------------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
 // One piece of work: a query tile of a head.
 struct Work {
@@ -466,6 +478,22 @@ __device__ __forceinline__ int work_index(const Params& p, int round) {
     const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     return index < total ? index : -1;
 }
+
+// Warpgroup: the next piece of work of this block that has anything to visit, and how many visits; 0 if none is left.
+__device__ __forceinline__ int next_work(const Params& p, int& round, Work& work, int group) {
+    for (int index = work_index(p, round); index >= 0; index = work_index(p, round)) {
+        ++round;
+        work = work_at(p, index);
+        const int count = visits(p, work.tile);
+        if (count > 0) {
+            return count;
+        }
+        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
+    }
+    return 0;
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
 
 // Thread: feed the consumers of this block.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base) {
@@ -673,21 +701,7 @@ __device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsign
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: the next piece of work of this block that has anything to visit, and how many visits; 0 if none is left.
-__device__ __forceinline__ int next_work(const Params& p, int& round, Work& work, int group) {
-    for (int index = work_index(p, round); index >= 0; index = work_index(p, round)) {
-        ++round;
-        work = work_at(p, index);
-        const int count = visits(p, work.tile);
-        if (count > 0) {
-            return count;
-        }
-        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-    }
-    return 0;
-}
-
-// Warpgroup: work through the tiles of this block.
+// Warpgroup: work through the pieces of work of this block, for 64 rows of each.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, int group) {
     const bool leader = threadIdx.x % 128 == 0;
     const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -699,7 +713,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
     unsigned q_at;
-    if (group == kConsumers - 1) {
+    if (group == kConsumers - 1) {  // gives the first one its first turn
         named_arrive(kTurnOfFirst, 256);
     }
     int round = 0;
@@ -727,7 +741,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (leader) {
         barrier_arrive(base + kEmptyK + stage * 8);
     }
-
     rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
     while (true) {
@@ -821,7 +834,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         if (leader) {
             barrier_arrive(base + kEmptyK + stage * 8);
         }
-
         rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
         softmax(s, p_frags, rows, true, p.scale_log2, factor);
         tma_store_wait();
@@ -840,11 +852,11 @@ attnforge_fwd_sm90a_bf16_d72_full_a16_m192_n128_s3_p1_r1_k0_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // of a shuffle ptxas knows that the warp agrees on it
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
     if (threadIdx.x == 0) {
         for (int i = 0; i < kBuffersQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
-            barrier_init(base + kEmptyQ + i * 8, kConsumers);
+            barrier_init(base + kEmptyQ + i * 8, kConsumers);  // leaders of warpgroups
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
@@ -855,6 +867,7 @@ attnforge_fwd_sm90a_bf16_d72_full_a16_m192_n128_s3_p1_r1_k0_q0_c1(
         barrier_init_fence();
     }
     __syncthreads();
+    // All warps of a warpgroup take part in setmaxnreg; then one thread of the first goes on.
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
