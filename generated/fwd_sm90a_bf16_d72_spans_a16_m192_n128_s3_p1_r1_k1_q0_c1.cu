@@ -360,7 +360,7 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
 
 // Warpgroup: the last 8 columns of O = or += P V over 16 keys, P from registers, V as it lies in memory.
 __device__ __forceinline__ void wgmma_out_tail(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
-                                          int add) {
+                                               int add) {
     // clang-format off
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, add, 1, 1, 1;\n}"
