@@ -131,7 +131,7 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
         for old, new in changes.items():
             assert old in text, name
             text = text.replace(old, re.sub(r"\bn\b(?=[ )|])", str(n), new))
-    ordered = str(source.spec.tuning.ordered).lower()
+    ordered = str(source.plan.ordered).lower()
     return text + (
         'extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, const int* list,'
         " unsigned seed, int change) {\n"
@@ -196,15 +196,15 @@ class Simulated:
 
     def run(self, sizes: Sizes, seed: int, change: int = 0) -> str:
         """What was wrong, or nothing; with break number `change`, from 1."""
-        p, tuning = Params(), self.plan.spec.tuning
+        p, plan = Params(), self.plan
         p.batch, p.heads_q, p.heads_kv, p.tiles_m, p.tiles_n = sizes
         p.padded_q, p.padded_k, p.list_stride = p.tiles_m * 64, p.tiles_n * 128, p.tiles_m
         p.seq_q, p.seq_k, p.scale = p.padded_q - seed, p.padded_k - seed % 4 * 32, 1.0
         p.delta = p.dq_accum = FAKE
-        p.dkv_accum = FAKE if tuning.split_heads else None
-        visits = list_visits(self.plan.spec.problem.mask, p, seed)
+        p.dkv_accum = FAKE if plan.dkv_accum else None
+        visits = list_visits(plan.spec.problem.mask, p, seed)
         starts = list(reversed(range(p.tiles_n)))
-        if not self.plan.descending:
+        if not plan.descending:
             starts.sort(key=lambda n: (-len(visits[n]), n))
         held = {
             "starts": table([0] * p.seq_k),
@@ -217,7 +217,7 @@ class Simulated:
         }
         for name, values in held.items():
             setattr(p, name, ctypes.addressof(values))
-        count = p.tiles_n * p.batch * (p.heads_q if tuning.split_heads else p.heads_kv)
+        count = p.tiles_n * p.batch * (p.heads_q if plan.dkv_accum else p.heads_kv)
         seen = [{entry // 2: entry for entry in entries} for entries in visits]
         expected = table(*([row.get(m, -1) for m in range(p.tiles_m)] for row in seen))
         return str(self.library.run(ctypes.byref(p), self.maps, count, expected, seed, change).decode())
