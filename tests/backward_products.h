@@ -66,7 +66,7 @@ static void accumulator_fence(T&) {}
 // The warp's 16 rows of the 64 that start at `keys`, in every panel of K or V.
 static std::vector<Range> own_rows(unsigned keys) {
     std::vector<Range> ranges;
-    for (int panel = 0; panel < kPadded / kColumns; ++panel) {
+    for (int panel = 0; panel < kPanels; ++panel) {
         const unsigned from = keys + panel * kTileN * kSpan + warp() % 4 * 16 * kSpan;
         ranges.push_back({from, from + 16 * kSpan});
     }

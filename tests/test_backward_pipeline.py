@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers a
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{HERE}")
-REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results")
+REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results", "Kernels before")
 KINDS = {"q": 1, "dout": 2, "k": 3, "v": 4, "dk": 5, "dv": 6}  # enum Kind
 FAKE = 1 << 40  # where device memory would be that nothing touches here
 # (batch, heads_q, heads_kv, query tiles, key tiles); a key tile visits all query tiles, or some of them.
@@ -39,7 +39,6 @@ SIZES: list[Sizes] = [
     (1, 2, 1, 8, 3),
 ]
 SEEDS = 4
-ENDS = re.compile(r"^// Thread: dot product.*", re.MULTILINE | re.DOTALL)
 ASM = {
     r'asm volatile\("setmaxnreg[^;]*;"\);': "",
     r'asm volatile\("ld.acquire.gpu.global[^;]*;" : "=r"\((\w+)\) : "l"\((\w+)\)[^;]*;': r"\1 = load_acquire(\2);",
@@ -81,7 +80,7 @@ LAGGING: dict[str, Break] = {
         "something overwrites what a product reads",
     ),
     "what is no dQ is added": (
-        {"if (h == 0) {  // consumers first": "if (h == 0 && broken != n) {  // consumers first"},
+        {"if (h == 0) {": "if (h == 0 && broken != n) {"},
         "what is added is not dQ of this tile",
     ),
     "turns are not waited for": (
@@ -115,7 +114,7 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
         "work_of(p, blockIdx.x)", "work_of(p, here().number)"
     )
     text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = nullptr;", text)
-    text = ENDS.sub("", text).replace('extern "C" __global__', "static")
+    text = text.replace('extern "C" __global__', "static")
     for pattern, call in ASM.items():
         text = re.sub(pattern, call, text)
     parts = []
