@@ -134,6 +134,8 @@ def _evaluate(mask: BlockMask, plane: _Blocks) -> Iterator[tuple[Tensor, Tensor,
     """(rows (n, Q), columns (n, K), visible (n, Q, K)) of partial blocks; what lies outside the lengths is hidden."""
     (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
     device = plane.partial.device
+    if not plane.partial.shape[0]:
+        return  # a mask_mod that indexes tensors takes no empty ones under vmap
     call = torch.vmap(mask.mask_mod, in_dims=(None, None, None, 0))
     call = torch.vmap(call, in_dims=(None, None, 0, None))
     call = torch.vmap(call, in_dims=(None, None, 0, 0))

@@ -75,6 +75,17 @@ def test_packs_of_bagel(data: st.DataObject) -> None:
     assert torch.equal(dense(ours, total, total), visible)
 
 
+def test_whole_blocks_alone() -> None:
+    """No block is partial, and the mask_mod indexes a tensor."""
+    visible = torch.ones(64, 64, dtype=torch.bool)
+    mask = create_block_mask(
+        lambda b, h, q, k: visible[q, k], None, None, 64, 64, device="cpu", BLOCK_SIZE=64
+    )
+    ours = attnforge.from_block_mask(mask)
+    assert isinstance(ours, attnforge.Spans)
+    assert torch.equal(dense(ours, 64, 64), visible)
+
+
 def test_other_lengths_and_block_sizes() -> None:
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q + 100 >= k) & (k < 311)
