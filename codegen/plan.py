@@ -60,9 +60,7 @@ class Plan:
     dkv_accum: bool = False  # needs the fp32 dk and dv workspace
     ordered: bool = False  # needs turn and turns_taken
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
-    parts: int = (
-        1  # 64-row parts of a query tile, each with a flag in the list's entries and a reach of its own
-    )
+    parts: int = 1  # 64-row parts of a query tile, each with a flag in the lists and a reach of its own
     cluster: int = 1  # blocks that take neighbouring tiles of a head and share their loads
     bounds: bool = False  # its schedule has bounds and pieces
     bits: str = (

@@ -70,12 +70,10 @@ def live_registers(t: Sm90Backward, head_dim: int) -> int:
     """Registers of a consumer thread that tiles take where most are live: in one of three places of a step."""
     scores, packed, dq = t.tile_m // 2, t.tile_m // 4, dq_columns(head_dim) // 2
     throughout = head_dim + -(-head_dim // 16) * 4 * t.in_regs  # dK and dV; K and V as fragments
-    gradient = (
-        2 * scores + packed + (dq if t.lag else 0)
-    )  # P, dP; P packed, as dV is running, with lag also dQ
-    issue = (
-        scores + 2 * packed + (scores + dq if t.lag else 0)
-    )  # the next S; P and dS packed; with lag next dP, dQ
+    # P and dP, and P packed, as dV is running; with lag also dQ.
+    gradient = 2 * scores + packed + (dq if t.lag else 0)
+    # The next S, and P and dS packed; with lag also the next dP, and dQ.
+    issue = scores + 2 * packed + (scores + dq if t.lag else 0)
     return throughout + max(gradient, issue, scores + dq)  # the last: the next P and dQ
 
 

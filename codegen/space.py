@@ -84,7 +84,8 @@ HOPPER_CLUSTERS = {
         Sm90Forward(192, 80, 2, True, True, False, False, 2),
     ),
 }
-# Dense masks often come in blocks of 64 or 128: tiles that such blocks fill are seen whole or not at all. Not measured.
+# Dense masks often come in blocks of 64 or 128: tiles that such blocks fill are seen whole or not at all.
+# The first two are the winners of blocks of 128 on an H200, half and nine tenths hidden (docs/performance.md).
 HOPPER_DENSE = (
     Sm90Forward(128, 128, 2, True, True, False, True),
     Sm90Forward(128, 128, 2, False, True, False, True),
@@ -175,11 +176,19 @@ def _hopper_forward(problem: Problem) -> Iterator[Tuning]:
     if problem.mask is Mask.DENSE:
         yield from HOPPER_DENSE
     yield from HOPPER_NARROW if narrow else HOPPER_WIDE
-    yield from HOPPER_CLUSTERS[narrow]
+    clusters = problem.mask is Mask.FULL  # other masks have none
+    if clusters:
+        yield from HOPPER_CLUSTERS[narrow]
     tiles = (192, 128, 64) if narrow else (128, 192, 64)
     blocks = ((True, True), (True, False), (False, False))  # persistent, counter
     for cluster, tile_m, tile_n, stages, (persistent, counter), ping_pong, q_in_regs in product(
-        (1, 2), tiles, (128, 160, 144, 112, 96, 80, 64), (2, 3), blocks, (True, False), (True, False)
+        (1, 2) if clusters else (1,),
+        tiles,
+        (128, 160, 144, 112, 96, 80, 64),
+        (2, 3),
+        blocks,
+        (True, False),
+        (True, False),
     ):
         yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs, cluster)
 

@@ -20,9 +20,8 @@ Mask = Causal | Spans | DenseMask | None
 
 _CODES = {mask: code for code, mask in enumerate(MASKS)}
 _FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)
-_operators = (
-    torch.ops.attnforge
-)  # empty until they are loaded; kept because finding it takes half of the look-up
+# Empty until they are loaded. Kept because finding it takes half of the look-up.
+_operators = torch.ops.attnforge
 
 
 def _load() -> bool:

@@ -37,9 +37,7 @@ class Tuned:
     ms: float
     tflops: float
     notes: dict[str, Any] = field(default_factory=dict)  # e.g. workload, registers, versions: for readers
-    visible_keys: int = (
-        0  # that a query saw on average; 0: not known, or no matter of the mask but of the length
-    )
+    visible_keys: int = 0  # that a query saw on average; 0: not known, or a matter of the length alone
 
     @property
     def cls(self) -> dict[str, Any]:
