@@ -88,7 +88,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     require_tiles(q_bytes, kv_bytes)
     ds_bytes, dq_bytes = t.tile_m * t.tile_n * 2, t.tile_m * d * 4
     stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
-    barriers = 8 * (3 + 2 * (t.stages + t.stages_dout + CONSUMERS))
+    barriers = 8 * (3 + 2 * (t.stages + t.stages_dout) + (3 if t.ordered else 2) * CONSUMERS)
     shared = 2 * kv_bytes + t.stages * (q_bytes + stat_bytes) + t.stages_dout * q_bytes
     shared += buffers_ds * ds_bytes + dq_bytes + barriers
     require_shared(shared)

@@ -153,7 +153,7 @@ constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
 // arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
 // takes one of each consumer warp, for dQ needs the keys of both consumers. Each consumer has a buffer of dQ: full with
-// its four warps, empty when the warp that adds it has read it.
+// its four warps empty when the warp that adds it has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullDs = kFullV + 8;
@@ -676,7 +676,6 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
 // order of fragments too.
 __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
     const bool acts = threadIdx.x % 32 == 0;
-    const unsigned part = base + kOffsetDq + group * kDqPartBytes;
     unsigned phase = 0;
     for (int h = 0; h < work.heads; ++h) {
         const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
@@ -687,7 +686,9 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
             barrier_wait(base + kFullDq + group * 8, phase);
             phase ^= 1;
             if (acts) {
-                bulk_reduce(sums + static_cast<long long>(tile) * (kTileM * kHeadDim), part, kDqPartBytes);
+                const long long first = static_cast<long long>(tile) * (kTileM * kHeadDim);
+                bulk_reduce(sums + first, base + kOffsetDq + group * kDqPartBytes,
+                            kDqPartBytes);
                 tma_store_commit();
                 tma_store_wait();
                 barrier_arrive(base + kEmptyDq + group * 8);

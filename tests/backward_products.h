@@ -203,7 +203,7 @@ static void store_dq(unsigned part, const D& dq, Group...) {
     }
 }
 static void bulk_reduce(const float* target, unsigned part, int bytes) {
-    const int group = warp() - 2, tile = kTileM * kHeadDim, block = here().number;
+    const int group = (part - kOffsetDq) / kDqPartBytes, tile = kTileM * kHeadDim, block = here().number;
     const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
     const int rest = at % (params->padded_q * kHeadDim);
     const Rows rows = rows_of(rest / tile * kTileM, plane, params->heads_q);

@@ -83,6 +83,16 @@ LAGGING: dict[str, Break] = {
         {"if (h == 0) {": "if (h == 0 && broken != n) {"},
         "what is added is not dQ of this tile",
     ),
+}
+ORDERED: dict[str, Break] = {
+    "nobody waits for EmptyDq": (
+        BREAKS["nobody waits for EmptyDq"][0],
+        "what is added is not dQ of this tile",
+    ),
+    "what is no dQ is added": (
+        {"if (parity == 0) {": "if (parity == 0 && broken != n) {"},
+        "what is added is not dQ of this tile",
+    ),
     "turns are not waited for": (
         {"while (taken < count);": "while (taken < count && broken != n);"},
         "parts of dQ are added out of turn",
@@ -245,10 +255,11 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
 @pytest.mark.parametrize(
     ("source", "breaks"),
     [
-        (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | LAGGING),
+        (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 0, 0), BREAKS | LAGGING),
+        (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | ORDERED),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
     ],
-    ids=["lagging", "plain"],
+    ids=["lagging", "ordered", "plain"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     kernel = Simulated(source, tmp_path, breaks)
