@@ -47,6 +47,10 @@ def make_plan(spec: Spec) -> Plan:
         raise Infeasible(f"in_regs {t.in_regs}: must be 0, 1 (K) or 2 (K and V)")
     if t.lag and t.stages_dout < 2:
         raise Infeasible("stages_dout 1: with lag the next dO is in use while this one is, which takes 2")
+    if t.ordered and not t.split_heads and p.mask is not Mask.FULL:
+        raise Infeasible(
+            "ordered: a block per kv head waits longer for turns than it saves, but for mask full"
+        )
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: without a mask all key tiles have the same work")
     return _plan(spec, t)

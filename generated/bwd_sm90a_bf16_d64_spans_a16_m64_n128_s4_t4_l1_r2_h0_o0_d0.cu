@@ -713,9 +713,10 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
             barrier_wait(base + kFullDq + group * 8, phase);
             phase ^= 1;
             if (acts) {
-                const long long first = static_cast<long long>(tile) * (kTileM * kHeadDim);
-                bulk_reduce(sums + first, base + kOffsetDq + group * kDqPartBytes,
-                            kDqPartBytes);
+                float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
+                const unsigned part = base + kOffsetDq + group * kDqPartBytes;
+                const int bytes = kDqPartBytes;
+                bulk_reduce(target, part, bytes);
                 tma_store_commit();
                 tma_store_wait();
                 barrier_arrive(base + kEmptyDq + group * 8);

@@ -212,6 +212,13 @@ static void bulk_reduce(const float* target, unsigned part, int bytes) {
     require(found.kind == kDq && found.queries == rows, "what is added is not dQ of this tile");
     copy_out({{part, part + bytes}}, [=] { dq_sums[{rows, group}].push_back({block, {found.keys}}); });
 }
+static void bulk_store(const float* target, unsigned part, int bytes) {
+    const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
+    const int row = at % (params->padded_q * kHeadDim) / (kTileM * kHeadDim) * kTileM;
+    const Rows rows = rows_of(row, plane, params->heads_q);
+    require(dq_sums[{rows, (part - kOffsetDq) / kDqPartBytes}].empty(), "sums of dQ are overwritten");
+    bulk_reduce(target, part, bytes);
+}
 
 template <class S>
 static void add_dkv(const float* target, const S& x) {
