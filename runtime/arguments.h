@@ -1,6 +1,7 @@
 // From a call to the arguments of its kernels, the tensors that they write, and their launch.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
@@ -40,13 +41,13 @@ inline void set_dense(Params& p, const Tensor& dense) {
     p.mask_planes = p.mask_batches * p.mask_heads;
 }
 
-inline Params make_params(const Call& c, const Variant& variant, const Tensor& out, const Tensor& lse) {
+inline Params make_params(const Call& c, const Variant& variant, const Tensor& out, const float* lse) {
     Params p{};
     ATTNFORGE_SET(p, q, c.q);
     ATTNFORGE_SET(p, k, c.k);
     ATTNFORGE_SET(p, v, c.v);
     ATTNFORGE_SET(p, out, out);
-    p.lse = const_cast<float*>(lse.const_data_ptr<float>());
+    p.lse = const_cast<float*>(lse);
     if (c.mask == kSpans) {
         p.starts = c.starts->const_data_ptr<int>();
         p.ends = c.ends->const_data_ptr<int>();
@@ -84,10 +85,50 @@ inline void launch(const Call& c, const Variant& variant, Params& params) {
     run(variant, variant.launches, params, stream);
 }
 
+// ---- Memory ---------------------------------------------------------------------------------------------------------
+
+// torch's allocator for x's device where x shows that it is in use, else null: memory that somebody else made, or a
+// pluggable allocator, which is not registered under its device.
+inline c10::Allocator* allocator_of(const Tensor& x) {
+    c10::Allocator* const found = x.storage().allocator();
+    return found == c10::GetAllocator(x.device().type()) ? found : nullptr;
+}
+
+// A new tensor on x's device, which is the current one. at::empty_strided does the same at twice the price: it is
+// dispatched, sets the device, and fills the tensor in deterministic mode, while ours are written whole.
+inline Tensor new_tensor(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+    if (c10::Allocator* const allocator = allocator_of(x)) {
+        const c10::DispatchKeySet keys(x.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+        return Tensor(at::detail::empty_strided_generic(sizes, strides, allocator, keys, dtype));
+    }
+    return at::empty_strided(sizes, strides, x.options().dtype(dtype));
+}
+
+// Memory for one call. It may be given back as soon as the kernels are in the stream, as that of any tensor.
+class Scratch {
+public:
+    Scratch() = default;
+    Scratch(const Tensor& x, int64_t bytes) {
+        if (c10::Allocator* const allocator = allocator_of(x)) {
+            memory_ = allocator->allocate(static_cast<size_t>(bytes));
+        } else {
+            tensor_ = at::empty({bytes}, x.options().dtype(at::kByte));
+        }
+    }
+    template <typename T>
+    T* data() const {
+        return static_cast<T*>(tensor_.defined() ? tensor_.mutable_data_ptr() : memory_.get());
+    }
+
+private:
+    c10::DataPtr memory_;
+    Tensor tensor_;
+};
+
 // A new tensor in x's layout. Kernels need a unit last stride, which some overlapping layouts do not keep.
 inline Tensor like(const Tensor& x) {
     if (x.stride(3) == 1 && x.is_non_overlapping_and_dense()) {
-        return at::empty_strided(x.sizes(), x.strides(), x.options());  // what empty_like does, one dispatch less
+        return new_tensor(x, x.sizes(), x.strides(), x.scalar_type());  // the layout that empty_like chooses
     }
     Tensor y = at::empty_like(x);
     return y.stride(3) == 1 ? y : at::empty(x.sizes(), x.options());

@@ -25,6 +25,7 @@ struct Driver {
     int (*device_attribute)(int*, int, int);
     int (*tensor_map_encode)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
                              const unsigned*, int, int, int, int);
+    int (*tensor_map_move)(void*, void*);
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 
     void check(int result, const char* what) const {
@@ -61,8 +62,9 @@ inline const Driver& driver() {
         load("cuFuncSetAttribute", d.function_attribute);
         load("cuStreamIsCapturing", d.is_capturing);
         load("cuDeviceGetAttribute", d.device_attribute);
-        // Drivers before CUDA 12 lack it; the kernels that need it then fail to load, with this reason.
+        // Drivers before CUDA 12 lack them; the kernels that need them then fail to load, with this reason.
         d.tensor_map_encode = reinterpret_cast<decltype(d.tensor_map_encode)>(dlsym(library, "cuTensorMapEncodeTiled"));
+        d.tensor_map_move = reinterpret_cast<decltype(d.tensor_map_move)>(dlsym(library, "cuTensorMapReplaceAddress"));
         load("cuLaunchKernel", d.launch);
         d.check(d.init(0), "cuInit");
         return d;

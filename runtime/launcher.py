@@ -31,6 +31,8 @@ NAME = "attnforge_launcher"
 LIBRARY = f"{NAME}.so"
 SOURCES = (
     "launcher.cpp",
+    "autograd.h",
+    "operators.h",
     "arguments.h",
     "call.h",
     "schedules.h",

@@ -34,16 +34,28 @@ def _load() -> bool:
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _first_attend(*arguments: object) -> Tensor:
-    """What `_attend` is until the operators are loaded. Later calls skip `OpOverload.__call__`, which adds nothing."""
-    global _attend
-    _load()
-    _attend = _operators.attend.default._op
-    out: Tensor = _attend(*arguments)
-    return out
+def _first(name: str) -> Callable[..., Tensor]:
+    """What an operator is called by until it is loaded. Later calls skip its look-up and `OpOverload.__call__`."""
+
+    def call(*arguments: object) -> Tensor:
+        global _attend, _attend_full, _attend_causal, _attend_spans
+        _load()
+        _attend, _attend_full = _operators.attend.default._op, _operators.attend_full.default._op
+        _attend_causal, _attend_spans = (
+            _operators.attend_causal.default._op,
+            _operators.attend_spans.default._op,
+        )
+        out: Tensor = getattr(_operators, name).default(*arguments)
+        return out
+
+    return call
 
 
-_attend: Callable[..., Tensor] = _first_attend
+_attend = _first("attend")
+# With scale and deterministic as by default: an argument costs some 100 ns, whether it is passed or left out.
+_attend_full, _attend_causal, _attend_spans = (
+    _first(f"attend_{kind}") for kind in ("full", "causal", "spans")
+)
 
 
 @overload
@@ -110,10 +122,15 @@ def attention(
             q, k, v, starts, ends, code, scale, deterministic, visible, dense
         )
         return (out, lse) if return_lse else out
+    if scale is None and not deterministic:
+        if mask is None:
+            return _attend_full(q, k, v)
+        if isinstance(mask, Causal):
+            return _attend_causal(q, k, v)
+        if isinstance(mask, Spans):
+            return _attend_spans(q, k, v, mask.starts, mask.ends, mask.bucket)
     if mask is None:
         return _attend(q, k, v, scale, deterministic)
-    if isinstance(mask, Causal):  # here, not below: each argument that is passed costs some 60 ns
-        return _attend(q, k, v, scale, deterministic, _CAUSAL)
     code, starts, ends, dense, visible = _unpack(mask)
     return _attend(q, k, v, scale, deterministic, code, starts, ends, visible, dense)
 

@@ -1,6 +1,8 @@
-// Descriptors of the Hopper copy engine (TMA), encoded for each call: they hold the tensors' addresses and strides.
+// Descriptors of the Hopper copy engine (TMA): they hold the tensors' addresses, sizes and strides.
 #pragma once
 
+#include <array>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -66,6 +68,52 @@ inline void encode(const std::vector<TensorMapPlan>& plans, const Params& p, int
                                                   kNoInterleave, swizzle, kPromotion128, kZeroFill),
                        "cuTensorMapEncodeTiled");
     }
+}
+
+// What the maps of a kernel say besides addresses: batch, heads_q, heads_kv, seq_q, seq_k, then three strides a map.
+using Geometry = std::array<long long, 5 + 3 * 8>;
+
+inline Geometry geometry_of(const std::vector<TensorMapPlan>& plans, const Params& p) {
+    Geometry g{p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k};
+    long long* next = g.data() + 5;
+    for (const TensorMapPlan& m : plans) {
+        *next++ = p.*m.batch;
+        *next++ = p.*m.head;
+        *next++ = p.*m.row;
+    }
+    return g;
+}
+
+// As encode, with a memory. Layer after layer has the same sizes and strides at other addresses, and a map with another
+// address takes a sixth of the time of a new one. Each thread has its own, so they need no lock. The result is good
+// until the thread's next call. `plans` are a variant's, which is never removed.
+inline const TensorMaps& encoded(const std::vector<TensorMapPlan>& plans, const Params& p, int64_t head_dim,
+                                 at::ScalarType dtype) {
+    struct Entry {
+        const void* plans = nullptr;
+        Geometry geometry{};
+        TensorMaps maps;
+    };
+    constexpr size_t kEntries = 32;
+    thread_local const auto entries = std::make_unique<std::array<Entry, kEntries>>();
+    const Geometry geometry = geometry_of(plans, p);
+    uint64_t hash = reinterpret_cast<uintptr_t>(&plans);
+    for (const long long value : geometry) {
+        hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15u;
+    }
+    Entry& entry = (*entries)[hash >> 32 & (kEntries - 1)];
+    if (entry.plans == &plans && entry.geometry == geometry) {
+        for (size_t i = 0; i < plans.size(); ++i) {
+            void* const address = p.*plans[i].data;
+            driver().check(driver().tensor_map_move(entry.maps.bytes[i], address), "cuTensorMapReplaceAddress");
+        }
+    } else {
+        entry.plans = nullptr;  // should encode fail
+        encode(plans, p, head_dim, dtype, entry.maps);
+        entry.plans = &plans;
+        entry.geometry = geometry;
+    }
+    return entry.maps;
 }
 
 }  // namespace attnforge

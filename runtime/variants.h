@@ -95,7 +95,8 @@ inline void load_gpu(Variant& variant, const void* image) {
     constexpr int kMaxDynamicSharedSizeBytes = 8;
     constexpr int kMultiprocessorCount = 16;
     const Driver& d = driver();
-    TORCH_CHECK(variant.tensor_maps.empty() || d.tensor_map_encode != nullptr, "attnforge: ", variant.name,
+    const bool maps = d.tensor_map_encode != nullptr && d.tensor_map_move != nullptr;
+    TORCH_CHECK(variant.tensor_maps.empty() || maps, "attnforge: ", variant.name,
                 " needs tensor maps, which this NVIDIA driver lacks; update it to one for CUDA 12 or later");
     const c10::DeviceGuard guard(variant.device);
     ensure_context(variant.device);
@@ -115,9 +116,9 @@ inline void load_gpu(Variant& variant, const void* image) {
 
 // Runs `launches` in order on `stream` (GPU) or in this thread (CPU).
 inline void run(const Variant& variant, const std::vector<Launch>& launches, Params& params, void* stream) {
-    TensorMaps maps;
+    const TensorMaps* maps = nullptr;  // kernels without them take the first argument only
     if (!variant.tensor_maps.empty() && &launches == &variant.launches) {
-        encode(variant.tensor_maps, params, variant.head_dim, variant.dtype, maps);
+        maps = &encoded(variant.tensor_maps, params, variant.head_dim, variant.dtype);
     }
     for (const Launch& launch : launches) {
         if (variant.device.is_cpu()) {
@@ -136,7 +137,7 @@ inline void run(const Variant& variant, const std::vector<Launch>& launches, Par
         if (launch.persistent) {
             blocks = std::min<int64_t>(blocks, variant.multiprocessors / launch.cluster * launch.cluster);
         }
-        void* arguments[] = {&params, &maps};  // kernels without tensor maps take the first only
+        void* arguments[] = {&params, const_cast<TensorMaps*>(maps)};
         driver().check(driver().launch(launch.function, static_cast<unsigned>(blocks), 1, 1, launch.threads, 1, 1,
                                        launch.shared_bytes, stream, arguments, nullptr),
                        launch.symbol.c_str());

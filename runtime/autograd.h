@@ -1,0 +1,209 @@
+// The operators above the backends: autograd, autocast, and the short ways from Python to them.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "operators.h"
+
+namespace attnforge {
+
+// As the dispatcher has them: in a trace `visible` may stand for a number that changes from pack to pack.
+inline const auto& forward_op() {
+    static const auto op =
+        find_op<ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                              int64_t, std::optional<double>, bool, c10::SymInt, const OptionalTensor&, int64_t)>(
+            "attnforge::forward");
+    return op;
+}
+
+inline const auto& backward_op() {
+    static const auto op =
+        find_op<BackwardResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                               const OptionalTensor&, const OptionalTensor&, int64_t, std::optional<double>, bool,
+                               c10::SymInt, const OptionalTensor&, int64_t)>("attnforge::backward");
+    return op;
+}
+
+// Would the dispatcher go from here to the backend's kernel with at most autograd in between, and nobody looking on?
+inline bool is_plain(std::initializer_list<const Tensor*> tensors,
+                     std::initializer_list<const OptionalTensor*> optional_tensors) {
+    c10::DispatchKeySet keys;
+    for (const Tensor* x : tensors) {
+        keys = keys | x->key_set();
+    }
+    for (const OptionalTensor* x : optional_tensors) {
+        if (x->has_value()) {
+            keys = keys | (*x)->key_set();
+        }
+    }
+    const auto local = c10::impl::tls_local_dispatch_key_set();
+    keys = ((keys | local.included_) - local.excluded_) - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    const auto highest = keys.highestPriorityTypeId();
+    return (highest == c10::DispatchKey::CPU || highest == c10::DispatchKey::CUDA) &&
+           !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+}
+
+// ---- Autograd -------------------------------------------------------------------------------------------------------
+
+// What the forward takes besides q, k and v: nothing that could need a gradient.
+struct Rest {
+    const OptionalTensor& starts;
+    const OptionalTensor& ends;
+    int64_t mask;
+    std::optional<double> scale;
+    bool deterministic;
+    c10::SymInt visible;
+    const OptionalTensor& dense;
+    int64_t variant;
+    bool plain;  // is_plain of them all, and `visible` is a number
+};
+
+// What the dispatcher has below autograd. `plain`: as found by is_plain, and then the dispatcher is not asked.
+inline ForwardResult forward_below(const Tensor& q, const Tensor& k, const Tensor& v, const Rest& r, bool with_lse) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    if (r.plain) {
+        return run_forward({q, k, v, r.starts, r.ends, r.mask, r.scale, r.dense, r.visible.expect_int()}, r.variant,
+                           with_lse);
+    }
+    return forward_op().call(q, k, v, r.starts, r.ends, r.mask, r.scale, r.deterministic, r.visible, r.dense,
+                             r.variant);
+}
+
+// The lse is a result only where somebody gets it: what is but saved needs no place in the graph.
+template <bool with_lse>
+struct Attention : torch::autograd::Function<Attention<with_lse>> {
+    using Context = torch::autograd::AutogradContext;
+    using Variables = torch::autograd::variable_list;
+
+    static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v, const Rest& rest) {
+        auto [out, lse] = forward_below(q, k, v, rest, true);
+        Variables saved{q, k, v, out, lse};
+        for (const OptionalTensor* x : {&rest.starts, &rest.ends, &rest.dense}) {  // spans are two, a dense mask is one
+            if (x->has_value()) {
+                saved.push_back(**x);
+            }
+        }
+        context->save_for_backward(std::move(saved));
+        // What is as by default is left out: each entry costs an allocation or two.
+        auto& data = context->saved_data;
+        if (rest.mask != kFull) {
+            data["mask"] = rest.mask;
+        }
+        if (rest.scale) {
+            data["scale"] = rest.scale;
+        }
+        if (rest.deterministic) {
+            data["deterministic"] = true;
+        }
+        if (rest.visible.is_symbolic() || rest.visible.expect_int() != 0) {
+            data["visible"] = rest.visible;
+        }
+        context->set_materialize_grads(false);
+        if constexpr (with_lse) {
+            context->mark_non_differentiable({lse});
+            return {out, lse};
+        }
+        return {out};
+    }
+
+    static Variables backward(Context* context, Variables gradients) {
+        Variables result(4);
+        if (!gradients[0].defined()) {
+            return result;
+        }
+        const auto saved = context->get_saved_variables();
+        const auto given = [&](const char* name) {  // None if it was left out
+            const auto found = context->saved_data.find(name);
+            return found == context->saved_data.end() ? c10::IValue() : found->second;
+        };
+        const c10::IValue mask = given("mask"), deterministic = given("deterministic"), visible = given("visible");
+        const bool spans = saved.size() == 7, dense = saved.size() == 6;
+        std::tie(result[0], result[1], result[2]) = backward_op().call(
+            gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4],
+            spans ? OptionalTensor(saved[5]) : std::nullopt, spans ? OptionalTensor(saved[6]) : std::nullopt,
+            mask.isNone() ? int64_t{kFull} : mask.toInt(), given("scale").template toOptional<double>(),
+            !deterministic.isNone(), visible.isNone() ? c10::SymInt(0) : visible.toSymInt(),
+            dense ? OptionalTensor(saved[5]) : std::nullopt, 0);
+        return result;
+    }
+};
+
+// Is the call to be recorded? Outside of grad mode tangents would be lost without a word.
+inline bool records(const Tensor& q, const Tensor& k, const Tensor& v) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !(q._fw_grad(0).defined() || k._fw_grad(0).defined() || v._fw_grad(0).defined()),
+        "attnforge: derivatives of attention in forward mode are not implemented; use backward");
+    return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()) &&
+           !c10::impl::tls_is_dispatch_keyset_excluded(c10::autograd_dispatch_keyset);
+}
+
+inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
+                                      const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
+                                      bool deterministic, c10::SymInt visible, const OptionalTensor& dense,
+                                      int64_t variant) {
+    const Rest rest{starts, ends, mask, scale, deterministic, std::move(visible), dense, variant, false};
+    if (records(q, k, v)) {
+        auto results = Attention<true>::apply(q, k, v, rest);
+        return {results[0], results[1]};
+    }
+    return forward_below(q, k, v, rest, true);
+}
+
+inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                        const Tensor& out, const Tensor& lse, const OptionalTensor& starts,
+                                        const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
+                                        bool deterministic, c10::SymInt visible, const OptionalTensor& dense,
+                                        int64_t variant) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !at::GradMode::is_enabled() ||
+            !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad()),
+        "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return backward_op().call(dout, q, k, v, out, lse, starts, ends, mask, scale, deterministic, std::move(visible),
+                              dense, variant);
+}
+
+// `forward` without the lse. Its caller would make a Python object of it, only to drop it; and what an operator does
+// not have is not converted: hence those with the arguments of one mask, scale and the rest as by default. They do what
+// the dispatcher would, without asking it, where there is nothing but autograd between here and the kernels. Modes,
+// subclasses, autocast, profilers and the like see `forward`, as they would if it had been called.
+inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool deterministic,
+                     int64_t mask, const OptionalTensor& starts, const OptionalTensor& ends, c10::SymInt visible,
+                     const OptionalTensor& dense) {
+    if (visible.is_symbolic() || !is_plain({&q, &k, &v}, {&starts, &ends, &dense})) {
+        return std::get<0>(
+            forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, std::move(visible), dense, 0));
+    }
+    const Rest rest{starts, ends, mask, scale, deterministic, std::move(visible), dense, 0, true};
+    return records(q, k, v) ? std::move(Attention<false>::apply(q, k, v, rest)[0])
+                            : std::get<0>(forward_below(q, k, v, rest, false));
+}
+
+inline Tensor attend_full(const Tensor& q, const Tensor& k, const Tensor& v) {
+    return attend(q, k, v, {}, false, kFull, {}, {}, 0, {});
+}
+
+inline Tensor attend_causal(const Tensor& q, const Tensor& k, const Tensor& v) {
+    return attend(q, k, v, {}, false, kCausal, {}, {}, 0, {});
+}
+
+inline Tensor attend_spans(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& ends,
+                           int64_t visible) {
+    return attend(q, k, v, {}, false, kSpans, starts, ends, visible, {});
+}
+
+template <c10::DeviceType type>
+ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
+                               const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
+                               bool deterministic, c10::SymInt visible, const OptionalTensor& dense, int64_t variant) {
+    const c10::impl::ExcludeDispatchKeyGuard once(at::autocast::get_autocast_dispatch_key_from_device_type(type));
+    const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
+        return at::autocast::cached_cast(dtype, x, type);
+    };
+    return forward_op().call(cast(q), cast(k), cast(v), starts, ends, mask, scale, deterministic, std::move(visible),
+                             dense, variant);
+}
+
+}  // namespace attnforge
