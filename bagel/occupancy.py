@@ -82,7 +82,9 @@ def simulate(
     loops = 1 if direction is Direction.FORWARD or split_heads else case.heads_q // case.heads_kv
     work = (full + masked * costs.masked).double() / parts * loops + costs.piece
     ranked = work[_longest_first(case, direction, visits)]
-    pieces = ranked[_ranks(case, direction, ranked.numel(), split_heads)]
+    # Of a mask without lists the kernel starts last query tiles that are not full after all others.
+    last = parts > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
+    pieces = ranked[_ranks(case, direction, ranked.numel(), split_heads, last)]
     busy = _rounds(pieces, multiprocessors) if order == "rounds" else _free(pieces, multiprocessors)
     visited = int((full + masked).sum())
     area = tile_m * tile_n
@@ -121,18 +123,23 @@ def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
     return tile.flip(0) if case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD else tile
 
 
-def _ranks(case: Case, direction: Direction, tiles: int, split_heads: bool) -> Tensor:
-    """Rank of the tile of each piece in the order of starting, as `place_of` of the template has it."""
+def _ranks(case: Case, direction: Direction, tiles: int, split_heads: bool, last: bool = False) -> Tensor:
+    """Rank of the tile of each piece in the order of starting, as `place_of` of the template has it.
+
+    With `last`, the pieces of the last rank come after all others.
+    """
     forward = direction is Direction.FORWARD
     heads = case.heads_q if forward or split_heads else case.heads_kv
     together = heads // case.heads_kv if forward else 1
     size = 4 * case.head_dim * case.seq_k if forward else 8 * case.head_dim * case.seq_q
     planes = heads // together * case.batch
     section = min(max(CACHE_BYTES[direction] // size, 1), planes) * together
-    index = torch.arange(tiles * heads * case.batch)
-    first = index // (section * tiles) * section
+    whole = tiles - last
+    index = torch.arange(whole * heads * case.batch)
+    first = index // (section * max(whole, 1)) * section
     width = (heads * case.batch - first).clamp(max=section)
-    return (index - first * tiles) // width
+    ranks = (index - first * whole) // width
+    return torch.cat((ranks, ranks.new_full((last * heads * case.batch,), whole)))
 
 
 def _rounds(pieces: Tensor, multiprocessors: int) -> Tensor:

@@ -2,11 +2,11 @@
 
     python benchmarks/schedule.py [--tflops 790] [--masked 1.1] [--piece 0] [--picture docs/occupancy.png]
 
-Medians over the four seeds of each configuration. Forward tiles of packs fall into parts of 64 rows, each of which
-passes by what is hidden from it; `full` and `masked` count these parts. `use` is visible pairs over pairs in visited
-parts; `balance` is the work over what all multiprocessors could have done until the last one was ready, with pieces
-dealt in rounds and with pieces taken by whoever is free; `allowed` is useful work over all time, in TFLOP/s of a device
-that runs full tiles at `--tflops`, which no change inside the kernel can exceed.
+Medians over the four seeds of each configuration. Forward tiles (but causal ones) fall into parts of 64 rows, each of
+which passes by what is hidden from it or past the end; `full` and `masked` count these parts. `use` is visible pairs
+over pairs in visited parts; `balance` is the work over what all multiprocessors could have done until the last one
+was ready, with pieces dealt in rounds and with pieces taken by whoever is free; `allowed` is useful work over all
+time, in TFLOP/s of a device that runs full tiles at `--tflops`, which no change inside the kernel can exceed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from attnforge.bagel.cases import make_case
 from attnforge.bagel.occupancy import Costs, Order, Schedule, simulate
 from attnforge.bagel.occupancy_picture import draw_schedules
-from attnforge.codegen.spec import Direction, DType
+from attnforge.codegen.spec import Direction, DType, Mask
 from attnforge.runtime.case import Case
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -41,8 +41,8 @@ def cases(model: str, config: str) -> list[Case]:
 
 
 def parts_of(case: Case, direction: Direction, tile_m: int) -> int:
-    """Kernels of listed masks have parts, forward."""
-    return tile_m // PART if direction is FORWARD and case.mask_kind.listed else 1
+    """Forward kernels pass by parts that see nothing, of a tile or past the end, but for causal masks."""
+    return tile_m // PART if direction is FORWARD and case.mask_kind is not Mask.CAUSAL else 1
 
 
 def row(

@@ -165,6 +165,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         parts=parts,
+        short_last=spec.problem.mask is Mask.FULL and consumers > 1 and t.cluster == 1,
         cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,

@@ -371,16 +371,22 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+// Last tiles that are not full come after all others.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
+    const int whole = p.seq_q / kTileM;
+    const int last = index - whole * heads * p.batch;
+    if (last >= 0) {
+        return {whole, last % heads, last / heads};
+    }
     const int together = heads / p.heads_kv;  // q heads with the same K and V
     const long long bytes = 4LL * kHeadDim * p.seq_k;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
     const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
-    const int first = index / (section * p.tiles_m) * section;
+    const int first = index / (section * whole) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
-    const int rest = index - first * p.tiles_m;
+    const int rest = index - first * whole;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
 }
@@ -485,12 +491,52 @@ __device__ __forceinline__ int next_work(const Params& p, int& round, Work& work
         ++round;
         work = work_at(p, index);
         const int count = visits(p, work.tile);
+        if (work.tile * kTileM + group * 64 >= p.seq_q) {
+            --round;
+            return 0;  // from here on it has no rows in any piece
+        }
         if (count > 0) {
             return count;
         }
         store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
     }
     return 0;
+}
+
+// Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
+// Of its turns with the tensor cores it passes on the first `turns`.
+__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
+        named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyK + stage * 8);
+        if (i < turns) {
+            named_sync(kTurnOfFirst + group, 256);
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+        }
+        barrier_wait(base + kFullV + stage * 8, phase);
+        named_sync(kStoreOfFirst + group, 128);
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+}
+
+// Warpgroup: pass by the pieces of work from `round` on.
+__device__ __forceinline__ void pass_rest(const Params& p, unsigned base, int round, unsigned stage, unsigned phase,
+                                          unsigned q_buffer, unsigned q_phase, int group) {
+    for (; work_index(p, round) >= 0; ++round) {
+        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+        pass(base, stage, phase, group, p.tiles_n, p.tiles_n - 1);
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyQ + q_buffer * 8);
+        if (++q_buffer == kBuffersQ) {
+            q_buffer = 0;
+            q_phase ^= 1;
+        }
+    }
 }
 
 // ---- Producer ------------------------------------------------------------------------------------------------------
@@ -720,6 +766,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     Work work;
     int count = next_work(p, round, work, group);
     if (count == 0) {
+        pass_rest(p, base, round, stage, phase, q_buffer, q_phase, group);
         return;
     }
     int row = work.tile * kTileM + row_in_tile;
@@ -806,6 +853,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
+            if (leader) {
+                tma_store_wait();
+                barrier_arrive(base + kEmptyQ + done_q * 8);
+            }
             break;
         }
         row = work.tile * kTileM + row_in_tile;
@@ -842,6 +893,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (leader) {
         tma_store_wait();
     }
+    pass_rest(p, base, round, stage, phase, q_buffer, q_phase, group);
 }
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------

@@ -60,6 +60,13 @@ def test_pieces_start_in_the_templates_order(pack: str, direction: Direction, sp
     assert len(places) == tiles * heads * case.batch
 
 
+def test_last_tiles_that_are_not_full_start_last() -> None:
+    case = make_case("full/3x8192", "7B", DType.BFLOAT16, CPU)
+    pieces = 6 * 28 * 3
+    whole = [place(case, FORWARD, 6, True, index)[0] for index in range(pieces)]
+    assert _ranks(case, FORWARD, 7, True, last=True).tolist() == [*whole, *[6] * 28 * 3]
+
+
 @pytest.mark.parametrize(
     ("order", "busy"),
     [

@@ -51,8 +51,11 @@ def translate(source: Source) -> str:
     )
 
 
-def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -> Run:
-    """(sizes, seed) -> what was wrong in a run with 4 multiprocessors, or nothing."""
+def build(source: Source, directory: Path, change: tuple[str, str] = ("", ""), missing: int = 1) -> Run:
+    """(sizes, seed) -> what was wrong in a run with 4 multiprocessors, or nothing.
+
+    The last query tile lacks `missing` rows times the seed.
+    """
     path, plan = directory / "kernel.cpp", source.plan
     text = translate(source)
     assert change[0] in text
@@ -71,7 +74,7 @@ def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -
     def run(sizes: tuple[int, int, int, int, int], seed: int) -> str:
         p, tuning = Params(), plan.spec.tuning
         p.batch, p.heads_q, p.heads_kv, p.tiles_m, p.tiles_n = sizes
-        p.seq_q, p.seq_k = p.tiles_m * tuning.tile_m - seed, p.tiles_n * tuning.tile_n - seed
+        p.seq_q, p.seq_k = p.tiles_m * tuning.tile_m - seed * missing, p.tiles_n * tuning.tile_n - seed
         count = -(-p.tiles_m // launch.cluster) * launch.cluster * p.batch * p.heads_q
         count = min(count, 4) if launch.persistent else count
         at = ctypes.c_void_p(ctypes.addressof(words) + start * 8)
@@ -96,11 +99,14 @@ def hopper(head_dim: int, *knobs: int) -> Source:
         hopper(72, 192, 128, 3, 1, 1, 0, 2),
         hopper(72, 64, 64, 1, 0, 0, 0, 2),
         hopper(128, 192, 80, 2, 1, 1, 0, 1),
+        hopper(128, 192, 64, 3, 0, 1, 0, 1),
+        hopper(64, 192, 128, 3, 1, 0, 0, 1),
     ],
     ids=lambda source: source.spec.slug,
 )
-def test_nothing_hangs_and_nothing_is_overwritten(source: Source, tmp_path: Path) -> None:
-    run = build(source, tmp_path)
+@pytest.mark.parametrize("missing", [1, 60])  # 60: up to two warpgroups have no rows in a last tile
+def test_nothing_hangs_and_nothing_is_overwritten(source: Source, missing: int, tmp_path: Path) -> None:
+    run = build(source, tmp_path, missing=missing)
     for sizes in SIZES:
         for seed in range(SEEDS):
             assert run(sizes, seed) == "", (sizes, seed)
