@@ -30,6 +30,7 @@ from typing import Literal
 
 import torch
 
+from attnforge.runtime.inputs import expect_integers
 from attnforge.runtime.masks import Spans
 
 MODES = ("causal", "full", "noise")
@@ -59,8 +60,8 @@ class Split:
 def cut(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Sequence[str]) -> list[Split]:
     """Splits of a pack with their positions; zero-length splits and samples are allowed and change nothing.
 
-    Raises ValueError naming the argument: a negative length, an unknown mode, lists of different lengths, or
-    splits whose borders do not include every sample border.
+    Raises TypeError or ValueError naming the argument: a negative length, an unknown mode, lists of different
+    lengths, or splits whose borders do not include every sample border.
     """
     _check(sample_lens, split_lens, attn_modes)
     bounds = [0, *accumulate(sample_lens)]
@@ -81,7 +82,10 @@ def cut(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Seque
 
 
 def _check(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Sequence[str]) -> None:
+    if not isinstance(attn_modes, Sequence):
+        raise TypeError(f"attn_modes: got {type(attn_modes).__name__}, expected a list of modes")
     for name, lengths in (("sample_lens", sample_lens), ("split_lens", split_lens)):
+        expect_integers(name, lengths, "a list of lengths")
         for index, length in enumerate(lengths):
             if length < 0:
                 raise ValueError(f"{name}: entry {index} is {length}; lengths must be 0 or more")
@@ -112,7 +116,7 @@ class PackedMask(Spans):
     `visible_keys` is the mean of the rows that see anything.
 
     Only a table of one line a split is copied to the device, asynchronously; rows are expanded there.
-    Raises ValueError naming the argument (see `cut`).
+    Raises TypeError or ValueError naming the argument (see `cut`).
     """
 
     def __init__(
@@ -130,11 +134,21 @@ class PackedMask(Spans):
         splits = cut(sample_lens, split_lens, attn_modes)
         total = splits[-1].end
         self.used = _check_used(used, sample_lens, total)
+        place = _device(device)
         self.splits = tuple(splits)
         limit = self.used if padding == "skip" else total
         self.pairs = sum(split.pairs for split in splits if split.start < limit)
         visible_keys = self.pairs // limit if limit else None
-        super().__init__(*_expand(splits, total, limit, torch.device(device)), visible_keys=visible_keys)
+        super().__init__(*_expand(splits, total, limit, place), visible_keys=visible_keys)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except TypeError:
+        raise TypeError(f"device: got {type(device).__name__}, expected a torch.device or its name") from None
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}, which is none that torch has here: {error}") from error
 
 
 def _check_used(used: int | None, sample_lens: Sequence[int], total: int) -> int:

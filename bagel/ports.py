@@ -157,7 +157,7 @@ def pick(trainer: str | None) -> Port:
     The official repository counts as there if nothing is. Raises ValueError for another name.
     """
     if trainer is not None:
-        if trainer not in PORTS:
+        if not isinstance(trainer, str) or trainer not in PORTS:
             raise ValueError(f"trainer: got {trainer!r}, accepted are {', '.join(map(repr, PORTS))} and None")
         return PORTS[trainer]
     imported = [port for port in PORTS.values() if port.bagel in sys.modules]

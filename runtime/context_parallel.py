@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnforge.runtime import ops
 from attnforge.runtime.exchange import Attention, Call, all_gather
+from attnforge.runtime.inputs import expect_layout
 from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.shards import Layout, kept, local_dense, local_plain, local_spans, make_layout
 
@@ -42,7 +43,7 @@ def context_parallel(
         keys. None: as many as there can be.
     pieces: exchanges and kernels overlap in up to this many portions of the heads. 1 does not overlap, and was the
         fastest on H200s, whose kernels leave no multiprocessor to the exchange (docs/training.md).
-    Raises ValueError for a mesh of more dimensions and for numbers that do not divide.
+    Raises ValueError for a mesh of more dimensions and for numbers that do not divide, TypeError for what is neither.
     """
     return ContextParallel(device_mesh, heads, pieces)
 
@@ -51,6 +52,11 @@ class ContextParallel:
     """What `context_parallel` returns: `attention` on shards, `shard` and `gather` for everything else."""
 
     def __init__(self, device_mesh: DeviceMesh, heads: int | None, pieces: int) -> None:
+        for name, number in (("heads", 1 if heads is None else heads), ("pieces", pieces)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name}: got {type(number).__name__}, expected an integer")
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"device_mesh: got {type(device_mesh).__name__}, expected torch's DeviceMesh")
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh: got {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}, expected one; "
@@ -115,6 +121,7 @@ class ContextParallel:
         The first call with a number of key heads may make process groups: call it once before it is compiled.
         Raises as `attnforge.attention`; ValueError also for shards that do not fit the mask or each other.
         """
+        expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -129,11 +136,6 @@ class ContextParallel:
     __call__ = attention
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, total: int | None) -> int:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 4:
-                raise ValueError(
-                    f"{name}: got shape {tuple(x.shape)}, expected (batch, heads, rows, head_dim)"
-                )
         rows = q.shape[2]
         for name, x in (("k", k), ("v", v)):
             if x.dtype != q.dtype or x.device != q.device or x.shape[0] != q.shape[0]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnforge.runtime.inputs import expect_integers, expect_layout
 from attnforge.runtime.masks import Causal, Spans
 from attnforge.runtime.ops import attention
 
@@ -40,12 +41,10 @@ def flash_attn_func(
         gives zeros.
     window_size: (left, right), key j is visible when i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1: no limit.
     Dtypes, head dims and GQA as in `attnforge.attention`, which raises for what it cannot take.
-    Raises ValueError naming an argument with a value that is not supported.
+    Raises ValueError, or TypeError, naming an argument with a value that is not supported.
     """
     _refuse(dropout_p, softcap, alibi_slopes, return_attn_probs)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, seq, heads, head_dim)")
+    expect_layout("(batch, seq, heads, head_dim)", q=q, k=k, v=v)
     out = attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -85,14 +84,12 @@ def flash_attn_varlen_func(
     window_size: as for `flash_attn_func`, in each document.
     max_seqlen_q, max_seqlen_k: not needed here, and not looked at.
 
-    Raises ValueError naming an argument with a value that is not supported.
+    Raises ValueError, or TypeError, naming an argument with a value that is not supported.
     """
     _refuse(dropout_p, softcap, alibi_slopes, return_attn_probs)
     if block_table is not None:
         raise ValueError("block_table: paged keys are not supported; pass None")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (tokens, heads, head_dim)")
+    expect_layout("(tokens, heads, head_dim)", q=q, k=k, v=v)
     mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal, window_size)
     out = attention(
         q.transpose(0, 1)[None],
@@ -132,6 +129,10 @@ class Sides(NamedTuple):
 
 def sides_of(causal: bool, window_size: tuple[int, int]) -> Sides:
     """flash-attn's arguments: any negative size is all, and causal is nothing to the right."""
+    if type(window_size) is not tuple or len(window_size) != 2:
+        expect_integers("window_size", window_size, "(left, right), two integers")
+        if len(window_size) != 2:
+            raise ValueError(f"window_size: got {len(window_size)} entries, expected (left, right)")
     left, right = (max(int(side), -1) for side in window_size)
     return Sides(left, 0 if causal else right)
 
@@ -227,6 +228,8 @@ def _cacheable(*tensors: Tensor) -> bool:
 
 def _check(cu_q: Tensor, cu_k: Tensor) -> None:
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor, torch.int32 (documents + 1)")
         if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] < 2:
             raise ValueError(
                 f"{name}: got {x.dtype} of shape {tuple(x.shape)}, expected torch.int32 (documents + 1)"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from attnforge.runtime.inputs import expect_layout
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.ops import Mask, attention
 
@@ -48,6 +49,9 @@ def flex_attention(
     """
     if score_mod is not None:
         raise ValueError("score_mod: not supported; only masks are. Call torch's flex_attention for it")
+    expect_layout("(batch, heads, seq, head_dim)", query=query, key=key, value=value)
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"return_aux: got {type(return_aux).__name__}, expected torch's AuxRequest or None")
     if return_aux is not None and return_aux.max_scores:
         raise ValueError("return_aux: max_scores is not supported; only lse is")
     if query.shape[1] != key.shape[1] and not enable_gqa:

@@ -21,6 +21,45 @@ MAX_HEAD_DIM = 256
 _LAYOUT = {"q": "(batch, heads_q, seq_q, head_dim)", "k": "(batch, heads_kv, seq_k, head_dim)"}
 
 
+def expect_tensors(**values: object) -> None:
+    """Raises TypeError naming the first argument that is no tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor")
+
+
+def expect_layout(layout: str, **values: Tensor) -> None:
+    """As `expect_tensors`; and ValueError for one without as many dimensions as `layout`, "(batch, ...)", names."""
+    expect_tensors(**values)
+    for name, value in values.items():
+        if value.dim() != layout.count(",") + 1:
+            raise ValueError(f"{name}: got shape {_shape(value)}, expected {layout}")
+
+
+def expect_number(name: str, value: object) -> None:
+    """Raises TypeError naming the argument if it is neither a number nor None."""
+    if value is not None and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a number or None")
+
+
+def expect_flags(**values: object) -> None:
+    """Raises TypeError naming the first argument that is neither bool nor int, the flags of old interfaces."""
+    for name, value in values.items():
+        if not isinstance(value, (int, torch.SymBool)):
+            raise TypeError(f"{name}: got {type(value).__name__}, expected True or False")
+
+
+def expect_integers(name: str, values: object, words: str) -> None:
+    """Raises TypeError naming the argument unless it is a sequence of integers, which `words` describe."""
+    try:
+        entries = list(values)  # type: ignore[call-overload]
+    except TypeError:
+        raise TypeError(f"{name}: got {type(values).__name__}, expected {words}") from None
+    for index, entry in enumerate(entries):
+        if isinstance(entry, bool) or not hasattr(entry, "__index__"):
+            raise TypeError(f"{name}: entry {index} is {entry!r}, expected {words}")
+
+
 def check_forward(
     q: Tensor,
     k: Tensor,
@@ -32,7 +71,8 @@ def check_forward(
     dense: Tensor | None = None,
     visible: int = 0,
 ) -> None:
-    """Raises ValueError for the first argument that `attention` cannot take (see there)."""
+    """Raises ValueError, TypeError for no tensor, for the first argument that `attention` cannot take (see there)."""
+    expect_tensors(q=q, k=k, v=v)
     if q.dtype not in DTYPES:
         raise ValueError(f"q: got dtype {q.dtype}, accepted are float32, bfloat16 and float16 (GPU only)")
     for name, x in (("q", q), ("k", k), ("v", v)):

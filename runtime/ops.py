@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attnforge.runtime.inputs import MASKS
+from attnforge.runtime.inputs import MASKS, expect_flags, expect_number, expect_tensors
 from attnforge.runtime.launcher import launcher
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 
@@ -115,34 +115,47 @@ def attention(
     (D + Dv) (m: Sk rounded up likewise); a deterministic one 4 B for each tile of a head. D rounded up to what warps
     share for odd ones.
     """
-    if return_lse or is_compiling():
-        _load()
-        code, starts, ends, dense, visible = _unpack(mask)
-        out, lse = _operators.forward.default(
-            q, k, v, starts, ends, code, scale, deterministic, visible, dense
-        )
+    if is_compiling():
+        out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
         return (out, lse) if return_lse else out
-    if scale is None and not deterministic:
+    try:
+        if return_lse:
+            return forward(q, k, v, mask, scale, deterministic=deterministic)
+        if scale is None and not deterministic:
+            if mask is None:
+                return _attend_full(q, k, v)
+            if isinstance(mask, Causal):
+                return _attend_causal(q, k, v)
+            if isinstance(mask, Spans):
+                return _attend_spans(q, k, v, mask.starts, mask.ends, mask.bucket)
         if mask is None:
-            return _attend_full(q, k, v)
-        if isinstance(mask, Causal):
-            return _attend_causal(q, k, v)
-        if isinstance(mask, Spans):
-            return _attend_spans(q, k, v, mask.starts, mask.ends, mask.bucket)
-    if mask is None:
-        return _attend(q, k, v, scale, deterministic)
-    code, starts, ends, dense, visible = _unpack(mask)
-    return _attend(q, k, v, scale, deterministic, code, starts, ends, visible, dense)
+            return _attend(q, k, v, scale, deterministic)
+        code, starts, ends, dense, visible = _unpack(mask)
+        return _attend(q, k, v, scale, deterministic, code, starts, ends, visible, dense)
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # torch's own words for an argument of a wrong type are of its operators
+        expect_tensors(q=q, k=k, v=v)
+        expect_number("scale", scale)
+        expect_flags(return_lse=return_lse, deterministic=deterministic)
+        raise
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None, variant: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None = None,
+    variant: int = 0,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Else as `attention`."""
     _load()
     code, starts, ends, dense, visible = _unpack(mask)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
-        q, k, v, starts, ends, code, scale, False, visible, dense, variant
+        q, k, v, starts, ends, code, scale, deterministic, visible, dense, variant
     )
     return result
 

@@ -1,0 +1,183 @@
+"""Arguments of wrong types: a TypeError or ValueError that names the argument, from every public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import attnforge
+
+S, D = 8, 16
+WRONG = ("x", 3, 1.5, True, None, [1], object())
+NO_SUCH_TENSORS = (np.zeros(3, dtype=np.float32), torch.zeros(3))  # in the place of tensors
+
+
+class Public(NamedTuple):
+    """A function, arguments that it takes, and values of WRONG that are no mistake, by argument."""
+
+    function: Callable[..., Any]
+    good: dict[str, Any]
+    fine: dict[str, tuple[Any, ...]]
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16)
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+NUMBERS, FLAGS = (3, 1.5, True, None), (3, 1.5, True, None)
+ANY = WRONG  # not looked at, or nothing but true or false
+VECTOR, LENGTHS = torch.zeros(S, dtype=torch.int32), torch.tensor([0, 3, S], dtype=torch.int32)
+HEADS_FIRST = {name: tensor(1, 2, S, D) for name in "qkv"}
+HEADS_INSIDE = {name: tensor(1, S, 2, D) for name in "qkv"}
+PACKED = {name: tensor(S, 2, D) for name in "qkv"}
+FLASH = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+FLASH_FINE = {
+    "softmax_scale": NUMBERS,
+    "alibi_slopes": (None,),
+    "deterministic": FLAGS,
+    "return_attn_probs": (None,),
+}
+PUBLIC = {
+    "attention": Public(
+        attnforge.attention,
+        {**HEADS_FIRST, "mask": None, "scale": None, "return_lse": False, "deterministic": False},
+        {"mask": (None,), "scale": NUMBERS, "return_lse": ANY, "deterministic": FLAGS},
+    ),
+    "Spans": Public(
+        attnforge.Spans,
+        {"starts": VECTOR, "ends": VECTOR + S, "visible_keys": None},
+        {"visible_keys": (3, 1.5, None)},
+    ),
+    "DenseMask": Public(
+        attnforge.DenseMask,
+        {"mask": torch.ones(S, S, dtype=torch.bool), "visible_keys": None},
+        {"visible_keys": (3, 1.5, None)},
+    ),
+    "flash_attn_func": Public(attnforge.flash_attn_func, HEADS_INSIDE | FLASH, {**FLASH_FINE, "causal": ANY}),
+    "flash_attn_varlen_func": Public(
+        attnforge.flash_attn_varlen_func,
+        {
+            **PACKED,
+            "cu_seqlens_q": LENGTHS,
+            "cu_seqlens_k": LENGTHS,
+            "max_seqlen_q": S,
+            "max_seqlen_k": S,
+            **FLASH,
+            "block_table": None,
+        },
+        {**FLASH_FINE, "causal": ANY, "max_seqlen_q": ANY, "max_seqlen_k": ANY, "block_table": (None,)},
+    ),
+    "flex_attention": Public(
+        attnforge.flex_attention,
+        {
+            **{name: tensor(1, 2, S, D) for name in ("query", "key", "value")},
+            "score_mod": None,
+            "block_mask": create_block_mask(causal, None, None, S, S, device="cpu"),
+            "scale": None,
+            "enable_gqa": False,
+            "return_lse": False,
+            "kernel_options": None,
+            "return_aux": None,
+        },
+        {
+            "score_mod": (None,),
+            "block_mask": (None,),
+            "scale": NUMBERS,
+            "enable_gqa": ANY,
+            "return_lse": ANY,
+            "kernel_options": ANY,
+            "return_aux": (None,),
+        },
+    ),
+    "from_block_mask": Public(
+        attnforge.from_block_mask,
+        {"block_mask": create_block_mask(causal, None, None, S, S, device="cpu")},
+        {},
+    ),
+    "PackedMask": Public(
+        attnforge.bagel.PackedMask,
+        {
+            "sample_lens": [S],
+            "split_lens": [3, S - 3],
+            "attn_modes": ["causal", "full"],
+            "device": "cpu",
+            "used": None,
+            "padding": "skip",
+        },
+        {"used": (None,)},
+    ),
+}
+
+
+def names(wrong: object) -> str:
+    return type(wrong).__name__
+
+
+def is_one_of(value: object, fine: tuple[Any, ...]) -> bool:
+    return any(value is x for x in fine)
+
+
+CASES = [
+    pytest.param(public, argument, wrong, id=f"{name}-{argument}-{names(wrong)}")
+    for name, public in PUBLIC.items()
+    for argument in public.good
+    for wrong in WRONG + NO_SUCH_TENSORS * isinstance(public.good[argument], Tensor)
+    if not is_one_of(wrong, public.fine.get(argument, ()))
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_good_arguments_are_good(name: str) -> None:
+    public = PUBLIC[name]
+    public.function(**public.good)
+    for argument, fine in public.fine.items():
+        for value in fine:
+            public.function(**public.good | {argument: value})
+
+
+@pytest.mark.parametrize(("public", "argument", "wrong"), CASES)
+def test_wrong_type(public: Public, argument: str, wrong: object) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        public.function(**public.good | {argument: wrong})
+    assert argument.removeprefix("softmax_") in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", WRONG + NO_SUCH_TENSORS, ids=names)
+def test_context_parallel(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^device_mesh: got"):
+        attnforge.context_parallel(wrong)
+    if wrong is None or type(wrong) is int:
+        return
+    mesh: Any = object()  # comes later
+    with pytest.raises(TypeError, match=r"^heads: got"):
+        attnforge.context_parallel(mesh, heads=wrong)
+    with pytest.raises(TypeError, match=r"^pieces: got"):
+        attnforge.context_parallel(mesh, pieces=wrong)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=names)
+def test_trainer(wrong: Any) -> None:
+    if wrong is not None:
+        with pytest.raises(ValueError, match=r"^trainer: got"):
+            attnforge.bagel.patch(trainer=wrong)
+        with pytest.raises(ValueError, match=r"^trainer: got"):
+            attnforge.bagel.record("packs.jsonl", trainer=wrong)
