@@ -40,6 +40,7 @@ inline bool is_plain(std::initializer_list<const Tensor*> tensors,
     }
     const auto local = c10::impl::tls_local_dispatch_key_set();
     keys = ((keys | local.included_) - local.excluded_) - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    keys = keys.remove(c10::DispatchKey::BackendSelect);  // always on, and nothing to operators that take tensors
     const auto highest = keys.highestPriorityTypeId();
     return (highest == c10::DispatchKey::CPU || highest == c10::DispatchKey::CUDA) &&
            !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);

@@ -60,6 +60,17 @@ def test_default_scale_is_the_same_said_or_not(device: str, kind: str, mode: Mod
 
 
 @kinds
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_they_are_short(kind: str, scale: float | None) -> None:
+    """The lse is no output of the graph where nobody gets it: so the dispatcher was not asked for `forward`."""
+    x = draw(Shape(), DTYPE, "cpu")
+    mask = make_mask(kind, 65, 65, "cpu")
+    out = attnforge.attention(x.q, x.k, x.v, mask, scale=scale)
+    both, _ = attnforge.attention(x.q, x.k, x.v, mask, scale=scale, return_lse=True)
+    assert [len(y.grad_fn._input_metadata) for y in (out, both)] == [1, 2]  # type: ignore[union-attr]
+
+
+@kinds
 @modes
 def test_profilers_see_forward(kind: str, mode: Mode) -> None:
     x = draw(Shape(), DTYPE, "cpu")
