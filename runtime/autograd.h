@@ -167,7 +167,7 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
 }
 
 // `forward` without the lse. Its caller would make a Python object of it, only to drop it; and what an operator does
-// not have is not converted: hence those with the arguments of one mask, scale and the rest as by default. They do what
+// not have is not converted: hence those with the arguments of one mask. They do what
 // the dispatcher would, without asking it, where there is nothing but autograd between here and the kernels. Modes,
 // subclasses, autocast, profilers and the like see `forward`, as they would if it had been called.
 inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool deterministic,
@@ -182,17 +182,17 @@ inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::opt
                             : std::get<0>(forward_below(q, k, v, rest, false));
 }
 
-inline Tensor attend_full(const Tensor& q, const Tensor& k, const Tensor& v) {
-    return attend(q, k, v, {}, false, kFull, {}, {}, 0, {});
+inline Tensor attend_full(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale) {
+    return attend(q, k, v, scale, false, kFull, {}, {}, 0, {});
 }
 
-inline Tensor attend_causal(const Tensor& q, const Tensor& k, const Tensor& v) {
-    return attend(q, k, v, {}, false, kCausal, {}, {}, 0, {});
+inline Tensor attend_causal(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale) {
+    return attend(q, k, v, scale, false, kCausal, {}, {}, 0, {});
 }
 
 inline Tensor attend_spans(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& ends,
-                           int64_t visible) {
-    return attend(q, k, v, {}, false, kSpans, starts, ends, visible, {});
+                           int64_t visible, std::optional<double> scale) {
+    return attend(q, k, v, scale, false, kSpans, starts, ends, visible, {});
 }
 
 template <c10::DeviceType type>

@@ -20,9 +20,10 @@ TORCH_LIBRARY(attnforge, m) {
           "-> (Tensor dq, Tensor dk, Tensor dv)", tags);
     m.def("attend(Tensor q, Tensor k, Tensor v, float? scale, bool deterministic=False, int mask=0, "
           "Tensor? starts=None, Tensor? ends=None, SymInt visible=0, Tensor? dense=None) -> Tensor", tags);
-    m.def("attend_full(Tensor q, Tensor k, Tensor v) -> Tensor", tags);
-    m.def("attend_causal(Tensor q, Tensor k, Tensor v) -> Tensor", tags);
-    m.def("attend_spans(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor ends, int visible) -> Tensor", tags);
+    m.def("attend_full(Tensor q, Tensor k, Tensor v, float? scale=None) -> Tensor", tags);
+    m.def("attend_causal(Tensor q, Tensor k, Tensor v, float? scale=None) -> Tensor", tags);
+    m.def("attend_spans(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor ends, int visible, float? scale=None) "
+          "-> Tensor", tags);
     m.def("snapshot(Tensor x) -> Tensor", tags);
     // Called from C++, implemented in Python.
     m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "

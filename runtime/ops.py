@@ -52,7 +52,7 @@ def _first(name: str) -> Callable[..., Tensor]:
 
 
 _attend = _first("attend")
-# With scale and deterministic as by default: an argument costs some 100 ns, whether it is passed or left out.
+# Not deterministic: an argument costs some 100 ns, whether it is passed or left out.
 _attend_full, _attend_causal, _attend_spans = (
     _first(f"attend_{kind}") for kind in ("full", "causal", "spans")
 )
@@ -121,21 +121,19 @@ def attention(
     try:
         if return_lse:
             return forward(q, k, v, mask, scale, deterministic=deterministic)
-        if scale is None and not deterministic:
+        if not deterministic:  # scale last, and only if there is one
             if mask is None:
-                return _attend_full(q, k, v)
+                return _attend_full(q, k, v) if scale is None else _attend_full(q, k, v, scale)
             if isinstance(mask, Causal):
-                return _attend_causal(q, k, v)
+                return _attend_causal(q, k, v) if scale is None else _attend_causal(q, k, v, scale)
             if isinstance(mask, Spans):
-                return _attend_spans(q, k, v, mask.starts, mask.ends, mask.bucket)
-        if mask is None:
-            return _attend(q, k, v, scale, deterministic)
+                if scale is None:
+                    return _attend_spans(q, k, v, mask.starts, mask.ends, mask.bucket)
+                return _attend_spans(q, k, v, mask.starts, mask.ends, mask.bucket, scale)
         code, starts, ends, dense, visible = _unpack(mask)
         return _attend(q, k, v, scale, deterministic, code, starts, ends, visible, dense)
-    except (
-        RuntimeError,
-        ValueError,
-    ):  # torch's own words for an argument of a wrong type are of its operators
+    except (RuntimeError, ValueError):
+        # For an argument of a wrong type torch has words of its own, about operators that nobody has heard of.
         expect_tensors(q=q, k=k, v=v)
         expect_number("scale", scale)
         expect_flags(return_lse=return_lse, deterministic=deterministic)

@@ -38,25 +38,29 @@ def test_opcheck(device: str, kind: str) -> None:
     _, starts, ends, _, visible = ops._unpack(make_mask(kind, 65, 65, device))
     op = getattr(torch.ops.attnforge, f"attend_{kind}").default
     rest = (starts, ends, visible) if kind == "spans" else ()
-    torch.library.opcheck(op, (x.q, x.k, x.v, *rest))
+    for scale in ((), (0.2,)):
+        torch.library.opcheck(op, (x.q, x.k, x.v, *rest, *scale))
 
 
 @devices
 @kinds
 @modes
 def test_default_scale_is_the_same_said_or_not(device: str, kind: str, mode: Mode) -> None:
-    """With a scale the call goes by the long operator, without one by a short one."""
     x = draw(Shape(group=2, head_dim=64), DTYPE, device)
     mask = make_mask(kind, 65, 65, device)
     with mode():
         short = attnforge.attention(x.q, x.k, x.v, mask)
-        long = attnforge.attention(x.q, x.k, x.v, mask, scale=0.125)
+        said = attnforge.attention(x.q, x.k, x.v, mask, scale=0.125)
+        long = attnforge.attention(x.q, x.k, x.v, mask, scale=0.125, deterministic=True)
+        other = attnforge.attention(x.q, x.k, x.v, mask, scale=0.5)
+    assert torch.equal(short, said)
     assert torch.equal(short, long)
-    assert short.requires_grad == long.requires_grad == (mode is torch.enable_grad)
+    assert not torch.equal(short, other)
+    assert short.requires_grad == said.requires_grad == long.requires_grad == (mode is torch.enable_grad)
     assert short.is_inference() == (mode is torch.inference_mode)
     if mode is torch.enable_grad:
         for mine, theirs in zip(x.grads(short), x.grads(long), strict=True):
-            assert torch.allclose(mine, theirs)
+            assert torch.allclose(mine, theirs)  # one of them deterministic
 
 
 @kinds
