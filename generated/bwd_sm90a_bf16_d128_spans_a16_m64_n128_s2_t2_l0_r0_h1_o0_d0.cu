@@ -204,6 +204,11 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         : "memory");
 }
 
+// Thread: start fetching a descriptor, which the first copy would wait for.
+__device__ __forceinline__ void prefetch_map(const void* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Thread: start copying a box to shared memory; its bytes count towards `barrier`.
 __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
                                          int panel, int head, int batch) {
@@ -932,6 +937,9 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
+    if (threadIdx.x < sizeof(maps) / 128) {
+        prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
+    }
     const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {

@@ -192,6 +192,7 @@ static void copy_out(std::vector<Range> ranges, std::function<void()> arrive) {
         });
     });
 }
+static void prefetch_map(const void*) {}
 static void tma_store_commit() {}
 static void tma_store_wait() {
     Fiber* fiber = current;
