@@ -57,7 +57,7 @@ class Plan:
     owner: str  # which tiles own lists: "m" (forward) or "n" (backward)
     registers: int  # 32-bit registers a thread needs at least, by count of live tiles; 0 on the CPU
     dq_accum: bool = False  # needs the fp32 dq workspace
-    dkv_accum: bool = False  # needs the fp32 dk and dv workspace
+    dkv_accum: bool = False  # needs the fp32 dk and dv workspace; a forward keeps parts of k and v in it
     ordered: bool = False  # needs turn and turns_taken
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
     parts: int = 1  # 64-row parts of a query tile, each with a flag in the lists and a reach of its own
@@ -80,6 +80,8 @@ def make_plan(spec: Spec) -> Plan:
     """Plan of `spec`, or `Infeasible` with the reason."""
     if spec.problem.arch.family == "cpu":
         from attnforge.codegen.plan_cpu import make_plan as make
+    elif spec.problem.family == "sm90a_fp32":
+        from attnforge.codegen.plan_sm90_fp32 import make_plan as make
     elif spec.problem.arch.family == "sm90a" and spec.problem.direction is Direction.FORWARD:
         from attnforge.codegen.plan_sm90 import make_plan as make
     elif spec.problem.arch.family == "sm90a":

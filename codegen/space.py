@@ -137,6 +137,10 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
 
         forward = problem.direction is Direction.FORWARD
         yield from (space_fp32.forward if forward else space_fp32.backward)(problem)
+    elif problem.family == "sm90a_fp32":
+        from attnforge.codegen import space_fp32
+
+        yield from space_fp32.hopper_forward(problem)
     elif problem.arch.family == "sm90a":
         forward = problem.direction is Direction.FORWARD
         yield from _hopper_forward(problem) if forward else _hopper_backward(problem.head_dim)

@@ -1,4 +1,4 @@
-"""Search space of the float32 kernels of the mma.sync family, best guess first; infeasible ones included."""
+"""Search space of the float32 kernels for GPUs, best guess first; infeasible ones included."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from attnforge.codegen.spec import Problem
-from attnforge.codegen.tuning import Fp32Backward, Fp32Forward
+from attnforge.codegen.tuning import Fp32Backward, Fp32Forward, Sm90Fp32Forward
 
 # Tried first when nothing was measured: (largest head_dim, tuning), in order of preference. The first ones fill
 # multiprocessors of 164 and 228 KB, the others those of 100 KB. Modelled, not measured.
@@ -36,6 +36,18 @@ BACKWARD_GUESSES = (
     (256, Fp32Backward(32, 32, 4, 1, 2, 2, 2, 4, 1, False, False)),
     (256, Fp32Backward(32, 16, 2, 1, 2, 1, 2, 4, 1, False, False)),
     (256, Fp32Backward(16, 16, 2, 1, 1, 1, 1, 4, 1, False, False)),
+)
+# Of the Hopper kernel: (largest head_dim, tuning). Modelled, not measured.
+# tile_m, tile_n, stages, ping_pong, persistent, q_in_regs
+HOPPER_GUESSES = (
+    (64, Sm90Fp32Forward(128, 64, 2, True, True, True)),
+    (64, Sm90Fp32Forward(128, 96, 2, True, True, True)),
+    (64, Sm90Fp32Forward(192, 64, 2, True, True, False)),
+    (64, Sm90Fp32Forward(128, 64, 2, True, False, True)),
+    (128, Sm90Fp32Forward(128, 64, 1, True, True, False)),
+    (128, Sm90Fp32Forward(128, 32, 2, True, True, False)),
+    (256, Sm90Fp32Forward(128, 32, 1, True, True, False)),
+    (256, Sm90Fp32Forward(64, 32, 1, False, True, False)),
 )
 # (tile_m, tile_n, warps, warps_sdp, warps_dkv, warps_dq) of the backward kernel.
 BACKWARD_GRIDS = (
@@ -67,6 +79,15 @@ def forward(problem: Problem) -> Iterator[Fp32Forward]:
         ((128, 8), (128, 4), (64, 4), (64, 2), (256, 8), (32, 2)), (64, 32, 16), (1, 2), (1, 2, 3)
     ):
         yield Fp32Forward(tile_m, tile_n, warps, stages, 0, blocks)
+
+
+def hopper_forward(problem: Problem) -> Iterator[Sm90Fp32Forward]:
+    """Tunings of the Hopper forward for `problem`."""
+    yield from (tuning for limit, tuning in HOPPER_GUESSES if problem.largest_dim <= limit)
+    for tile_m, tile_n, stages, ping_pong, persistent, q_in_regs in product(
+        (128, 192, 64), (64, 96, 80, 128, 48, 32), (2, 1, 3), (True, False), (True, False), (True, False)
+    ):
+        yield Sm90Fp32Forward(tile_m, tile_n, stages, ping_pong, persistent, q_in_regs)
 
 
 def backward(problem: Problem) -> Iterator[Fp32Backward]:

@@ -16,6 +16,7 @@ from attnforge.codegen.tuning import (
     Sm80Forward,
     Sm90Backward,
     Sm90Forward,
+    Sm90Fp32Forward,
     Tuning,
 )
 
@@ -90,6 +91,7 @@ TUNINGS: dict[tuple[str, Direction], type[Tuning]] = {
     ("sm80", Direction.BACKWARD): Sm80Backward,
     ("sm90a", Direction.FORWARD): Sm90Forward,
     ("sm90a", Direction.BACKWARD): Sm90Backward,
+    ("sm90a_fp32", Direction.FORWARD): Sm90Fp32Forward,
     ("sm80_fp32", Direction.FORWARD): Fp32Forward,
     ("sm80_fp32", Direction.BACKWARD): Fp32Backward,
 }

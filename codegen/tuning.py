@@ -99,6 +99,18 @@ class Sm90Backward:
 
 
 @dataclass(frozen=True)
+class Sm90Fp32Forward:
+    """Tuning of the Hopper float32 forward kernel (wgmma on parts of floats, a producer warpgroup)."""
+
+    tile_m: int = knob("m", "query rows per tile, 64 for each consumer warpgroup")
+    tile_n: int = knob("n", "keys per step of the main loop")
+    stages: int = knob("s", "shared-memory buffers for K and for V")
+    ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
+    persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
+    q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
+
+
+@dataclass(frozen=True)
 class Fp32Forward:
     """Tuning of the float32 forward kernels: mma.sync on tf32 parts, or float lanes (parts = 0)."""
 
@@ -134,6 +146,7 @@ Tuning = (
     | Sm80Backward
     | Sm90Forward
     | Sm90Backward
+    | Sm90Fp32Forward
     | Fp32Forward
     | Fp32Backward
 )

@@ -1,6 +1,6 @@
-// Enough of CUDA to run kernels of the mma.sync family on the CPU, one block after another: a fiber per thread, and
-// instructions of a whole warp or block as a rendezvous of its fibers. Copies are done at once, so this checks what a
-// kernel computes, not whether it waits for what it has started.
+// Enough of CUDA to run kernels of the mma.sync family, and the Hopper float32 forward, on the CPU, one block after
+// another: a fiber per thread, and instructions of a whole warp or block as a rendezvous of its fibers. Copies are done at
+// once, so this checks what a kernel computes, not whether it waits for what it has started.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <vector>
 
 #include <ucontext.h>
@@ -39,6 +40,7 @@ struct uint4 {
 };
 static inline int2 make_int2(int x, int y) { return {x, y}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 using std::max;
@@ -159,6 +161,7 @@ static std::array<T, 32> exchange(T x) {
 static inline float __shfl_xor_sync(unsigned, float x, int distance) {
     return exchange(x)[threadIdx.x % 32 ^ distance];
 }
+static inline int __shfl_sync(unsigned, int x, int lane) { return exchange(x)[lane]; }
 static inline int __shfl_up_sync(unsigned, int x, int distance) {
     return exchange(x)[threadIdx.x % 32 - (threadIdx.x % 32 < distance ? 0 : distance)];
 }
@@ -191,6 +194,7 @@ static T __ldg(const T* x) {
 }
 
 #include "emulator_warp.h"
+#include "emulator_hopper.h"
 
 // ---- Launch ---------------------------------------------------------------------------------------------------------
 
@@ -207,6 +211,8 @@ static void launch(std::function<void()> kernel, long long blocks, int threads, 
         fibers.assign(threads, Fiber{});
         warps.assign(threads / 32, Warp{});
         waiting = votes = 0;
+        shared_barriers.clear();
+        std::fill(std::begin(meetings), std::end(meetings), Meeting{});
         for (int i = 0; i < threads; ++i) {
             fibers[i].index = {i};
             getcontext(&fibers[i].context);

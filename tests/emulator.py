@@ -1,4 +1,5 @@
-"""Run the source of a GPU kernel of the mma.sync family on the CPU: its PTX functions are exchanged for C++ ones.
+"""Run the source of a GPU kernel of the mma.sync family, or of the Hopper float32 forward, on the CPU: its PTX functions
+are exchanged for C++ ones.
 
 Slow, but exact about indices, masks and edges: what cannot run here for want of a GPU is at least computed once.
 """
@@ -32,6 +33,7 @@ FLAGS = (
     "-shared",
     f"-I{Path(__file__).parent}",
 )
+MULTIPROCESSORS = 3
 # New bodies of the functions of templates/sm80/ptx.cuh.jinja and of the few beside them that hold PTX.
 BODIES = {
     "cp_async_stat": "copy_async(dst, src, 8, 8);",
@@ -54,11 +56,32 @@ FP32_BODIES = {
     "ldmatrix": "load_matrices(reinterpret_cast<unsigned*>(x), address, 4, false);",
     "mma": "multiply_tf32(d, a, b);",
 }
+# Of the functions of templates/sm90a/fp32_ptx.cuh.jinja.
+HOPPER_BODIES = {
+    "barrier_init": "shared_barriers[barrier] = {count, count, 0, 0};",
+    "barrier_init_fence": "",
+    "barrier_arrive": "arrive(barrier, 0);",
+    "barrier_expect": "arrive(barrier, bytes);",
+    "barrier_wait": "wait_phase(barrier, parity);",
+    "bulk_load": "copy_bulk(dst, src, bytes, barrier);",
+    "shared_store": "std::memcpy(shared_at(address, 4), &x, 4);",
+    "proxy_fence": "",
+    "named_sync": "meet(id, threads, true);",
+    "named_arrive": "meet(id, threads, false);",
+    "wgmma_fence": "",
+    "wgmma_commit": "",
+    "wgmma_wait": "",
+    "accumulator_fence": "",
+    "wgmma_scores": "multiply_group(d, a, b, add, false);",
+    "wgmma_out": "multiply_group(d, a, b, add, true);",
+}
 # The same for statements inside functions.
 STATEMENTS = {
     r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;': "",
     r'asm volatile\("ld\.acquire[^;]*;"[^;]*;': "taken = *turns_taken;",
     r'asm volatile\("red\.release[^;]*;"[^;]*;': "++*turns_taken;",
+    r'asm volatile\("setmaxnreg[^;]*;"\);': "",
+    r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*;': "load_bounds(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8, start, end);",
     r"extern __shared__[^;]* float shared\[\];": "float* shared = reinterpret_cast<float*>(shared_memory);",
     r"extern __shared__[^;]*;": "unsigned char* shared = shared_memory;",
     r"max\(kCacheBytes / bytes, (\w+)\)": r"max<long long>(kCacheBytes / bytes, \1)",
@@ -71,7 +94,9 @@ def translate(source: Source) -> str:
     bytes_copied = "bytes" if "const void* src, int bytes)" in text else f"valid ? {align} : 0"
     add = "for (size_t i = 0; i < sizeof(x) / 4; ++i) { target[i] += reinterpret_cast<const float*>(&x)[i]; }"
     bodies = BODIES | {"cp_async": f"copy_async(dst, src, {align}, {bytes_copied});", "add_to": add}
-    if source.spec.problem.dtype is DType.FLOAT32:
+    if source.spec.problem.family == "sm90a_fp32":
+        bodies |= HOPPER_BODIES
+    elif source.spec.problem.dtype is DType.FLOAT32:
         bodies |= FP32_BODIES
     for name, body in bodies.items():
         function = (
@@ -112,6 +137,8 @@ class Emulated:
         lse = torch.full(q.shape[:3], math.nan)
         p = self._params({"q": q, "k": k, "v": v, "out": out}, mask)
         p.lse = lse.data_ptr()
+        if self.plan.dkv_accum:
+            p.dkv_accum = self._kv_workspace(p)
         self._run(self.plan.launches, p)
         return out, lse
 
@@ -126,10 +153,13 @@ class Emulated:
         plan, heads = self.plan, p.batch * p.heads_q
         p.delta = self._workspace(heads * p.padded_q * 2)
         p.dq_accum = self._workspace(heads * p.padded_q * plan.columns)
-        p.dkv_accum = self._workspace(p.batch * p.heads_kv * p.padded_k * (plan.columns + plan.columns_v))
+        p.dkv_accum = self._kv_workspace(p)
         p.turns_taken = self._workspace(heads * p.tiles_m + p.batch * p.heads_kv * p.tiles_n)
         self._run(plan.launches, p)
         return grads
+
+    def _kv_workspace(self, p: Params) -> int:
+        return self._workspace(p.batch * p.heads_kv * p.padded_k * (self.plan.columns + self.plan.columns_v))
 
     def _workspace(self, words: int) -> int:
         self.held.append(torch.full((words,), math.nan))
@@ -171,11 +201,14 @@ class Emulated:
         p.bits = self._workspace(p.mask_planes * p.padded_q * p.bits_row)
         p.tile_count, p.tile_order = (self._workspace(p.mask_planes * owned) for _ in range(2))
         p.tile_list, p.turn = (self._workspace(p.mask_planes * owned * p.list_stride) for _ in range(2))
+        p.reach = self._workspace(p.mask_planes * owned * 8)
+        p.bounds, p.pieces = self._workspace(p.padded_k * 2), self._workspace(2)
         self._run(self.plan.schedule, p)
 
     def _run(self, launches: tuple[Launch, ...], p: Params) -> None:
         for launch in launches:
             blocks = math.prod(getattr(p, name) for name in launch.grid)
+            blocks = min(blocks, MULTIPROCESSORS) if launch.persistent else blocks
             run = getattr(self.library, f"run_{launch.symbol}")
             run.argtypes = (ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_longlong)
             run(ctypes.byref(p), blocks, launch.threads, launch.shared_bytes)
