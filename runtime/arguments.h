@@ -125,6 +125,16 @@ private:
     Tensor tensor_;
 };
 
+// Memory for the sums of dk and dv, or in a forward for the parts of k and v; none if the variant needs none.
+inline Scratch dkv_accum_of(const Tensor& k, const Variant& variant, Params& params) {
+    if (!variant.dkv_accum) {
+        return {};
+    }
+    Scratch memory(k, k.size(0) * k.size(1) * params.padded_k * (variant.columns + variant.columns_v) * 4);
+    params.dkv_accum = memory.data<float>();
+    return memory;
+}
+
 // A new tensor in x's layout. Kernels need a unit last stride, which some overlapping layouts do not keep.
 inline Tensor like(const Tensor& x) {
     if (x.stride(3) == 1 && x.is_non_overlapping_and_dense()) {

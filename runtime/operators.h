@@ -29,6 +29,7 @@ inline ForwardResult run_forward(const Call& call, int64_t variant_handle, bool 
     }
     Params params =
         make_params(call, variant, out, with_lse ? lse.const_data_ptr<float>() : unwanted.data<float>());
+    const Scratch parts = dkv_accum_of(call.k, variant, params);
     launch(call, variant, params);
     return {std::move(out), std::move(lse)};
 }
@@ -63,17 +64,14 @@ inline BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Te
     ATTNFORGE_SET(params, dq, dq);
     ATTNFORGE_SET(params, dk, dk);
     ATTNFORGE_SET(params, dv, dv);
-    const int64_t rows_q = q.size(0) * q.size(1) * params.padded_q, rows_k = k.size(0) * k.size(1) * params.padded_k;
+    const int64_t rows_q = q.size(0) * q.size(1) * params.padded_q;
     const Scratch delta(q, rows_q * 2 * 4);
     params.delta = delta.data<float>();
-    Scratch dq_accum, dkv_accum, turns_taken;
+    const Scratch dkv_accum = dkv_accum_of(k, variant, params);
+    Scratch dq_accum, turns_taken;
     if (variant.dq_accum) {
         dq_accum = Scratch(q, rows_q * variant.columns * 4);
         params.dq_accum = dq_accum.data<float>();
-    }
-    if (variant.dkv_accum) {
-        dkv_accum = Scratch(q, rows_k * (variant.columns + variant.columns_v) * 4);
-        params.dkv_accum = dkv_accum.data<float>();
     }
     if (variant.ordered) {
         turns_taken = Scratch(q, q.size(0) * (q.size(1) * params.tiles_m + k.size(1) * params.tiles_n) * 4);

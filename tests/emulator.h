@@ -212,6 +212,7 @@ static void launch(std::function<void()> kernel, long long blocks, int threads, 
         warps.assign(threads / 32, Warp{});
         waiting = votes = 0;
         shared_barriers.clear();
+        bulk_copies.clear();
         std::fill(std::begin(meetings), std::end(meetings), Meeting{});
         for (int i = 0; i < threads; ++i) {
             fibers[i].index = {i};

@@ -1,4 +1,5 @@
-// Barriers in shared memory, named barriers, bulk copies and wgmma, for emulator.h. Copies and products are done at once.
+// Barriers in shared memory, named barriers, bulk copies and wgmma, for emulator.h. A copy makes its target NaN at once and
+// fills it when somebody waits for it; products are done at once.
 #pragma once
 
 struct SharedBarrier {
@@ -29,20 +30,32 @@ static void arrive(unsigned address, int bytes) {
     barrier.bytes += bytes;
     end_phase(barrier);
 }
-static void wait_phase(unsigned address, unsigned parity) {
-    while (barrier_at(address).phase % 2 == static_cast<int>(parity)) {
-        give_way();
-    }
-}
+struct BulkCopy {
+    unsigned char* to;
+    const void* from;
+    int bytes;
+};
+static std::multimap<unsigned, BulkCopy> bulk_copies;  // in flight, by barrier
+
 static void copy_bulk(unsigned to, const void* from, int bytes, unsigned address) {
     if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
         stop("bad bulk copy of bytes", bytes);
     }
-    shared_at(to, 16);
-    std::memcpy(shared_at(to + bytes - 16, 16) + 16 - bytes, from, bytes);
+    shared_at(to + bytes - 16, 16);
+    std::memset(shared_at(to, 16), 0xff, bytes);
+    bulk_copies.insert({address, {shared_at(to, 16), from, bytes}});
+}
+static void wait_phase(unsigned address, unsigned parity) {
     SharedBarrier& barrier = barrier_at(address);
-    barrier.bytes -= bytes;
-    end_phase(barrier);
+    for (auto copy = bulk_copies.find(address); copy != bulk_copies.end(); copy = bulk_copies.find(address)) {
+        std::memcpy(copy->second.to, copy->second.from, copy->second.bytes);
+        barrier.bytes -= copy->second.bytes;
+        bulk_copies.erase(copy);
+        end_phase(barrier);
+    }
+    while (barrier.phase % 2 == static_cast<int>(parity)) {
+        give_way();
+    }
 }
 
 // Starts and ends of two keys.
