@@ -34,6 +34,8 @@ PROBLEMS = [
     Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS),
     Problem(FORWARD, Arch.SM90A, DType.FLOAT16, 72, Mask.FULL),
     Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.SPANS),
+    Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.SPANS),
+    Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 41, Mask.DENSE, 4, 100),
     Problem(FORWARD, Arch.SM80, DType.FLOAT32, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM89, DType.FLOAT32, 41, Mask.DENSE, 4, 200),
     Problem(BACKWARD, Arch.SM90, DType.FLOAT32, 64, Mask.SPANS),

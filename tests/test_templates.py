@@ -64,7 +64,7 @@ def test_every_template_is_used(templates: Path) -> None:
     recorder = Recorder()
     rendering.environment().loader = recorder
     targets = [(arch, DType.BFLOAT16) for arch in (Arch.CPU, Arch.SM80, Arch.SM90A)]
-    targets += [(Arch.SM80, DType.FLOAT32), (Arch.SM120, DType.FLOAT32)]
+    targets += [(arch, DType.FLOAT32) for arch in (Arch.SM80, Arch.SM120, Arch.SM90A)]
     for arch, dtype in targets:
         for mask in Mask:
             problems = [Problem(direction, arch, dtype, 64, mask) for direction in Direction]
