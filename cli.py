@@ -110,8 +110,9 @@ def search(
     found = []
     for case in selection.cases():
         for direction in selection.directions:
-            found.append(run_search(case, direction, selection.target(direction), options, console))
-            write_json(json_out, {"machine": facts, "searches": found})
+            for target in selection.targets(direction):
+                found.append(run_search(case, direction, target, options, console))
+                write_json(json_out, {"machine": facts, "searches": found})
 
 
 @main.command()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attnforge.bagel.cases import SUITES, make_case
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType
+from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import kernels
 from attnforge.runtime.case import Case
 from attnforge.runtime.tables import device_name
@@ -33,13 +33,25 @@ class Selection:
 
     def target(self, direction: Direction) -> tuple[Arch, str]:
         """Architecture and device name, as the search wants them."""
-        known = [arch for arch in kernels.targets(self.device) if (arch.family, direction) in TUNINGS]
+        known = self._archs(direction)
         if self.arch is not None and self.arch not in known:
             names = ", ".join(arch.value for arch in known)
             raise ValueError(
                 f"--arch: {self.arch.value} has no {direction.value} kernel here; there are {names}"
             )
         return self.arch or known[0], device_name(self.device)
+
+    def targets(self, direction: Direction) -> list[tuple[Arch, str]]:
+        """Those to search. In float32 all of them: none is the fastest everywhere, and dispatch takes the faster."""
+        if self.arch is not None or self.dtype is not DType.FLOAT32:
+            return [self.target(direction)]
+        return [(arch, device_name(self.device)) for arch in self._archs(direction)]
+
+    def _archs(self, direction: Direction) -> list[Arch]:
+        """Architectures with a kernel family for the dtype, best first."""
+        archs = kernels.targets(self.device)
+        families = {arch: Problem(direction, arch, self.dtype, 64, Mask.FULL).family for arch in archs}
+        return [arch for arch in archs if (families[arch], direction) in TUNINGS]
 
 
 def select(

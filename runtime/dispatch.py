@@ -84,7 +84,7 @@ def choose_for(
 def _offers(
     problem: Problem, group: int, size: int, target: Target, visible: int
 ) -> Iterator[tuple[Spec, str]]:
-    for arch in target.archs:
+    for arch in _by_speed(problem, group, size, target, visible):
         there = dataclasses.replace(problem, arch=arch)
         yield from tables.choose(there, group, size, target.name, visible=visible)
         count = 0
@@ -93,6 +93,21 @@ def _offers(
             yield spec, f"first feasible of the search space, nothing tuned fits {target.name}"
         if not count:
             log.debug("no %s kernel for %s: %s", arch.value, there, why_infeasible(there))
+
+
+def _by_speed(problem: Problem, group: int, size: int, target: Target, visible: int) -> tuple[Arch, ...]:
+    """The archs of a target, best first: the faster one if all were measured on the very class, else as they are."""
+    speeds = {
+        arch: tables.measured(
+            dataclasses.replace(problem, arch=arch), group, size, target.name, visible=visible
+        )
+        for arch in target.archs
+    }
+    return (
+        tuple(sorted(target.archs, key=lambda arch: -(speeds[arch] or 0.0)))
+        if all(speeds.values())
+        else target.archs
+    )
 
 
 def _ordered(spec: Spec) -> Spec | None:

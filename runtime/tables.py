@@ -162,6 +162,15 @@ def choose(
         )
 
 
+def measured(
+    problem: Problem, group: int, size: int, name: str, directory: Path = DIRECTORY, *, visible: int = 0
+) -> float | None:
+    """TFLOP/s of the fastest entry of the device's own table for the very class of a call; None if there is none."""
+    entries = [e for e in load(name, directory) if _counts(e.spec.problem, problem)]
+    speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible)[:-1])]
+    return max(speeds, default=None)
+
+
 def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
     """Table files worth reading. A CPU's name is its instruction set: another CPU's table is no help."""
     own = table_path(name, directory)

@@ -1,6 +1,6 @@
-"""Run the source of a GPU kernel of the mma.sync family, or of the Hopper float32 forward, on the CPU: its PTX functions
-are exchanged for C++ ones.
+"""Run the source of a GPU kernel of the mma.sync family, or of the Hopper float32 forward, on the CPU.
 
+Its PTX functions are exchanged for C++ ones.
 Slow, but exact about indices, masks and edges: what cannot run here for want of a GPU is at least computed once.
 """
 
@@ -81,7 +81,7 @@ STATEMENTS = {
     r'asm volatile\("ld\.acquire[^;]*;"[^;]*;': "taken = *turns_taken;",
     r'asm volatile\("red\.release[^;]*;"[^;]*;': "++*turns_taken;",
     r'asm volatile\("setmaxnreg[^;]*;"\);': "",
-    r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*;': "load_bounds(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8, start, end);",
+    r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*"r"\(([^;]*)\)\);': r"load_bounds(\1, start, end);",
     r"extern __shared__[^;]* float shared\[\];": "float* shared = reinterpret_cast<float*>(shared_memory);",
     r"extern __shared__[^;]*;": "unsigned char* shared = shared_memory;",
     r"max\(kCacheBytes / bytes, (\w+)\)": r"max<long long>(kCacheBytes / bytes, \1)",

@@ -186,6 +186,30 @@ def test_hopper_passes_on_what_it_cannot(
             assert not saved or spec == saved[0].spec
 
 
+def test_where_two_families_were_measured_the_faster_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 Hopper has two: which is the faster depends on the class."""
+    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(tables.measured, "__defaults__", (tmp_path,))
+    target = dispatch.Target(H200, (Arch.SM90A, Arch.SM90))
+    wide, narrow = (
+        Problem(Direction.FORWARD, arch, DType.FLOAT32, 64, Mask.DENSE, 16) for arch in target.archs
+    )
+
+    def arch(size: int, visible: int = 0) -> Arch:
+        return dispatch.choose_for(wide, 7, size, target, visible=visible).spec.problem.arch
+
+    tables.save(H200, [replace(entry, tflops=60.0) for entry in entries(narrow, 2)], tmp_path)
+    assert arch(1024) is Arch.SM90A, "only one was measured"
+    fast, slow = entries(wide, 2)
+    tables.save(H200, [replace(fast, tflops=90.0), replace(slow, tflops=50.0, visible_keys=500)], tmp_path)
+    assert (arch(1024), arch(1500)) == (Arch.SM90A, Arch.SM90A)
+    assert (arch(2048), arch(3000)) == (Arch.SM90, Arch.SM90)
+    assert arch(2048, visible=100) is Arch.SM90A, "of so few visible keys neither was"
+    assert arch(8192) is Arch.SM90A
+
+
 def test_nothing_feasible() -> None:
     with pytest.raises(Infeasible, match="q: no cpu fwd kernel for head_dim 257"):
         dispatch.choose(replace(CPU, head_dim=257), 1, 100, torch.device("cpu"))
