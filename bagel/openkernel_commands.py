@@ -22,7 +22,7 @@ DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 @click.command()
 @click.argument("out", type=DIRECTORY)
-@click.option("--arch", type=values(Arch), required=True, help="Compiled for this.")
+@click.option("--arch", type=values(Arch), required=True, help="Compiled for this; sm90 is sm90a.")
 @click.option("--contract", type=click.Choice(["openkernel"]), help="The OpenKernel challenge's interface.")
 @file_option("--shapes", help="Lines of B H S D [Dv]. [default: the challenge's, or --head-dim]")
 @file_option("--specs", help="JSON list of specs, or a tuned table: exactly these kernels.")
@@ -48,7 +48,7 @@ def export(
     from attnforge.codegen.tree import Tree
     from attnforge.runtime import export as exporting
 
-    target = Arch(arch)
+    target = exporting.target(Arch(arch))
     directions = tuple(Direction) if direction == "both" else (Direction(direction),)
     types = tuple(map(DType, dtypes)) or _dtypes(target, contract)
     if specs is not None:

@@ -48,6 +48,14 @@ def read_shapes(path: Path) -> list[Shape]:
     return shapes
 
 
+def target(arch: Arch) -> Arch:
+    """What a package for `arch` is compiled for: for Hopper with its own instructions, by either of its names.
+
+    The GPUs that run code for sm_90 are those that run code for sm_90a, and sm90a takes sm90's kernels besides.
+    """
+    return Arch.SM90A if arch is Arch.SM90 else arch
+
+
 def collect(
     arch: Arch,
     shapes: Iterable[Shape],

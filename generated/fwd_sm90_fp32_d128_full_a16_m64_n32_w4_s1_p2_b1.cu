@@ -1,0 +1,604 @@
+// attnforge_fwd_sm90_fp32_d128_full_a16_m64_n32_w4_s1_p2_b1
+// Generated from templates/sm80/forward_fp32.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction fwd --arch sm90 --dtype fp32 --head-dim 128 --mask full --align 16
+//     --set tile_m=64 --set tile_n=32 --set warps=4 --set stages=1 --set parts=2 --set
+//     blocks=1
+//
+//   tile_m        64   query rows per block
+//   tile_n        32   keys per step of the main loop
+//   warps          4   warps per block; each owns tile_m / warps query rows
+//   stages         1   shared-memory buffers for K and for V
+//   parts          2   parts of the columns of O, computed in turn; 0: float lanes, no tensor cores
+//   blocks         1   blocks per multiprocessor that registers are shared among
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
+    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
+    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
+    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
+    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
+    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has its own dense mask, else 1
+    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
+    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int bits_row;  // words per row of bits
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T
+    float scale_log2;  // scale * log2(e)
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 128;
+constexpr int kHeadDimV = 128;
+constexpr int kTileM = 64;  // query rows of a block
+constexpr int kTileN = 32;  // keys of a step
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kStages = 1;  // buffers of K and of V
+constexpr int kStepsD = 16;  // k8 steps of Q K^T, the last one filled up with zeros
+constexpr int kPitch = 132;  // floats between rows of Q and K in shared memory
+constexpr int kPitchV = 132;
+constexpr int kFragsM = kTileM / kWarps / 16;  // m16 fragments of a warp
+constexpr int kFragsN = kTileN / 8;            // n8 fragments of S
+constexpr int kFragsD = 16;  // n8 fragments of O
+constexpr int kFragsApart = 8;  // of them in a part; what exceeds the last part is dropped
+constexpr int kTileBytesN = kTileN * kPitch * 4;
+constexpr int kTileBytesV = kTileN * kPitchV * 4;
+constexpr int kOffsetQ = 0;
+constexpr int kOffsetK = kTileM * kPitch * 4;
+constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
+constexpr int kSharedBytes = kOffsetV + kStages * kTileBytesV;
+static_assert(kSharedBytes == 67584, "codegen/plan_fp32.py disagrees");
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: copy `bytes` of 16 bytes to shared memory in the background and fill up with zeros; 0 reads nothing.
+__device__ __forceinline__ void cp_async(unsigned dst, const void* src, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+
+// Thread: close the group of copies issued since the last commit.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Thread: wait until at most 0 of this thread's groups are in flight.
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Thread: wait for all its groups.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Warp: four matrices of 8 rows x 4 floats; lane l gives the address of row l % 8 of matrix l / 8 and gets element
+// (l / 4, l % 4) of each. To ldmatrix a float is two 16-bit elements.
+__device__ __forceinline__ void ldmatrix(float (&x)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Warp: d += a b for a 16x8, b 8x8 of tf32 values; fragments as in the PTX manual. Not volatile: what nobody uses goes.
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Thread: 2^x, about 2 ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- Shared-memory tiles -------------------------------------------------------------------------------------------
+
+constexpr int kWide = 4;  // floats of one copy: as many as the alignment of rows allows
+
+// Block: copy kTileM rows of a (seq, kHeadDim) matrix; rows from `valid` on become zeros. What follows a row in shared
+// memory, up to a multiple of 8 columns, is zero before and after.
+__device__ __forceinline__ void load_q_tile(unsigned tile, const float* src, long long stride, int valid) {
+    constexpr int row_threads = 32;
+    constexpr int row_step = kThreads / row_threads;
+    const int first_row = threadIdx.x / row_threads;
+    const int first_copy = threadIdx.x % row_threads;
+    tile += (first_row * kPitch + first_copy * kWide) * 4;
+    src += first_row * stride + first_copy * kWide;
+#pragma unroll
+    for (int i = 0; i < (kTileM + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+#pragma unroll
+        for (int copy = 0; copy < 32; copy += row_threads) {
+            const int left = kHeadDim - (first_copy + copy) * kWide;  // columns of the row from here on
+            if ((kTileM % row_step == 0 || row < kTileM) && (32 % row_threads == 0 || left > 0)) {
+                const int bytes = kHeadDim % kWide == 0 ? kWide * 4 : min(left, kWide) * 4;
+                const unsigned target = tile + (i * row_step * kPitch + copy * kWide) * 4;
+                cp_async(target, src + copy * kWide, row < valid ? bytes : 0);
+            }
+        }
+        src += row_step * stride;
+    }
+}
+
+// Block: copy kTileN rows of a (seq, kHeadDim) matrix; rows from `valid` on become zeros. What follows a row in shared
+// memory, up to a multiple of 8 columns, is zero before and after.
+__device__ __forceinline__ void load_k_tile(unsigned tile, const float* src, long long stride, int valid) {
+    constexpr int row_threads = 32;
+    constexpr int row_step = kThreads / row_threads;
+    const int first_row = threadIdx.x / row_threads;
+    const int first_copy = threadIdx.x % row_threads;
+    tile += (first_row * kPitch + first_copy * kWide) * 4;
+    src += first_row * stride + first_copy * kWide;
+#pragma unroll
+    for (int i = 0; i < (kTileN + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+#pragma unroll
+        for (int copy = 0; copy < 32; copy += row_threads) {
+            const int left = kHeadDim - (first_copy + copy) * kWide;  // columns of the row from here on
+            if ((kTileN % row_step == 0 || row < kTileN) && (32 % row_threads == 0 || left > 0)) {
+                const int bytes = kHeadDim % kWide == 0 ? kWide * 4 : min(left, kWide) * 4;
+                const unsigned target = tile + (i * row_step * kPitch + copy * kWide) * 4;
+                cp_async(target, src + copy * kWide, row < valid ? bytes : 0);
+            }
+        }
+        src += row_step * stride;
+    }
+}
+
+// Block: copy kTileN rows of a (seq, kHeadDimV) matrix; rows from `valid` on become zeros. What follows a row in shared
+// memory, up to a multiple of 8 columns, is zero before and after.
+__device__ __forceinline__ void load_v_tile(unsigned tile, const float* src, long long stride, int valid) {
+    constexpr int row_threads = 32;
+    constexpr int row_step = kThreads / row_threads;
+    const int first_row = threadIdx.x / row_threads;
+    const int first_copy = threadIdx.x % row_threads;
+    tile += (first_row * kPitchV + first_copy * kWide) * 4;
+    src += first_row * stride + first_copy * kWide;
+#pragma unroll
+    for (int i = 0; i < (kTileN + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+#pragma unroll
+        for (int copy = 0; copy < 32; copy += row_threads) {
+            const int left = kHeadDimV - (first_copy + copy) * kWide;  // columns of the row from here on
+            if ((kTileN % row_step == 0 || row < kTileN) && (32 % row_threads == 0 || left > 0)) {
+                const int bytes = kHeadDimV % kWide == 0 ? kWide * 4 : min(left, kWide) * 4;
+                const unsigned target = tile + (i * row_step * kPitchV + copy * kWide) * 4;
+                cp_async(target, src + copy * kWide, row < valid ? bytes : 0);
+            }
+        }
+        src += row_step * stride;
+    }
+}
+
+// Thread: write x and y to columns `column` (even) and `column + 1` of a row of `width`, as far as it has them.
+__device__ __forceinline__ void store_pair(float* row, int column, int width, float x, float y) {
+    if (column < width) {
+        *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
+    }
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+// x = big + small, both tf32: big holds the upper 11 bits of the significand, rounded, and small the other 12 but for
+// the last one at times. A product is big * big and the rest, small * big + big * small. Tensor cores round sums
+// towards zero: the rest has sums of its own (`rest`), or comes first.
+
+constexpr int kTerms = 3;
+constexpr int kChain = 2;  // k8 steps of S and dP that tensor cores sum on their own
+
+struct Left {  // 16 x 8: big, small
+    unsigned part[2][4];
+};
+
+struct Right {  // 8 x 8: big, small
+    unsigned part[2][2];
+};
+
+// Thread: both parts of x. The tensor cores cut off what tf32 has no bits for.
+__device__ __forceinline__ void split(float x, unsigned& big, unsigned& small) {
+    big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+    small = __float_as_uint(x - __uint_as_float(big));
+}
+
+__device__ __forceinline__ Left split_left(float x0, float x1, float x2, float x3) {
+    Left a;
+    split(x0, a.part[0][0], a.part[1][0]);
+    split(x1, a.part[0][1], a.part[1][1]);
+    split(x2, a.part[0][2], a.part[1][2]);
+    split(x3, a.part[0][3], a.part[1][3]);
+    return a;
+}
+
+__device__ __forceinline__ Right split_right(float x0, float x1) {
+    Right b;
+    split(x0, b.part[0][0], b.part[1][0]);
+    split(x1, b.part[0][1], b.part[1][1]);
+    return b;
+}
+
+// Warp: d += the products of one term; see kTerms.
+__device__ __forceinline__ void multiply(float (&d)[4], const Left& a, const Right& b, int term) {
+    mma(d, a.part[term == 2], b.part[term == 1]);
+}
+
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
+
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+
+// The query tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return rank;
+}
+
+// How many key tiles query tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return p.tiles_n;
+}
+
+// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    return index * 2 + ((index + 1) * kTileN > p.seq_k);
+}
+
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
+constexpr long long kCacheBytes = 32 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
+// all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = heads / p.heads_kv;  // q heads with the same K and V
+    const long long bytes = 8LL * kHeadDim * p.seq_k;
+    const long long planes = static_cast<long long>(heads / together) * p.batch;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_m) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_m;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------------------
+
+// Warp: S = Q K^T; it comes in as zeros. `left` and `right` are the warp's ldmatrix addresses in the two tiles.
+__device__ __forceinline__ void scores(float (&acc)[kFragsM][kFragsN][4], unsigned left, unsigned right) {
+    constexpr int pair = kFragsN == 1 ? 1 : 2;  // n8 fragments that are read at a time
+#pragma unroll
+    for (int first = 0; first < kStepsD; first += kChain) {
+        Left a[kChain][kFragsM];
+#pragma unroll
+        for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+                float x[4];
+                ldmatrix(x, left + (first + c) * 32 + i * 16 * kPitch * 4);
+                a[c][i] = split_left(x[0], x[1], x[2], x[3]);
+            }
+        }
+#pragma unroll
+        for (int j0 = 0; j0 < kFragsN; j0 += pair) {
+            Right b[kChain][2];
+#pragma unroll
+            for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
+                float x[4];
+                ldmatrix(x, right + (first + c) * 32 + j0 * 8 * kPitch * 4);
+                b[c][0] = split_right(x[0], x[1]);
+                b[c][1] = split_right(x[2], x[3]);
+            }
+            float sum[kFragsM][pair][4] = {};
+#pragma unroll
+            for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+                for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
+#pragma unroll
+                    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+                        for (int j = 0; j < pair; ++j) {
+                            multiply(sum[i][j], a[c][i], b[c][j], term);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+                for (int j = 0; j < pair; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        acc[i][j0 + j][e] += sum[i][j][e];
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Warp: hide what the mask hides in the key tile that starts at `key0`; `row0` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kFragsM][kFragsN][4],
+                                           int row0, int key0) {
+    const float hidden = __int_as_float(0xff800000);
+    const int key1 = threadIdx.x % 4 * 2;  // the thread's first key of each 8
+#pragma unroll
+    for (int j = 0; j < kFragsN; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int key = key0 + j * 8 + key1 + c;
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = row0 + i * 16 + half * 8;
+                    const bool seen = visible(p, row, key);
+                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : hidden;
+                }
+            }
+        }
+    }
+}
+
+// Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima.
+__device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (&o)[kFragsM][kFragsD][4],
+                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2], float scale_log2) {
+    const float empty = __int_as_float(0xff800000);
+    float rescale[kFragsM][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = row_max[i][half];
+#pragma unroll
+            for (int j = 0; j < kFragsN; ++j) {
+                top = fmaxf(top, fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            // Not fused: P, O and the row sums must be relative to the same rounded base, or the sums drift away.
+            const float base = top == empty ? 0.0f : __fmul_rn(top, scale_log2);
+            rescale[i][half] = exp2_approx(__fmul_rn(row_max[i][half], scale_log2) - base);
+            moved |= top != row_max[i][half];
+            row_max[i][half] = top;
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kFragsN; ++j) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& value = s[i][j][half * 2 + c];
+                    value = exp2_approx(value * scale_log2 - base);
+                    sum += value;
+                }
+            }
+            row_sum[i][half] = row_sum[i][half] * rescale[i][half] + sum;
+        }
+    }
+    if (!__any_sync(~0u, moved)) {
+        return;  // the usual case after the first few tiles: every factor is 1
+    }
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kFragsD; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                o[i][j][e] *= rescale[i][e / 2];
+            }
+        }
+    }
+}
+
+// Warp: O += P V. `v` is the thread's first element of the V tile: row lane % 4 * 2, column lane / 4. The k index t of
+// a product stands for key 2t and t + 4 for key 2t + 1: so the fragments of S are those of P as a left operand.
+__device__ __forceinline__ void accumulate(float (&o)[kFragsM][kFragsD][4], const float (&s)[kFragsM][kFragsN][4],
+                                           const float* v) {
+#pragma unroll
+    for (int first = 0; first < kFragsD; first += kFragsApart) {
+        float apart[kFragsM][kFragsApart][4] = {};
+        float rest[kFragsM][kFragsApart][4] = {};
+#pragma unroll
+        for (int step = 0; step < kFragsN; ++step) {
+            Left a[kFragsM];
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+                a[i] = split_left(s[i][step][0], s[i][step][2], s[i][step][1], s[i][step][3]);
+            }
+            Right b[kFragsApart];
+#pragma unroll
+            for (int j = 0; j < kFragsApart; ++j) {
+                const float* x = v + step * 8 * kPitchV + (first + j) * 8;
+                b[j] = split_right(x[0], x[kPitchV]);
+            }
+#pragma unroll
+            for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+                for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+                    for (int j = 0; j < kFragsApart; ++j) {
+                        multiply(term == 0 ? apart[i][j] : rest[i][j], a[i], b[j], term);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+            for (int j = 0; j < kFragsApart; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4 && first + j < kFragsD; ++e) {
+                    o[i][first + j][e] += apart[i][j][e] + rest[i][j][e];
+                }
+            }
+        }
+    }
+}
+
+// Warp: divide O by the row sums, write it and the log-sum-exp. `row0` is the thread's first query.
+__device__ __forceinline__ void store(const Params& p, const float (&o)[kFragsM][kFragsD][4],
+                                      const float (&row_max)[kFragsM][2], const float (&row_sum)[kFragsM][2],
+                                      float* out, float* lse, int row0) {
+    const int column0 = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = row_sum[i][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const int row = row0 + i * 16 + half * 8;
+            if (row >= p.seq_q) {
+                continue;
+            }
+            if (column0 == 0) {
+                const float ln2 = 0.6931471805599453f;
+                const float empty = __int_as_float(0xff800000);
+                lse[row] = sum == 0.0f ? empty : __fmul_rn(row_max[i][half], p.scale_log2) * ln2 + logf(sum);
+            }
+            float* target = out + row * p.out_row;
+#pragma unroll
+            for (int j = 0; j < kFragsD; ++j) {
+                const float* x = o[i][j] + half * 2;
+                store_pair(target, j * 8 + column0, kHeadDimV, x[0] * inverse, x[1] * inverse);
+            }
+        }
+    }
+}
+
+// Grid: tiles_m x batch x heads_q blocks.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_fwd_sm90_fp32_d128_full_a16_m64_n32_w4_s1_p2_b1(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const Place place = place_of(p, blockIdx.x);
+    const int head = place.head;
+    const int batch = place.batch;
+    const int tile = owned_tile(p, place.rank);
+    const int head_kv = head / (p.heads_q / p.heads_kv);
+    const int query0 = tile * kTileM;
+    const float* q = static_cast<const float*>(p.q) + batch * p.q_batch + head * p.q_head + query0 * p.q_row;
+    const float* k = static_cast<const float*>(p.k) + batch * p.k_batch + head_kv * p.k_head;
+    const float* v = static_cast<const float*>(p.v) + batch * p.v_batch + head_kv * p.v_head;
+
+    // Addresses for ldmatrix: of a left operand 16 rows x 8 columns, of a right one two tiles of 8 rows x 8 columns.
+    const unsigned q_warp = base + kOffsetQ + ((warp * kFragsM * 16 + (lane & 15)) * kPitch + (lane >> 4) * 4) * 4;
+    const unsigned k_warp = base + kOffsetK + (((lane >> 4) * 8 + (lane & 7)) * kPitch + (lane >> 3 & 1) * 4) * 4;
+    const float* v_warp = reinterpret_cast<const float*>(shared + kOffsetV) + lane % 4 * 2 * kPitchV + lane / 4;
+    const int row0 = query0 + warp * kFragsM * 16 + lane / 4;
+    const int count = visits(p, tile);
+
+    float o[kFragsM][kFragsD][4] = {};
+    float row_sum[kFragsM][2] = {};
+    float row_max[kFragsM][2];
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+        row_max[i][0] = row_max[i][1] = __int_as_float(0xff800000);
+    }
+
+    load_q_tile(base + kOffsetQ, q, p.q_row, p.seq_q - query0);
+    int entry = count > 0 ? visit(p, tile, 0) : 0;
+    if (count > 0) {
+        const int first0 = (entry >> 1) * kTileN;
+        load_k_tile(base + kOffsetK, k + first0 * p.k_row, p.k_row, p.seq_k - first0);
+    }
+    cp_async_commit();
+    for (int index = 0; index < count; ++index) {
+        const int key0 = (entry >> 1) * kTileN;
+        cp_async_wait();
+        __syncthreads();  // K has arrived; nobody reads V any more
+        load_v_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+        cp_async_commit();
+
+        float s[kFragsM][kFragsN][4] = {};
+        scores(s, q_warp, k_warp);
+        if (entry & 1) {
+            apply_mask(p, s, row0, key0);
+        }
+
+        cp_async_wait();
+        __syncthreads();  // V has arrived; nobody reads K any more
+        if (index + 1 < count) {
+            entry = visit(p, tile, index + 1);
+            const int next0 = (entry >> 1) * kTileN;
+            load_k_tile(base + kOffsetK, k + next0 * p.k_row, p.k_row, p.seq_k - next0);
+        }
+        cp_async_commit();
+
+        softmax(s, o, row_max, row_sum, p.scale_log2);
+        accumulate(o, s, v_warp);
+    }
+    cp_async_wait_all();
+
+    float* out = static_cast<float*>(p.out) + batch * p.out_batch + head * p.out_head;
+    store(p, o, row_max, row_sum, out, p.lse + (static_cast<long long>(batch) * p.heads_q + head) * p.seq_q, row0);
+}

@@ -1,0 +1,743 @@
+// attnforge_fwd_sm90_fp32_d41_dense_a4_m64_n32_w4_s2_p1_b3
+// Generated from templates/sm80/forward_fp32.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction fwd --arch sm90 --dtype fp32 --head-dim 41 --mask dense --align 4
+//     --set tile_m=64 --set tile_n=32 --set warps=4 --set stages=2 --set parts=1 --set
+//     blocks=3
+//
+//   tile_m        64   query rows per block
+//   tile_n        32   keys per step of the main loop
+//   warps          4   warps per block; each owns tile_m / warps query rows
+//   stages         2   shared-memory buffers for K and for V
+//   parts          1   parts of the columns of O, computed in turn; 0: float lanes, no tensor cores
+//   blocks         3   blocks per multiprocessor that registers are shared among
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
+    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
+    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
+    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
+    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
+    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has its own dense mask, else 1
+    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
+    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int bits_row;  // words per row of bits
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T
+    float scale_log2;  // scale * log2(e)
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 41;
+constexpr int kHeadDimV = 41;
+constexpr int kTileM = 64;  // query rows of a block
+constexpr int kTileN = 32;  // keys of a step
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kStages = 2;  // buffers of K and of V
+constexpr int kStepsD = 6;  // k8 steps of Q K^T, the last one filled up with zeros
+constexpr int kPitch = 52;  // floats between rows of Q and K in shared memory
+constexpr int kPitchV = 52;
+constexpr int kFragsM = kTileM / kWarps / 16;  // m16 fragments of a warp
+constexpr int kFragsN = kTileN / 8;            // n8 fragments of S
+constexpr int kFragsD = 6;  // n8 fragments of O
+constexpr int kFragsApart = 6;  // of them in a part; what exceeds the last part is dropped
+constexpr int kTileBytesN = kTileN * kPitch * 4;
+constexpr int kTileBytesV = kTileN * kPitchV * 4;
+constexpr int kOffsetQ = 0;
+constexpr int kOffsetK = kTileM * kPitch * 4;
+constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
+constexpr int kSharedBytes = kOffsetV + kStages * kTileBytesV;
+static_assert(kSharedBytes == 39936, "codegen/plan_fp32.py disagrees");
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: copy `bytes` of 4 bytes to shared memory in the background and fill up with zeros; 0 reads nothing.
+__device__ __forceinline__ void cp_async(unsigned dst, const void* src, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+
+// Thread: close the group of copies issued since the last commit.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Thread: wait until at most 0 of this thread's groups are in flight.
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Thread: wait for all its groups.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Warp: four matrices of 8 rows x 4 floats; lane l gives the address of row l % 8 of matrix l / 8 and gets element
+// (l / 4, l % 4) of each. To ldmatrix a float is two 16-bit elements.
+__device__ __forceinline__ void ldmatrix(float (&x)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Warp: d += a b for a 16x8, b 8x8 of tf32 values; fragments as in the PTX manual. Not volatile: what nobody uses goes.
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Thread: 2^x, about 2 ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- Shared-memory tiles -------------------------------------------------------------------------------------------
+
+constexpr int kWide = 1;  // floats of one copy: as many as the alignment of rows allows
+
+// Block: copy kTileM rows of a (seq, kHeadDim) matrix; rows from `valid` on become zeros. What follows a row in shared
+// memory, up to a multiple of 8 columns, is zero before and after.
+__device__ __forceinline__ void load_q_tile(unsigned tile, const float* src, long long stride, int valid) {
+    constexpr int row_threads = 1;
+    constexpr int row_step = kThreads / row_threads;
+    const int first_row = threadIdx.x / row_threads;
+    const int first_copy = threadIdx.x % row_threads;
+    tile += (first_row * kPitch + first_copy * kWide) * 4;
+    src += first_row * stride + first_copy * kWide;
+#pragma unroll
+    for (int i = 0; i < (kTileM + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+#pragma unroll
+        for (int copy = 0; copy < 41; copy += row_threads) {
+            const int left = kHeadDim - (first_copy + copy) * kWide;  // columns of the row from here on
+            if ((kTileM % row_step == 0 || row < kTileM) && (41 % row_threads == 0 || left > 0)) {
+                const int bytes = kHeadDim % kWide == 0 ? kWide * 4 : min(left, kWide) * 4;
+                const unsigned target = tile + (i * row_step * kPitch + copy * kWide) * 4;
+                cp_async(target, src + copy * kWide, row < valid ? bytes : 0);
+            }
+        }
+        src += row_step * stride;
+    }
+}
+
+// Block: copy kTileN rows of a (seq, kHeadDim) matrix; rows from `valid` on become zeros. What follows a row in shared
+// memory, up to a multiple of 8 columns, is zero before and after.
+__device__ __forceinline__ void load_k_tile(unsigned tile, const float* src, long long stride, int valid) {
+    constexpr int row_threads = 1;
+    constexpr int row_step = kThreads / row_threads;
+    const int first_row = threadIdx.x / row_threads;
+    const int first_copy = threadIdx.x % row_threads;
+    tile += (first_row * kPitch + first_copy * kWide) * 4;
+    src += first_row * stride + first_copy * kWide;
+#pragma unroll
+    for (int i = 0; i < (kTileN + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+#pragma unroll
+        for (int copy = 0; copy < 41; copy += row_threads) {
+            const int left = kHeadDim - (first_copy + copy) * kWide;  // columns of the row from here on
+            if ((kTileN % row_step == 0 || row < kTileN) && (41 % row_threads == 0 || left > 0)) {
+                const int bytes = kHeadDim % kWide == 0 ? kWide * 4 : min(left, kWide) * 4;
+                const unsigned target = tile + (i * row_step * kPitch + copy * kWide) * 4;
+                cp_async(target, src + copy * kWide, row < valid ? bytes : 0);
+            }
+        }
+        src += row_step * stride;
+    }
+}
+
+// Block: copy kTileN rows of a (seq, kHeadDimV) matrix; rows from `valid` on become zeros. What follows a row in shared
+// memory, up to a multiple of 8 columns, is zero before and after.
+__device__ __forceinline__ void load_v_tile(unsigned tile, const float* src, long long stride, int valid) {
+    constexpr int row_threads = 1;
+    constexpr int row_step = kThreads / row_threads;
+    const int first_row = threadIdx.x / row_threads;
+    const int first_copy = threadIdx.x % row_threads;
+    tile += (first_row * kPitchV + first_copy * kWide) * 4;
+    src += first_row * stride + first_copy * kWide;
+#pragma unroll
+    for (int i = 0; i < (kTileN + row_step - 1) / row_step; ++i) {
+        const int row = first_row + i * row_step;
+#pragma unroll
+        for (int copy = 0; copy < 41; copy += row_threads) {
+            const int left = kHeadDimV - (first_copy + copy) * kWide;  // columns of the row from here on
+            if ((kTileN % row_step == 0 || row < kTileN) && (41 % row_threads == 0 || left > 0)) {
+                const int bytes = kHeadDimV % kWide == 0 ? kWide * 4 : min(left, kWide) * 4;
+                const unsigned target = tile + (i * row_step * kPitchV + copy * kWide) * 4;
+                cp_async(target, src + copy * kWide, row < valid ? bytes : 0);
+            }
+        }
+        src += row_step * stride;
+    }
+}
+
+// Block: zeros for columns `width` to `padded` of `rows` rows of shared memory.
+__device__ __forceinline__ void clear_tails(float* tile, int rows, int pitch, int width, int padded) {
+    for (int row = threadIdx.x; row < rows; row += kThreads) {
+        for (int column = width; column < padded; ++column) {
+            tile[row * pitch + column] = 0.0f;
+        }
+    }
+}
+
+// Thread: write x and y to columns `column` (even) and `column + 1` of a row of `width`, as far as it has them.
+__device__ __forceinline__ void store_pair(float* row, int column, int width, float x, float y) {
+    if (column < width) {
+        row[column] = x;
+    }
+    if (column + 1 < width) {
+        row[column + 1] = y;
+    }
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+// x = big + small, both tf32: big holds the upper 11 bits of the significand, rounded, and small the other 12 but for
+// the last one at times. A product is big * big and the rest, small * big + big * small. Tensor cores round sums
+// towards zero: the rest has sums of its own (`rest`), or comes first.
+
+constexpr int kTerms = 3;
+constexpr int kChain = 2;  // k8 steps of S and dP that tensor cores sum on their own
+
+struct Left {  // 16 x 8: big, small
+    unsigned part[2][4];
+};
+
+struct Right {  // 8 x 8: big, small
+    unsigned part[2][2];
+};
+
+// Thread: both parts of x. The tensor cores cut off what tf32 has no bits for.
+__device__ __forceinline__ void split(float x, unsigned& big, unsigned& small) {
+    big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+    small = __float_as_uint(x - __uint_as_float(big));
+}
+
+__device__ __forceinline__ Left split_left(float x0, float x1, float x2, float x3) {
+    Left a;
+    split(x0, a.part[0][0], a.part[1][0]);
+    split(x1, a.part[0][1], a.part[1][1]);
+    split(x2, a.part[0][2], a.part[1][2]);
+    split(x3, a.part[0][3], a.part[1][3]);
+    return a;
+}
+
+__device__ __forceinline__ Right split_right(float x0, float x1) {
+    Right b;
+    split(x0, b.part[0][0], b.part[1][0]);
+    split(x1, b.part[0][1], b.part[1][1]);
+    return b;
+}
+
+// Warp: d += the products of one term; see kTerms.
+__device__ __forceinline__ void multiply(float (&d)[4], const Left& a, const Right& b, int term) {
+    mma(d, a.part[term == 2], b.part[term == 1]);
+}
+
+// ---- Mask: dense ---------------------------------------------------------------------------------------------------
+
+// The plane of the mask that q head `head` looks at.
+__device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
+    return (p.mask_batches > 1 ? batch * p.mask_heads : 0) + (p.mask_heads > 1 ? head : 0);
+}
+
+// Bit i: does query `query` (below padded_q) see key `key0 + i`? `key0` is a multiple of 32 below padded_k.
+__device__ __forceinline__ unsigned seen_keys(const Params& p, int plane, int query, int key0) {
+    return __ldg(p.bits + (static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32);
+}
+
+// Where the tables of the schedule hold owned tile `tile`.
+__device__ __forceinline__ long long entry_of(const Params& p, int plane, int tile) {
+    return static_cast<long long>(plane) * p.tiles_m + tile;
+}
+
+// The query tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int plane, int rank) {
+    return __ldg(p.tile_order + entry_of(p, plane, rank));
+}
+
+// How many key tiles query tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int plane, int tile) {
+    return __ldg(p.tile_count + entry_of(p, plane, tile));
+}
+
+// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int plane, int tile, int index) {
+    return __ldg(p.tile_list + entry_of(p, plane, tile) * p.list_stride + index);
+}
+
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
+constexpr long long kCacheBytes = 32 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
+// all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = heads / p.heads_kv;  // q heads with the same K and V
+    const long long bytes = 8LL * kHeadDim * p.seq_k;
+    const long long planes = static_cast<long long>(heads / together) * p.batch;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_m) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_m;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
+
+constexpr int kScheduleThreads = 128;
+constexpr int kParts = 1;  // of a query tile
+constexpr unsigned kSomeParts = (1u << kParts) - 1;
+
+// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // nobody reads the last votes any more
+    const unsigned own = __ballot_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) {
+        votes[warp] = own;
+    }
+    __syncthreads();
+    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < kScheduleThreads / 32; ++w) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        total += __popc(votes[w]);
+    }
+    return before;
+}
+
+// Thread: the mask of (query, key) in this plane; false outside of it.
+__device__ __forceinline__ bool pair_of(const Params& p, const unsigned char* mask, int query, int key) {
+    return query < p.seq_q && key < p.seq_k && mask[query * p.dense_row + key * p.dense_col] != 0;
+}
+
+// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and leaves in its
+// place of the list a bit for each part that sees some pair, then for each that misses some; or 0.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90_fp32_d41_dense_a4_m64_n32_w4_s2_p1_b3_pack(const __grid_constant__ Params p) {
+    const int key_tile = blockIdx.x % p.tiles_n;
+    const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
+    const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const unsigned char* mask = p.dense + plane / p.mask_heads * p.dense_batch;
+    mask += plane % p.mask_heads * p.dense_head;
+    unsigned found = 0;
+    constexpr int words = kTileN / 32;
+#pragma unroll 8
+    for (int i = warp; i < kTileM * words; i += kScheduleThreads / 32) {
+        const int query = query_tile * kTileM + i / words;
+        const int key0 = key_tile * kTileN + i % words * 32;
+        const unsigned word = __ballot_sync(~0u, pair_of(p, mask, query, key0 + lane));
+        if (lane == 0) {
+            p.bits[(static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32] = word;
+        }
+        const int part = i / words / (kTileM / kParts);
+        found |= (word != 0) << part | (word != ~0u && query < p.seq_q) << kParts + part;
+    }
+    unsigned kind = 0;
+#pragma unroll
+    for (int i = 0; i < kParts * 2; ++i) {
+        kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
+    }
+    if (threadIdx.x == 0) {
+        const long long row = entry_of(p, plane, query_tile);
+        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeParts ? kind : 0;
+    }
+}
+
+// One block per owned tile and plane: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90_fp32_d41_dense_a4_m64_n32_w4_s2_p1_b3_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned votes[kScheduleThreads / 32];
+    const int tile = blockIdx.x;  // of all planes: plane * tiles_m + tile
+    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
+    int total = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        const int visited = base + threadIdx.x;
+        // What _pack left in the list. It is overwritten only where every thread has read.
+        const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
+        const int slot = count_before(kind != 0, votes, total);
+        if (kind != 0) {
+            list[slot] = visited << kParts | kind >> kParts;
+        }
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+}
+
+// Work of the blocks that own `tile` for the q heads with plane `plane`.
+__device__ __forceinline__ int work_of(const Params& p, int plane, int tile) {
+    int work = 0;
+    for (int i = 0; i < 1; ++i) {
+        work += p.tile_count[entry_of(p, plane + i, tile)];
+    }
+    return work;
+}
+
+// One block per owned tile and plane: its rank is the number of tiles with more work, earlier tiles winning ties.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90_fp32_d41_dense_a4_m64_n32_w4_s2_p1_b3_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x % p.tiles_m;
+    const int plane = blockIdx.x / p.tiles_m;
+    const int work = work_of(p, plane, tile);
+    int rank = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_m ? work_of(p, plane, other) : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[entry_of(p, plane, rank)] = tile;
+    }
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------------------
+
+// Warp: S = Q K^T; it comes in as zeros. `left` and `right` are the warp's ldmatrix addresses in the two tiles.
+__device__ __forceinline__ void scores(float (&acc)[kFragsM][kFragsN][4], unsigned left, unsigned right) {
+    constexpr int pair = kFragsN == 1 ? 1 : 2;  // n8 fragments that are read at a time
+#pragma unroll
+    for (int first = 0; first < kStepsD; first += kChain) {
+        Left a[kChain][kFragsM];
+#pragma unroll
+        for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+                float x[4];
+                ldmatrix(x, left + (first + c) * 32 + i * 16 * kPitch * 4);
+                a[c][i] = split_left(x[0], x[1], x[2], x[3]);
+            }
+        }
+#pragma unroll
+        for (int j0 = 0; j0 < kFragsN; j0 += pair) {
+            Right b[kChain][2];
+#pragma unroll
+            for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
+                float x[4];
+                ldmatrix(x, right + (first + c) * 32 + j0 * 8 * kPitch * 4);
+                b[c][0] = split_right(x[0], x[1]);
+                b[c][1] = split_right(x[2], x[3]);
+            }
+            float sum[kFragsM][pair][4] = {};
+#pragma unroll
+            for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+                for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
+#pragma unroll
+                    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+                        for (int j = 0; j < pair; ++j) {
+                            multiply(sum[i][j], a[c][i], b[c][j], term);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+                for (int j = 0; j < pair; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        acc[i][j0 + j][e] += sum[i][j][e];
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Warp: hide what the mask hides in the key tile that starts at `key0`; `row0` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, int plane, float (&s)[kFragsM][kFragsN][4],
+                                           int row0, int key0) {
+    const float hidden = __int_as_float(0xff800000);
+    const int key1 = threadIdx.x % 4 * 2;  // the thread's first key of each 8
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            unsigned word = 0;
+#pragma unroll
+            for (int j = 0; j < kFragsN; ++j) {
+                if (j % 4 == 0) {
+                    word = seen_keys(p, plane, row0 + i * 16 + half * 8, key0 + j * 8);
+                }
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const bool seen = word >> (j % 4 * 8 + key1 + c) & 1;
+                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : hidden;
+                }
+            }
+        }
+    }
+}
+
+// Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima.
+__device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (&o)[kFragsM][kFragsD][4],
+                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2], float scale_log2) {
+    const float empty = __int_as_float(0xff800000);
+    float rescale[kFragsM][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = row_max[i][half];
+#pragma unroll
+            for (int j = 0; j < kFragsN; ++j) {
+                top = fmaxf(top, fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            // Not fused: P, O and the row sums must be relative to the same rounded base, or the sums drift away.
+            const float base = top == empty ? 0.0f : __fmul_rn(top, scale_log2);
+            rescale[i][half] = exp2_approx(__fmul_rn(row_max[i][half], scale_log2) - base);
+            moved |= top != row_max[i][half];
+            row_max[i][half] = top;
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kFragsN; ++j) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& value = s[i][j][half * 2 + c];
+                    value = exp2_approx(value * scale_log2 - base);
+                    sum += value;
+                }
+            }
+            row_sum[i][half] = row_sum[i][half] * rescale[i][half] + sum;
+        }
+    }
+    if (!__any_sync(~0u, moved)) {
+        return;  // the usual case after the first few tiles: every factor is 1
+    }
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kFragsD; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                o[i][j][e] *= rescale[i][e / 2];
+            }
+        }
+    }
+}
+
+// Warp: O += P V. `v` is the thread's first element of the V tile: row lane % 4 * 2, column lane / 4. The k index t of
+// a product stands for key 2t and t + 4 for key 2t + 1: so the fragments of S are those of P as a left operand.
+__device__ __forceinline__ void accumulate(float (&o)[kFragsM][kFragsD][4], const float (&s)[kFragsM][kFragsN][4],
+                                           const float* v) {
+#pragma unroll
+    for (int first = 0; first < kFragsD; first += kFragsApart) {
+        float apart[kFragsM][kFragsApart][4] = {};
+        float rest[kFragsM][kFragsApart][4] = {};
+#pragma unroll
+        for (int step = 0; step < kFragsN; ++step) {
+            Left a[kFragsM];
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+                a[i] = split_left(s[i][step][0], s[i][step][2], s[i][step][1], s[i][step][3]);
+            }
+            Right b[kFragsApart];
+#pragma unroll
+            for (int j = 0; j < kFragsApart; ++j) {
+                const float* x = v + step * 8 * kPitchV + (first + j) * 8;
+                b[j] = split_right(x[0], x[kPitchV]);
+            }
+#pragma unroll
+            for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+                for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+                    for (int j = 0; j < kFragsApart; ++j) {
+                        multiply(term == 0 ? apart[i][j] : rest[i][j], a[i], b[j], term);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+            for (int j = 0; j < kFragsApart; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4 && first + j < kFragsD; ++e) {
+                    o[i][first + j][e] += apart[i][j][e] + rest[i][j][e];
+                }
+            }
+        }
+    }
+}
+
+// Warp: divide O by the row sums, write it and the log-sum-exp. `row0` is the thread's first query.
+__device__ __forceinline__ void store(const Params& p, const float (&o)[kFragsM][kFragsD][4],
+                                      const float (&row_max)[kFragsM][2], const float (&row_sum)[kFragsM][2],
+                                      float* out, float* lse, int row0) {
+    const int column0 = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = row_sum[i][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const int row = row0 + i * 16 + half * 8;
+            if (row >= p.seq_q) {
+                continue;
+            }
+            if (column0 == 0) {
+                const float ln2 = 0.6931471805599453f;
+                const float empty = __int_as_float(0xff800000);
+                lse[row] = sum == 0.0f ? empty : __fmul_rn(row_max[i][half], p.scale_log2) * ln2 + logf(sum);
+            }
+            float* target = out + row * p.out_row;
+#pragma unroll
+            for (int j = 0; j < kFragsD; ++j) {
+                const float* x = o[i][j] + half * 2;
+                store_pair(target, j * 8 + column0, kHeadDimV, x[0] * inverse, x[1] * inverse);
+            }
+        }
+    }
+}
+
+// Grid: tiles_m x batch x heads_q blocks.
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
+attnforge_fwd_sm90_fp32_d41_dense_a4_m64_n32_w4_s2_p1_b3(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const Place place = place_of(p, blockIdx.x);
+    const int head = place.head;
+    const int batch = place.batch;
+    const int plane = mask_plane(p, batch, head);
+    const int tile = owned_tile(p, plane, place.rank);
+    const int head_kv = head / (p.heads_q / p.heads_kv);
+    const int query0 = tile * kTileM;
+    const float* q = static_cast<const float*>(p.q) + batch * p.q_batch + head * p.q_head + query0 * p.q_row;
+    const float* k = static_cast<const float*>(p.k) + batch * p.k_batch + head_kv * p.k_head;
+    const float* v = static_cast<const float*>(p.v) + batch * p.v_batch + head_kv * p.v_head;
+
+    // Addresses for ldmatrix: of a left operand 16 rows x 8 columns, of a right one two tiles of 8 rows x 8 columns.
+    const unsigned q_warp = base + kOffsetQ + ((warp * kFragsM * 16 + (lane & 15)) * kPitch + (lane >> 4) * 4) * 4;
+    const unsigned k_warp = base + kOffsetK + (((lane >> 4) * 8 + (lane & 7)) * kPitch + (lane >> 3 & 1) * 4) * 4;
+    const float* v_warp = reinterpret_cast<const float*>(shared + kOffsetV) + lane % 4 * 2 * kPitchV + lane / 4;
+    const int row0 = query0 + warp * kFragsM * 16 + lane / 4;
+    const int count = visits(p, plane, tile);
+
+    float o[kFragsM][kFragsD][4] = {};
+    float row_sum[kFragsM][2] = {};
+    float row_max[kFragsM][2];
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+        row_max[i][0] = row_max[i][1] = __int_as_float(0xff800000);
+    }
+
+    clear_tails(reinterpret_cast<float*>(shared), kTileM + kStages * kTileN, kPitch, kHeadDim, kStepsD * 8);
+    clear_tails(reinterpret_cast<float*>(shared + kOffsetV), kStages * kTileN, kPitchV, kHeadDimV, kFragsD * 8);
+    load_q_tile(base + kOffsetQ, q, p.q_row, p.seq_q - query0);
+    for (int index = 0; index < kStages - 1; ++index) {
+        if (index < count) {
+            const int key0 = (visit(p, plane, tile, index) >> 1) * kTileN;
+            load_k_tile(base + kOffsetK + index * kTileBytesN, k + key0 * p.k_row, p.k_row, p.seq_k - key0);
+            load_v_tile(base + kOffsetV + index * kTileBytesV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+        }
+        cp_async_commit();
+    }
+    int stage = 0;           // of the tile in use
+    int fill = kStages - 1;  // of the tile being loaded
+    for (int index = 0; index < count; ++index) {
+        const int entry = visit(p, plane, tile, index);
+        cp_async_wait();
+        __syncthreads();  // this tile has arrived; nobody reads the stage that is filled next
+        if (index + kStages - 1 < count) {
+            const int key0 = (visit(p, plane, tile, index + kStages - 1) >> 1) * kTileN;
+            load_k_tile(base + kOffsetK + fill * kTileBytesN, k + key0 * p.k_row, p.k_row, p.seq_k - key0);
+            load_v_tile(base + kOffsetV + fill * kTileBytesV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+        }
+        cp_async_commit();
+
+        float s[kFragsM][kFragsN][4] = {};
+        scores(s, q_warp, k_warp + stage * kTileBytesN);
+        if (entry & 1) {
+            apply_mask(p, plane, s, row0, (entry >> 1) * kTileN);
+        }
+        softmax(s, o, row_max, row_sum, p.scale_log2);
+        accumulate(o, s, v_warp + stage * (kTileBytesV / 4));
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+        fill = fill + 1 == kStages ? 0 : fill + 1;
+    }
+    cp_async_wait_all();
+
+    float* out = static_cast<float*>(p.out) + batch * p.out_batch + head * p.out_head;
+    store(p, o, row_max, row_sum, out, p.lse + (static_cast<long long>(batch) * p.heads_q + head) * p.seq_q, row0);
+}

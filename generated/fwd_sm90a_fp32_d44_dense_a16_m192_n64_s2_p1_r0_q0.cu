@@ -1,0 +1,879 @@
+// attnforge_fwd_sm90a_fp32_d44_dense_a16_m192_n64_s2_p1_r0_q0
+// Generated from templates/sm90a/forward_fp32.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype fp32 --head-dim 44 --mask dense --align 16
+//     --set tile_m=192 --set tile_n=64 --set stages=2 --set ping_pong=1 --set
+//     persistent=0 --set q_in_regs=0
+//
+//   tile_m       192   query rows per tile, 64 for each consumer warpgroup
+//   tile_n        64   keys per step of the main loop
+//   stages         2   shared-memory buffers for K and for V
+//   ping_pong      1   consumer warpgroups take turns with the tensor cores
+//   persistent     0   one block per multiprocessor walks many tiles
+//   q_in_regs      0   keep the fragments of Q in registers
+//
+// S = Q K^T (tile_m x tile_n), P = 2^(scale log2(e) (S - row maximum)), O = sum of P V, l = row sum of P; out = O / l,
+// lse = ln(sum exp(scale S)).
+// Every float is the sum of three bf16: big, middle and small, and a product of two is that of six: big big, big
+// middle, middle big, big small, small big, middle middle; what is left out is about 2^-24 of it. Tensor cores round
+// sums towards zero, at the size of the sum. So the smallest products come first, S and each tile's share of O are
+// summed from zero, and O itself with additions.
+// A kernel before this one writes K and V in parts. One producer thread copies tiles of them; each consumer warpgroup
+// owns 64 query rows of a tile, splits their Q, and P as it is computed.
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
+    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
+    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
+    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
+    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
+    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has its own dense mask, else 1
+    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
+    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int bits_row;  // words per row of bits
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T
+    float scale_log2;  // scale * log2(e)
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 44;
+constexpr int kHeadDimV = 44;
+constexpr int kTileM = 192;  // query rows of a tile
+constexpr int kTileN = 64;  // keys of a step
+constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
+constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kPrepareThreads = 256;
+constexpr int kStages = 2;  // buffers of K and of V
+constexpr int kSteps = 3;  // k16 steps of Q K^T, the last one filled up with zeros
+constexpr int kColumnsOut = 48;  // of O that are computed
+constexpr int kSpan = 32;  // bytes of a row of a panel of Q and K
+constexpr int kSpanV = 32;
+constexpr int kPartBytesK = kTileN * 48 * 2;
+constexpr int kPartBytesV = kTileN * 48 * 2;
+constexpr int kSplits = 3;  // bf16 that a float is the sum of
+constexpr int kTileBytesK = kSplits * kPartBytesK;
+constexpr int kTileBytesV = kSplits * kPartBytesV;
+constexpr int kPartBytesQ = 64 * 48 * 2;  // of a warpgroup's rows
+constexpr int kOffsetK = kSplits * kPartBytesQ * kConsumers;
+constexpr int kOffsetV = (kOffsetK + kStages * kTileBytesK + 1023) / 1024 * 1024;
+constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesV;
+constexpr int kFullK = kOffsetBounds;
+// Barriers: full = the tile has landed (the producer's arrival and the bytes that it announced), empty = all warps of
+// consumers are done with it.
+constexpr int kEmptyK = kFullK + 8 * kStages;
+constexpr int kFullV = kEmptyK + 8 * kStages;
+constexpr int kEmptyV = kFullV + 8 * kStages;
+constexpr int kSharedBytes = kEmptyV + 8 * kStages;
+static_assert(kSharedBytes == 129088, "codegen/plan_sm90_fp32.py disagrees");
+
+// Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
+enum NamedBarrier { kTurnOfFirst = 1, kMeetingOfFirst = 1 + kConsumers };
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: set up a barrier for `count` arrivals per phase.
+__device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Thread: make initialised barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Thread: arrive.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Thread: arrive and announce `bytes` of copies that must land before the phase ends.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
+__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Thread: write 4 bytes of shared memory.
+__device__ __forceinline__ void shared_store(unsigned address, unsigned x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+// Thread: order its shared-memory writes before later reads by wgmma.
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: close the group of wgmma issued since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: wait until no group is in flight.
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
+template <int n>
+__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+
+// Thread: 2^x, about 2 ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Such two as floats.
+__device__ __forceinline__ float2 unpack(unsigned packed) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}
+
+// Warpgroup: S (64 x 64) = or += a part of Q times one of K over 16 columns, both from shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
+                                             int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "l"(a), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: O (64 x 48) = or += a part of P times one of V over 16 keys, P from registers.
+__device__ __forceinline__ void wgmma_out(float (&d)[kColumnsOut / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %29, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// ---- Mask: dense ---------------------------------------------------------------------------------------------------
+
+// The plane of the mask that q head `head` looks at.
+__device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
+    return (p.mask_batches > 1 ? batch * p.mask_heads : 0) + (p.mask_heads > 1 ? head : 0);
+}
+
+// Bit i: does query `query` (below padded_q) see key `key0 + i`? `key0` is a multiple of 32 below padded_k.
+__device__ __forceinline__ unsigned seen_keys(const Params& p, int plane, int query, int key0) {
+    return __ldg(p.bits + (static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32);
+}
+
+// Where the tables of the schedule hold owned tile `tile`.
+__device__ __forceinline__ long long entry_of(const Params& p, int plane, int tile) {
+    return static_cast<long long>(plane) * p.tiles_m + tile;
+}
+
+// The query tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int plane, int rank) {
+    return __ldg(p.tile_order + entry_of(p, plane, rank));
+}
+
+// How many key tiles query tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int plane, int tile) {
+    return __ldg(p.tile_count + entry_of(p, plane, tile));
+}
+
+// Visit number `index`: key tile << kParts, and a bit for each part of the query tile that does not see all its pairs.
+__device__ __forceinline__ int visit(const Params& p, int plane, int tile, int index) {
+    return __ldg(p.tile_list + entry_of(p, plane, tile) * p.list_stride + index);
+}
+
+// The visits that show part `part` of the tile anything: [x, y).
+__device__ __forceinline__ int2 reach_of(const Params& p, int plane, int tile, int part) {
+    return __ldg(reinterpret_cast<const int2*>(p.reach) + entry_of(p, plane, tile) * 4 + part);
+}
+
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
+constexpr long long kCacheBytes = 32 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
+// all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = heads / p.heads_kv;  // q heads with the same K and V
+    const long long bytes = 8LL * kHeadDim * p.seq_k;
+    const long long planes = static_cast<long long>(heads / together) * p.batch;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_m) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_m;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
+
+constexpr int kScheduleThreads = 128;
+constexpr unsigned kSomeParts = (1u << kParts) - 1;
+
+// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // nobody reads the last votes any more
+    const unsigned own = __ballot_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) {
+        votes[warp] = own;
+    }
+    __syncthreads();
+    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < kScheduleThreads / 32; ++w) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        total += __popc(votes[w]);
+    }
+    return before;
+}
+
+// Thread: the mask of (query, key) in this plane; false outside of it.
+__device__ __forceinline__ bool pair_of(const Params& p, const unsigned char* mask, int query, int key) {
+    return query < p.seq_q && key < p.seq_k && mask[query * p.dense_row + key * p.dense_col] != 0;
+}
+
+// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and leaves in its
+// place of the list a bit for each part that sees some pair, then for each that misses some; or 0.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_fp32_d44_dense_a16_m192_n64_s2_p1_r0_q0_pack(const __grid_constant__ Params p) {
+    const int key_tile = blockIdx.x % p.tiles_n;
+    const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
+    const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const unsigned char* mask = p.dense + plane / p.mask_heads * p.dense_batch;
+    mask += plane % p.mask_heads * p.dense_head;
+    unsigned found = 0;
+    constexpr int words = kTileN / 32;
+#pragma unroll 8
+    for (int i = warp; i < kTileM * words; i += kScheduleThreads / 32) {
+        const int query = query_tile * kTileM + i / words;
+        const int key0 = key_tile * kTileN + i % words * 32;
+        const unsigned word = __ballot_sync(~0u, pair_of(p, mask, query, key0 + lane));
+        if (lane == 0) {
+            p.bits[(static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32] = word;
+        }
+        const int part = i / words / (kTileM / kParts);
+        found |= (word != 0) << part | (word != ~0u && query < p.seq_q) << kParts + part;
+    }
+    unsigned kind = 0;
+#pragma unroll
+    for (int i = 0; i < kParts * 2; ++i) {
+        kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
+    }
+    if (threadIdx.x == 0) {
+        const long long row = entry_of(p, plane, query_tile);
+        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeParts ? kind : 0;
+    }
+}
+
+// One block per owned tile and plane: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_fp32_d44_dense_a16_m192_n64_s2_p1_r0_q0_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned votes[kScheduleThreads / 32];
+    __shared__ int2 reach[kParts];
+    if (threadIdx.x < kParts) {
+        reach[threadIdx.x] = make_int2(p.tiles_n, 0);
+    }
+    const int tile = blockIdx.x;  // of all planes: plane * tiles_m + tile
+    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
+    int total = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        const int visited = base + threadIdx.x;
+        // What _pack left in the list. It is overwritten only where every thread has read.
+        const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
+        const int slot = count_before(kind != 0, votes, total);
+        if (kind != 0) {
+            list[slot] = visited << kParts | kind >> kParts;
+        }
+        // The visits of a warp lie side by side: of those that show a part anything, the first and the last count.
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const unsigned shows = __ballot_sync(~0u, kind >> part & 1);
+            const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
+            const bool last = shows >> threadIdx.x % 32 == 1;
+            if (first) {
+                atomicMin(&reach[part].x, slot);
+            }
+            if (last) {
+                atomicMax(&reach[part].y, slot + 1);
+            }
+        }
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+    __syncthreads();
+    if (threadIdx.x < kParts) {
+        const int2 found = reach[threadIdx.x];
+        reinterpret_cast<int2*>(p.reach)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
+    }
+}
+
+// Work of the blocks that own `tile` for the q heads with plane `plane`.
+__device__ __forceinline__ int work_of(const Params& p, int plane, int tile) {
+    int work = 0;
+    for (int i = 0; i < 1; ++i) {
+        work += p.tile_count[entry_of(p, plane + i, tile)];
+    }
+    return work;
+}
+
+// One block per owned tile and plane: its rank is the number of tiles with more work, earlier tiles winning ties.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_fp32_d44_dense_a16_m192_n64_s2_p1_r0_q0_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x % p.tiles_m;
+    const int plane = blockIdx.x / p.tiles_m;
+    const int work = work_of(p, plane, tile);
+    int rank = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_m ? work_of(p, plane, other) : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[entry_of(p, plane, rank)] = tile;
+    }
+}
+
+// ---- Parts ---------------------------------------------------------------------------------------------------------
+
+// The bf16 parts of two floats, the largest first.
+struct Split {
+    unsigned parts[kSplits];
+};
+
+// x = big + middle + small: 8 bits of the significand each, so that nothing is left of its 24.
+__device__ __forceinline__ Split split(float x0, float x1) {
+    Split split;
+#pragma unroll
+    for (int i = 0; i < kSplits; ++i) {
+        split.parts[i] = pack(x0, x1);
+        const float2 part = unpack(split.parts[i]);
+        x0 -= part.x;
+        x1 -= part.y;
+    }
+    return split;
+}
+
+// Columns `column` (even) and the next one of a row, zeros past its `width`.
+__device__ __forceinline__ float2 load_pair(const float* row, int column, int width) {
+    return column < width ? __ldg(reinterpret_cast<const float2*>(row + column)) : make_float2(0.0f, 0.0f);
+}
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in a part of `rows` rows that is stored in panels of `span` bytes:
+// [panel][row][chunk], the chunk's number XORed with the place of the row in the pattern, as wgmma expects.
+__device__ __forceinline__ constexpr int chunk_at(int row, int chunk, int rows, int span) {
+    const int chunks = span / 16;
+    return (chunk / chunks * rows + row) * span + (chunk % chunks ^ row / (128 / span) % chunks) * 16;
+}
+
+// wgmma descriptor of a part of `rows` rows in panels of `span` bytes, whether columns or rows are what it sums over
+// (where it is columns, the distance of panels is ignored).
+__device__ __forceinline__ unsigned long long part_at(unsigned part, int rows, int span) {
+    const unsigned code = span == 128 ? 1 : span == 64 ? 2 : 3;  // of the swizzle (PTX ISA, wgmma)
+    const unsigned low = (part & 0x3ffff) >> 4 | rows * span >> 4 << 16;
+    return static_cast<unsigned long long>(8 * span >> 4 | code << 30) << 32 | low;
+}
+
+// Where k16 step `step` along the columns of such a part starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows, int span) {
+    return (step * 32 / span * rows * span + step * 32 % span) >> 4;
+}
+
+// The parts of tile number `place` of all heads' tiles of K, and of V, in the workspace.
+__device__ __forceinline__ unsigned char* keys_at(const Params& p, int place) {
+    return reinterpret_cast<unsigned char*>(p.dkv_accum) + static_cast<long long>(place) * kTileBytesK;
+}
+__device__ __forceinline__ unsigned char* values_at(const Params& p, int place) {
+    unsigned char* values = keys_at(p, p.batch * p.heads_kv * p.tiles_n);
+    return values + static_cast<long long>(place) * kTileBytesV;
+}
+
+// Block: the parts of kTileN rows of a matrix of `width` columns, of which `valid` are there; the rest is zeros.
+__device__ __forceinline__ void write_parts(unsigned char* parts, const float* rows, long long stride, int valid,
+                                            int width, int part_bytes, int span) {
+    const int chunks = part_bytes / (kTileN * 16);
+    for (int i = threadIdx.x; i < kTileN * chunks; i += kPrepareThreads) {
+        const int row = i / chunks;
+        const int chunk = i % chunks;
+        Split pairs[4];
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const float2 x = load_pair(rows + row * stride, chunk * 8 + pair * 2, row < valid ? width : 0);
+            pairs[pair] = split(x.x, x.y);
+        }
+        unsigned char* to = parts + chunk_at(row, chunk, kTileN, span);
+#pragma unroll
+        for (int part = 0; part < kSplits; ++part) {
+            *reinterpret_cast<uint4*>(to + part * part_bytes) =
+                make_uint4(pairs[0].parts[part], pairs[1].parts[part], pairs[2].parts[part], pairs[3].parts[part]);
+        }
+    }
+}
+
+// Grid: tiles_n x batch x heads_kv blocks, head by head: a tile of K and of V in parts, as they shall lie in shared
+// memory.
+extern "C" __global__ void __launch_bounds__(kPrepareThreads)
+attnforge_fwd_sm90a_fp32_d44_dense_a16_m192_n64_s2_p1_r0_q0_prepare(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x % p.tiles_n;
+    const int head = blockIdx.x / p.tiles_n % p.heads_kv;
+    const int batch = blockIdx.x / p.tiles_n / p.heads_kv;
+    const long long key0 = static_cast<long long>(tile) * kTileN;
+    const int valid = p.seq_k - tile * kTileN;
+    const float* k = static_cast<const float*>(p.k) + batch * p.k_batch + head * p.k_head + key0 * p.k_row;
+    const float* v = static_cast<const float*>(p.v) + batch * p.v_batch + head * p.v_head + key0 * p.v_row;
+    write_parts(keys_at(p, blockIdx.x), k, p.k_row, valid, kHeadDim, kPartBytesK, kSpan);
+    write_parts(values_at(p, blockIdx.x), v, p.v_row, valid, kHeadDimV, kPartBytesV, kSpanV);
+}
+
+// ---- Work ----------------------------------------------------------------------------------------------------------
+
+// One piece of work: a query tile of a head.
+struct Work {
+    int tile, head, batch;
+    int plane;  // of the mask
+};
+
+__device__ __forceinline__ Work work_at(const Params& p, int index) {
+    const Place place = place_of(p, index);
+    const int plane = mask_plane(p, place.batch, place.head);
+    return {owned_tile(p, plane, place.rank), place.head, place.batch, plane};
+}
+
+// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
+// piece every time.
+__device__ __forceinline__ int work_index(const Params& p, int round) {
+    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return index < p.tiles_m * p.heads_q * p.batch ? index : -1;
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
+
+// Thread: feed the consumers of this block.
+__device__ __forceinline__ void produce(const Params& p, unsigned base) {
+    unsigned stage = 0;
+    unsigned phase = 0;
+    for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
+        const Work work = work_at(p, index);
+        const int place = (work.batch * p.heads_kv + work.head / (p.heads_q / p.heads_kv)) * p.tiles_n;
+        const int count = visits(p, work.plane, work.tile);
+#pragma unroll 1  // registers are few
+        for (int i = 0; i < count; ++i) {
+            const int entry = visit(p, work.plane, work.tile, i);
+            const int tile = entry >> kParts;
+            barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
+            barrier_expect(base + kFullK + stage * 8, kTileBytesK);
+            bulk_load(base + kOffsetK + stage * kTileBytesK, keys_at(p, place + tile), kTileBytesK,
+                      base + kFullK + stage * 8);
+            barrier_wait(base + kEmptyV + stage * 8, phase ^ 1);
+            barrier_expect(base + kFullV + stage * 8, kTileBytesV);
+            bulk_load(base + kOffsetV + stage * kTileBytesV, values_at(p, place + tile), kTileBytesV,
+                      base + kFullV + stage * 8);
+            if (++stage == kStages) {
+                stage = 0;
+                phase ^= 1;
+            }
+        }
+    }
+}
+
+// ---- Softmax -------------------------------------------------------------------------------------------------------
+
+// Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, int plane, float (&s)[kTileN / 2], int row, int key0) {
+    const float hidden = __int_as_float(0xff800000);
+#pragma unroll
+    for (int word = 0; word < kTileN / 32; ++word) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const unsigned seen = seen_keys(p, plane, row + half * 8, key0 + word * 32) >> threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float& value = s[word * 16 + i / 2 * 4 + half * 2 + i % 2];
+                value = seen >> (i / 2 * 8 + i % 2) & 1 ? value : hidden;
+            }
+        }
+    }
+}
+
+// Statistics of the two query rows of a thread.
+struct Rows {
+    float top[2];  // maximum of S so far
+    float sum[2];  // of P so far, this thread's columns only
+};
+
+// What the exponents of a row are relative to. Rounded once: P, O and the row sums must have the same, or the sums
+// drift away.
+__device__ __forceinline__ float base_of(float top, float scale_log2) { return __fmul_rn(top, scale_log2); }
+
+// Warp: P = 2^(scale log2(e) (S - top)) in parts, as wgmma takes them for its A operand. Moves the rows to their new
+// maxima; O must be multiplied by `factor`.
+__device__ __forceinline__ void softmax(const float (&s)[kTileN / 2], unsigned (&parts)[kSplits][kTileN / 16][4],
+                                        Rows& rows, float scale_log2, float (&factor)[2]) {
+    const float empty = __int_as_float(0xff800000);
+    float base[2];
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float top = s[half * 2];
+#pragma unroll
+        for (int i = half * 2; i < kTileN / 2; i += 4) {
+            top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+        }
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        top = fmaxf(rows.top[half], top);
+        base[half] = top == empty ? 0.0f : base_of(top, scale_log2);
+        factor[half] = exp2_approx(base_of(rows.top[half], scale_log2) - base[half]);
+        rows.top[half] = top;
+    }
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; i += 2) {
+        const int half = i / 2 % 2;
+        const float left = exp2_approx(s[i] * scale_log2 - base[half]);
+        const float right = exp2_approx(s[i + 1] * scale_log2 - base[half]);
+        sum[half] += left + right;
+        const Split pair = split(left, right);
+#pragma unroll
+        for (int part = 0; part < kSplits; ++part) {
+            parts[part][i / 8][i / 2 % 4] = pair.parts[part];
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.sum[half] = rows.sum[half] * factor[half] + sum[half];
+    }
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// The parts that are multiplied, the smallest products first: 2 0, 1 1, 0 2, 1 0, 0 1, 0 0.
+constexpr int kProducts = 6;
+__device__ __forceinline__ constexpr int left_part(int i) { return i < 3 ? 2 - i : i == 3 ? 1 : 0; }
+__device__ __forceinline__ constexpr int right_part(int i) { return i < 3 ? i : i == 4 ? 1 : 0; }
+
+// Warpgroup: its 64 rows of Q in parts, to shared memory at `parts`. `q` is the head's Q, `row` the thread's first
+// query.
+__device__ __forceinline__ void load_q(const Params& p, const float* q, int row, unsigned parts) {
+    const int row_in_part = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll 4
+    for (int i = 0; i < kSteps * 4; ++i) {
+        const int query = row + i % 2 * 8;
+        const int column = i / 2 * 8 + threadIdx.x % 4 * 2;
+        const float2 x = load_pair(q + query * p.q_row, column, query < p.seq_q ? kHeadDim : 0);
+        const Split pair = split(x.x, x.y);
+        const unsigned to = parts + chunk_at(row_in_part + i % 2 * 8, column / 8, 64, kSpan) + threadIdx.x % 4 * 4;
+#pragma unroll
+        for (int part = 0; part < kSplits; ++part) {
+            shared_store(to + part * kPartBytesQ, pair.parts[part]);
+        }
+    }
+}
+
+// Warpgroup: start S = Q K^T.
+__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, unsigned k) {
+    const unsigned long long a = part_at(q, 64, kSpan);
+    const unsigned long long b = part_at(k, kTileN, kSpan);
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            wgmma_scores(s, a + (left_part(i) * kPartBytesQ >> 4) + step_at(step, 64, kSpan),
+                         b + (right_part(i) * kPartBytesK >> 4) + step_at(step, kTileN, kSpan), i + step > 0);
+        }
+    }
+}
+
+// Warpgroup: start the product of P and a tile of V.
+__device__ __forceinline__ void start_out(float (&share)[kColumnsOut / 2], const unsigned (&p)[kSplits][kTileN / 16][4],
+                                          unsigned v) {
+    const unsigned long long b = part_at(v, kTileN, kSpanV);
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) {
+#pragma unroll
+        for (int step = 0; step < kTileN / 16; ++step) {
+            wgmma_out(share, p[left_part(i)][step],
+                      b + (right_part(i) * kPartBytesV + step * 16 * kSpanV >> 4), i + step > 0);
+        }
+    }
+}
+
+// ---- Results -------------------------------------------------------------------------------------------------------
+
+// Thread: write x and y to columns `column` (even) and the next one of a row of O, as far as it has them.
+__device__ __forceinline__ void store_pair(float* row, int column, float x, float y) {
+    if (column < kHeadDimV) {
+        *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
+    }
+}
+
+// Warp: write its rows of O, divided by their sums, and their lse. `row` is the thread's first query.
+__device__ __forceinline__ void store(const Params& p, const Work& work, const Rows& rows,
+                                      const float (&o)[kColumnsOut / 2], int row) {
+    float* out = static_cast<float*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = rows.sum[half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const int query = row + half * 8;
+        if (query < p.seq_q) {
+            if (threadIdx.x % 4 == 0) {
+                const float ln2 = 0.6931471805599453f;
+                const float empty = __int_as_float(0xff800000);
+                const float log = base_of(rows.top[half], p.scale_log2) * ln2 + logf(sum);
+                lse[query] = sum == 0.0f ? empty : log;
+            }
+#pragma unroll
+            for (int i = half * 2; i < kColumnsOut / 2; i += 4) {
+                store_pair(out + query * p.out_row, i * 2 - half * 4 + threadIdx.x % 4 * 2, o[i] * inverse,
+                           o[i + 1] * inverse);
+            }
+        }
+    }
+}
+
+// ---- Consumers -----------------------------------------------------------------------------------------------------
+
+// Warpgroup: work through the pieces of work of this block, for 64 rows of each.
+__device__ __forceinline__ void consume(const Params& p, unsigned base, int group) {
+    const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const bool arrives = threadIdx.x % 32 == 0;  // for its warp
+    unsigned stage = 0;
+    unsigned phase = 0;
+    // Products are started in turns, so that one warpgroup's softmax runs beside another's products.
+    if (group == kConsumers - 1) {  // gives the first one its first turn
+        named_arrive(kTurnOfFirst, 256);
+    }
+    for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
+        const Work work = work_at(p, index);
+        const int row = work.tile * kTileM + row_in_tile;
+        const int count = visits(p, work.plane, work.tile);
+        const int2 reach = count > 0 ? reach_of(p, work.plane, work.tile, group) : make_int2(0, 0);
+        int entry = count > 0 ? visit(p, work.plane, work.tile, 0) : 0;
+        const float* head = static_cast<const float*>(p.q) + work.batch * p.q_batch + work.head * p.q_head;
+        const unsigned q = base + group * kSplits * kPartBytesQ;
+        named_sync(kMeetingOfFirst + group, 128);  // all warps are done with the rows before
+        load_q(p, head, row, q);
+        proxy_fence();
+        named_sync(kMeetingOfFirst + group, 128);
+        float o[kColumnsOut / 2] = {};
+        Rows rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f} };
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int next = i + 1 < count ? visit(p, work.plane, work.tile, i + 1) : 0;
+            barrier_wait(base + kFullK + stage * 8, phase);
+            named_sync(kTurnOfFirst + group, 256);
+            if (i < reach.x || i >= reach.y) {
+                // Nothing that these rows see: hand the tiles back, after they have landed.
+                named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+                __syncwarp();
+                if (arrives) {
+                    barrier_arrive(base + kEmptyK + stage * 8);
+                }
+                barrier_wait(base + kFullV + stage * 8, phase);
+                named_sync(kTurnOfFirst + group, 256);
+                named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+                __syncwarp();
+                if (arrives) {
+                    barrier_arrive(base + kEmptyV + stage * 8);
+                }
+                if (++stage == kStages) {
+                    stage = 0;
+                    phase ^= 1;
+                }
+                entry = next;
+                continue;
+            }
+            float s[kTileN / 2];
+            wgmma_fence();
+            start_scores(s, q, base + kOffsetK + stage * kTileBytesK);
+            wgmma_commit();
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+            wgmma_wait();
+            accumulator_fence(s);
+            if (entry >> group & 1) {
+                apply_mask(p, work.plane, s, row, (entry >> kParts) * kTileN);
+            }
+            __syncwarp();
+            if (arrives) {
+                barrier_arrive(base + kEmptyK + stage * 8);
+            }
+            unsigned parts[kSplits][kTileN / 16][4];
+            float factor[2];
+            softmax(s, parts, rows, p.scale_log2, factor);
+            barrier_wait(base + kFullV + stage * 8, phase);
+            named_sync(kTurnOfFirst + group, 256);
+            float share[kColumnsOut / 2];
+            wgmma_fence();
+            start_out(share, parts, base + kOffsetV + stage * kTileBytesV);
+            wgmma_commit();
+            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+            wgmma_wait();
+            accumulator_fence(share);
+            if (arrives) {
+                barrier_arrive(base + kEmptyV + stage * 8);
+            }
+#pragma unroll
+            for (int j = 0; j < kColumnsOut / 2; ++j) {
+                o[j] = o[j] * factor[j / 2 % 2] + share[j];
+            }
+            if (++stage == kStages) {
+                stage = 0;
+                phase ^= 1;
+            }
+            entry = next;
+        }
+        store(p, work, rows, o, row);
+    }
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------------------
+
+// Grid: tiles_m x batch x heads_q pieces of work, a block each.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_fwd_sm90a_fp32_d44_dense_a16_m192_n64_s2_p1_r0_q0(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(base + kFullK + i * 8, 1);
+            barrier_init(base + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(base + kFullV + i * 8, 1);
+            barrier_init(base + kEmptyV + i * 8, kConsumers * 4);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    // All warps of a warpgroup take part in setmaxnreg; then one thread of the first goes on.
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        if (threadIdx.x == 0) {
+            produce(p, base);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+        consume(p, base, group - 1);
+    }
+}
