@@ -99,6 +99,17 @@ def test_hopper_takes_the_other_family_where_tma_cannot_go() -> None:
     assert [item.spec.problem.arch for item in tree.items] == [Arch.SM90]
 
 
+@pytest.mark.parametrize("arch", ["sm90", "sm90a"])
+def test_hopper_has_its_fast_float32_kernel_by_either_name(arch: str, tmp_path: Path) -> None:
+    words = ("export", "--arch", arch, "--contract", "openkernel", "--dtype", "fp32", str(tmp_path / "out"))
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    written = [path.name for path in (tmp_path / "out/custom_attention/kernels").iterdir()]
+    assert {name[:15] for name in written} == {"fwd_sm90a_fp32_", "bwd_sm90_fp32_d"}
+    assert "-gencode=arch=compute_90a,code=sm_90a" in (tmp_path / "out/setup.py").read_text()
+    assert "TORCH_CUDA_ARCH_LIST=9.0a" in (tmp_path / "out/run.sh").read_text()
+
+
 @pytest.mark.parametrize("name", ["attnforge", "torch", "my-attention", "2nd", ""])
 def test_names_that_are_no_module_of_their_own(tree: Tree, name: str) -> None:
     with pytest.raises(ValueError, match="name"):
