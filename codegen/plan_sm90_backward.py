@@ -14,11 +14,14 @@ from attnforge.codegen.plan_sm90 import (
     require_tiles,
     wgmma_type,
 )
-from attnforge.codegen.spec import Mask, Spec
+from attnforge.codegen.spec import Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm90Backward
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
+# With dQ transposed, of the products of 16 queries each: those of dV that start before dS is computed, as many as there
+# are registers for (they hold P packed while P is needed in fp32, too), and those of dK that run in the next step.
+EARLY_DV, LATE_DK = 1, 2
 
 
 def panel_columns(head_dim: int) -> int:
@@ -35,7 +38,7 @@ def make_plan(spec: Spec) -> Plan:
     if p.mask is Mask.DENSE and not t.split_heads:
         raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
     if t.tile_m != 64:
-        raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
+        _require_transposed(p, t)
     if t.tile_n != 64 * CONSUMERS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {64 * CONSUMERS}, 64 keys for each consumer warpgroup")
     for name in ("stages", "stages_dout"):
@@ -56,6 +59,26 @@ def make_plan(spec: Spec) -> Plan:
     return _plan(spec, t)
 
 
+def _require_transposed(p: Problem, t: Sm90Backward) -> None:
+    """Infeasible where dQ cannot be computed transposed, as it must if tile_m is not 64."""
+    if t.tile_m != 80:
+        raise Infeasible(
+            f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ, or 80"
+        )
+    if p.head_dim != 64 * CONSUMERS:
+        raise Infeasible(
+            f"tile_m 80: takes head_dim {64 * CONSUMERS}, 64 rows of dQ transposed for each consumer"
+        )
+    if p.mask is Mask.DENSE:
+        raise Infeasible("tile_m 80: must be a multiple of 32, the pairs of a word of a dense mask")
+    if t.lag:
+        raise Infeasible("tile_m 80: has no lag, for which there are no registers")
+    if t.stages < 3:
+        raise Infeasible(
+            f"stages {t.stages}: with tile_m 80 the Q of the step before is in use too, which takes 3"
+        )
+
+
 def dq_columns(head_dim: int) -> int:
     """Columns of dQ that one consumer computes, a multiple of 8.
 
@@ -68,10 +91,12 @@ def dq_columns(head_dim: int) -> int:
 
 def live_registers(t: Sm90Backward, head_dim: int) -> int:
     """Registers of a consumer thread that tiles take where most are live: in one of three places of a step."""
-    scores, packed, dq = t.tile_m // 2, t.tile_m // 4, dq_columns(head_dim) // 2
+    scores, packed = t.tile_m // 2, t.tile_m // 4
+    transposed = t.tile_m != 64
+    dq = scores if transposed else dq_columns(head_dim) // 2
     throughout = head_dim + -(-head_dim // 16) * 4 * t.in_regs  # dK and dV; K and V as fragments
-    # P and dP, and P packed, as dV is running; with lag also dQ.
-    gradient = 2 * scores + packed + (dq if t.lag else 0)
+    # P and dP, and of P packed what dV is running with; with lag also dQ.
+    gradient = 2 * scores + (4 * EARLY_DV if transposed else packed) + (dq if t.lag else 0)
     # The next S, and P and dS packed; with lag also the next dP, and dQ.
     issue = scores + 2 * packed + (scores + dq if t.lag else 0)
     return throughout + max(gradient, issue, scores + dq)  # the last: the next P and dQ
@@ -83,12 +108,13 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     columns = panel_columns(d)
     panels = padded // columns
     dq_part = dq_columns(d)
-    buffers_ds = 3 if t.lag else 2  # why these do: kBuffersDs in the kernel
+    transposed = t.tile_m != 64
+    buffers_ds = 1 if transposed else 3 if t.lag else 2  # why these do: kBuffersDs in the kernel
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     require_tiles(q_bytes, kv_bytes)
     ds_bytes, dq_bytes = t.tile_m * t.tile_n * 2, t.tile_m * d * 4
     stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
-    barriers = 8 * (3 + 2 * (t.stages + t.stages_dout) + (3 if t.ordered else 2) * CONSUMERS)
+    barriers = 8 * (3 + 2 * transposed + 2 * (t.stages + t.stages_dout) + (3 if t.ordered else 2) * CONSUMERS)
     shared = 2 * kv_bytes + t.stages * (q_bytes + stat_bytes) + t.stages_dout * q_bytes
     shared += buffers_ds * ds_bytes + dq_bytes + barriers
     require_shared(shared)
@@ -131,6 +157,9 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
             "dq_columns": dq_part,
             "buffers_ds": buffers_ds,
             "uneven": 2 * dq_part != d,
+            "transposed": transposed,
+            "early_dv": EARLY_DV,
+            "late_dk": LATE_DK,
             "row_lanes": 1 << (d // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
             "helper_threads": HELPER_THREADS,
             "shared_bytes": shared,

@@ -4,6 +4,7 @@
 
 static const int* visits_of;  // (tiles_n, tiles_m): query tile * 2 + (1 if some is hidden), or -1
 
+constexpr bool kTransposed = kTileM != 64;  // dQ is: each consumer has 64 columns of head_dim
 static int group_of() { return warp() / 4 - 1; }
 static int visit_of(const Rows& keys, const Rows& queries) {
     return visits_of[keys.row / kTileN * params->tiles_m + queries.row / kTileM];
@@ -60,6 +61,8 @@ static void wgmma_wait() {
 }
 template <class T>
 static void accumulator_fence(T&) {}
+template <class T>
+static void operand_fence(T&) {}
 
 // ---- Products -------------------------------------------------------------------------------------------------------
 
@@ -101,22 +104,61 @@ static void start_scores(S& s, const unsigned (&keys)[n][4], unsigned queries) {
     const Value& value = issue(keys, &Value::read);
     set_scores(s, {value.kind, {}, value.keys, true}, queries);
 }
-template <class S, class F>
-static void start_dkv(S& sum, const F& frags, unsigned queries, int add) {
+constexpr int kStepsM = kTileM / 16;  // along the queries
+// Steps `from` to before `to` of a product for dK or dV.
+static void add_product(Value& value, const Value& from, unsigned queries, int add, int first, int end) {
     const Range range{queries, queries + kTileBytesM};
     const Write tile = origin({range}, queries);
-    const Value from = issue(frags, &Value::read);
-    Value& value = issue(sum, &Value::written);
-    if (!add) {
+    if (first == 0 && !add) {
         value.sum.clear();
         value.kind = from.kind == kP ? kDv : kDk;
         value.keys = from.keys;
+        value.steps = 0;
     }
     require(from.kind == (value.kind == kDv ? kP : kDs) && from.keys == value.keys, "a wrong factor of dK or dV");
     const Kind factor = value.kind == kDv ? kTensorDo : kTensorQ;
     require(tile.kind == factor && tile.queries == from.queries, "dK or dV with a wrong tile");
-    value.sum.push_back(tile.queries);
+    require(value.steps == first, "dK or dV without some of its steps, or with some of them twice");
+    value.steps = end % kStepsM;
+    if (end == kStepsM) {
+        value.sum.push_back(tile.queries);
+    }
     note_read({range});
+}
+template <int kFrom = 0, int kTo = kStepsM, class S, class F>
+static void start_dkv(S& sum, const F& frags, unsigned queries, int add) {
+    const Value from = issue(frags + kFrom, &Value::read);
+    add_product(issue(sum, &Value::written), from, queries, add, kFrom, kTo);
+}
+// The warp's 16 keys of each query in the consumer's part of dS at `part`.
+static std::vector<Range> own_chunks(unsigned part, int from = 0, int step = 1) {
+    std::vector<Range> ranges;
+    for (int row = from; row < kTileM; row += step > 1 && row % 8 == 7 ? step : 1) {
+        for (int chunk = warp() % 4 * 2; chunk < warp() % 4 * 2 + 2; ++chunk) {
+            const unsigned at = part + row * kSpanDs + (chunk ^ row % 8) * 16;
+            ranges.push_back({at, at + 16});
+        }
+    }
+    return ranges;
+}
+// The same with dS from shared memory, the consumer's own part. What is no dS spoils the sum until it is overwritten.
+template <int kFrom, int kTo, class S>
+static void start_dk(S& sum, unsigned ds, unsigned queries, int add) {
+    const unsigned tile = ds - (ds - kOffsetDs) % kDsBytes;
+    const std::vector<Range> own = own_chunks(ds);  // of A a warp reads its own rows
+    const Write found = origin(own, tile);
+    Value& value = issue(sum, &Value::written);
+    if (found.kind != kDs) {
+        value.kind = kNothing;
+        return;
+    }
+    Value from;
+    from.kind = kDs;
+    from.queries = found.queries;
+    from.keys = found.keys;
+    require(ds - tile == group_of() * kTileM * kSpanDs, "dK with dS of the other consumer");
+    add_product(value, from, queries, add, kFrom, kTo);
+    note_read(own);
 }
 template <class S>
 static void start_dq(S& dq, unsigned ds, unsigned k) {
@@ -133,151 +175,21 @@ static void start_dq(S& dq, unsigned ds, unsigned k) {
         note_read({scores, keys});
     }
 }
-
-// ---- Scalar work ----------------------------------------------------------------------------------------------------
-
+// Transposed, for 64 keys: first the consumer's own, then those of the other one.
 template <class S>
-static void probabilities(S& s, unsigned lse, float) {
-    give_way();
-    const Write stats = origin({{lse, lse + kTileM * 4}}, lse);
-    Value& value = define(s);
-    require(value.kind == kS, "P of what is no S");
-    require(stats.kind == kStats && stats.queries == value.queries, "P with wrong row statistics");
-    value.kind = kP;
-}
-template <class S>
-static void mask(S& s, int query0) {
-    Value& value = define(s);
-    require(value.kind == kP && value.queries.row == query0 && !value.masked, "the mask of another tile");
-    value.masked = true;
-}
-template <class S, class Spans>
-static void apply_mask(S& s, int query0, const Spans&) { mask(s, query0); }
-template <class S>
-static void apply_mask(const Params&, S& s, int query0, int) { mask(s, query0); }
-static void require_masked(const Value& p) {
-    const int entry = visit_of(p.keys, p.queries);
-    require(p.kind == kP && entry >= 0 && p.masked == (entry & 1), "P is not masked as its visit says");
-}
-template <class F, class S>
-static void pack_scores(F& frags, S& s) {
-    const Value p = use(s);
-    require_masked(p);
-    Value& value = define(frags);
-    value.kind = kP;
-    value.queries = p.queries;
-    value.keys = p.keys;
-}
-template <class F, class S, class D>
-static void score_gradients(F& frags, S& s, D& dp, unsigned delta) {
-    give_way();
-    const Value p = use(s), gradient = use(dp);
-    const Write stats = origin({{delta, delta + kTileM * 4}}, delta - kTileM * 4);
-    require_masked(p);
-    require(stats.kind == kStats && stats.queries == p.queries, "dS with wrong row statistics");
-    require(gradient.kind == kDp && gradient.queries == p.queries && gradient.keys == p.keys, "dS with a wrong dP");
-    Value& value = define(frags);
-    value.kind = kDs;
-    value.queries = p.queries;
-    value.keys = p.keys;
+static void start_dq(S& dq, unsigned ds, unsigned k, int add) {
+    const unsigned tile = ds - (ds - kOffsetDs) % kDsBytes;
+    const Range scores{ds, ds + kTileM * kSpanDs}, keys{k, k + 64 * kSpan};
+    const Write a = origin({scores}, tile), b = origin({keys}, kOffsetK);
+    Value& value = issue(dq, &Value::written);
+    require(b.kind == kTensorK, "dQ with a wrong tile of K");
+    require((ds - tile) / (kTileM * kSpanDs) == (k - kOffsetK) % (kTileN * kSpan) / (64 * kSpan), "dQ with other keys");
+    const bool other = value.keys == a.keys && value.queries == a.queries && value.steps == 1;
+    value.kind = a.kind == kDs && a.keys == b.keys && add && other ? kDq : kNothing;
+    value.steps = !add;
+    value.queries = a.queries;
+    value.keys = a.keys;
+    note_read({scores, keys});
 }
 
-// ---- Results --------------------------------------------------------------------------------------------------------
-
-template <class F>
-static void store_ds(unsigned ds, const F& frags, int group) {
-    sync_warp();
-    const Value& value = use(frags);
-    const unsigned from = (group * 64 + warp() % 4 * 16 + half() * 8) * kSpanDs;
-    fill(blockIdx.x, {ds + from, ds + from + 8 * kSpanDs}, new_write({kDs, value.queries, value.keys, false}), from);
-}
-static int part_bytes(int group) { return 64 * 4 * (group == 0 ? kDqColumns : kHeadDim - kDqColumns); }
-template <class D, class... Group>
-static void store_dq(unsigned part, const D& dq, Group...) {
-    give_way();
-    const Value& value = use(dq);
-    const int write = new_write({value.kind, value.queries, value.keys, false});
-    for (int i = 0; i < part_bytes(group_of()); i += 2048) {
-        const unsigned from = i + threadIdx.x % 128 * 16;
-        fill(blockIdx.x, {part + from, part + from + 256}, write, from);
-    }
-}
-static void bulk_reduce(const float* target, unsigned part, int bytes) {
-    const int group = (part - kOffsetDq) / kDqPartBytes, tile = kTileM * kHeadDim, block = here().number;
-    const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
-    const int rest = at % (params->padded_q * kHeadDim);
-    const Rows rows = rows_of(rest / tile * kTileM, plane, params->heads_q);
-    const Write found = origin({{part, part + bytes}}, part);
-    require(bytes == part_bytes(group) && rest % tile == group * kDqPartBytes / 4, "a wrong part of dQ");
-    require(found.kind == kDq && found.queries == rows, "what is added is not dQ of this tile");
-    copy_out({{part, part + bytes}}, [=] { dq_sums[{rows, group}].push_back({block, {found.keys}}); });
-}
-static void bulk_store(const float* target, unsigned part, int bytes) {
-    const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
-    const int row = at % (params->padded_q * kHeadDim) / (kTileM * kHeadDim) * kTileM;
-    const Rows rows = rows_of(row, plane, params->heads_q);
-    require(dq_sums[{rows, (part - kOffsetDq) / kDqPartBytes}].empty(), "sums of dQ are overwritten");
-    bulk_reduce(target, part, bytes);
-}
-
-template <class S>
-static void add_dkv(const float* target, const S& x) {
-    give_way();
-    const Value value = use(x);
-    const long long at = target - params->dkv_accum, plane = at / (params->padded_k * kHeadDim);
-    const long long planes = params->batch * params->heads_kv;
-    const int row = at % (params->padded_k * kHeadDim) / kHeadDim, part = threadIdx.x % 128 / 16, block = here().number;
-    const Rows rows = rows_of(row, plane % planes, params->heads_kv);
-    const Rows own{value.keys.row + group_of() * 64, value.keys.head, value.keys.batch};
-    require(value.kind == (plane < planes ? kDk : kDv) && rows == own, "dK or dV goes to a wrong place");
-    Fiber* fiber = current;
-    ++fiber->adding;
-    later([=] {
-        dkv_sums[{value.kind, rows, part}].push_back({block, value.sum});
-        --fiber->adding;
-    });
-}
-static std::map<int, std::vector<Rows>> staged;  // by write
-// Chunks of 16 bytes of 8 rows of a staged tile that lanes 0-15 of a warp write, or the others.
-static std::vector<Range> staged_rows(unsigned part, int warp, int half) {
-    std::vector<Range> ranges;
-    constexpr int chunks = kColumns / 8;  // of a panel
-    for (int row = warp * 16; row < warp * 16 + 16; ++row) {
-        for (int chunk = half; chunk < kHeadDim / 8; chunk += 2) {
-            const int place = chunk % chunks ^ row / (64 / kColumns) % chunks;
-            const unsigned from = part + chunk / chunks * 64 * kSpan + row * kSpan + place * 16;
-            ranges.push_back({from, from + 16});
-        }
-    }
-    return ranges;
-}
-template <class S>
-static void stage_dkv(unsigned part, const S& x, float) {
-    sync_warp();
-    const Value& value = use(x);
-    const Rows own{value.keys.row + group_of() * 64, value.keys.head, value.keys.batch};
-    const int write = new_write({value.kind, {}, own, false});
-    staged[write] = value.sum;
-    for (const Range& range : staged_rows(part, warp() % 4, half())) {
-        fill(blockIdx.x, range, write, range.from - part);
-    }
-}
-template <class Map>
-static void store_tile(const Map& map, unsigned part, int row, int head, int batch) {
-    const int kind = map.words[0] == kTensorDk ? kDk : kDv, block = here().number;
-    const Rows rows{row, head, batch};
-    for (int i = 0; i < 8; ++i) {
-        const std::vector<Range> ranges = staged_rows(part, i / 2, i % 2);
-        const Write found = origin(ranges, part);
-        require(found.kind == kind && found.keys == rows, "what is stored is not dK or dV of these keys");
-        const std::vector<Rows> visits = staged[cell(blockIdx.x, ranges[0].from).write];
-        copy_out(ranges, [=] { dkv_sums[{kind, rows, i}].push_back({block, visits}); });
-    }
-}
-static void store_no_dkv(const Params&, int key0, int head, int batch) {
-    for (int i = 0; threadIdx.x == 0 && i < 16 * kConsumers; ++i) {
-        dkv_sums[{i % 2 ? kDk : kDv, {key0 + i / 16 * 64, head, batch}, i / 2 % 8}].push_back({here().number, {}});
-    }
-}
-
-#include "backward_sums.h"
+#include "backward_results.h"

@@ -36,13 +36,14 @@ PROBLEMS = [
     Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 41, Mask.DENSE, 4, 100),
+    Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.CAUSAL),
     Problem(FORWARD, Arch.SM80, DType.FLOAT32, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM89, DType.FLOAT32, 41, Mask.DENSE, 4, 200),
     Problem(BACKWARD, Arch.SM90, DType.FLOAT32, 64, Mask.SPANS),
     Problem(BACKWARD, Arch.SM120, DType.FLOAT32, 52, Mask.CAUSAL, 8, 9),
 ]
 # Knobs with one feasible value so far.
-ONE_VALUE = {("sm90a", Direction.BACKWARD, name) for name in ("tile_m", "tile_n")}
+ONE_VALUE = {("sm90a", Direction.BACKWARD, "tile_n")}
 RENDERED = 40  # of a problem's candidates, evenly spread
 
 
@@ -97,7 +98,11 @@ def changed(problem: Problem, knob: str) -> tuple[Spec, Spec] | None:
     for spec in specs(problem):
         value = int(getattr(spec.tuning, knob))
         # Booleans turn; numbers go by what lanes, tiles and stages are made of.
-        for step in (1 - value,) if value < 2 else (value * 2, value // 2, value + 1, value - 1, value + 48):
+        for step in (
+            (1 - value,)
+            if value < 2
+            else (value * 2, value // 2, value + 1, value - 1, value + 16, value + 48)
+        ):
             other = retuned(spec, knob, step)
             if other is not None and other != spec:
                 return spec, other

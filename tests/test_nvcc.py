@@ -11,7 +11,7 @@ import pytest
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Forward
+from attnforge.codegen.tuning import Sm90Backward, Sm90Forward
 from attnforge.runtime import toolchain
 from attnforge.runtime.settings import COMPILER
 
@@ -112,6 +112,18 @@ def test_clusters_compile_cleanly(
     log, resources = compile_strictly(source, tmp_path)
     assert not SERIALISED.search(log), log
     assert [used["spill_bytes"] for used in resources.values()] == [0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "split", "ordered"),
+    [(Mask.FULL, 0, 1), (Mask.CAUSAL, 1, 0), (Mask.SPANS, 1, 1), (Mask.SPANS, 0, 0)],
+)
+def test_tiles_of_80_queries_compile_cleanly(mask: Mask, split: int, ordered: int, tmp_path: Path) -> None:
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, mask)
+    tuning = Sm90Backward(80, 128, 3, 2, False, 0, bool(split), bool(ordered), False)
+    log, resources = compile_strictly(render(Spec(problem, tuning)), tmp_path)
+    assert not SERIALISED.search(log), log
+    assert not any(used["spill_bytes"] for used in resources.values()), resources
 
 
 @pytest.mark.parametrize("align", [8, 4, 2])

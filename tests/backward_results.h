@@ -1,0 +1,160 @@
+// Scalar work of the Hopper backward as backward_pipeline.h sees it: what becomes of the products' registers, and where
+// dS, dQ, dK and dV go from them.
+#pragma once
+
+// ---- Scalar work ----------------------------------------------------------------------------------------------------
+
+template <class S>
+static void probabilities(S& s, unsigned lse, float) {
+    give_way();
+    const Write stats = origin({{lse, lse + kTileM * 4}}, lse);
+    Value& value = define(s);
+    require(value.kind == kS, "P of what is no S");
+    require(stats.kind == kStats && stats.queries == value.queries, "P with wrong row statistics");
+    value.kind = kP;
+}
+template <class S>
+static void mask(S& s, int query0) {
+    Value& value = define(s);
+    require(value.kind == kP && value.queries.row == query0 && !value.masked, "the mask of another tile");
+    value.masked = true;
+}
+template <class S, class Spans>
+static void apply_mask(S& s, int query0, const Spans&) { mask(s, query0); }
+template <class S>
+static void apply_mask(const Params&, S& s, int query0, int) { mask(s, query0); }
+static void require_masked(const Value& p) {
+    const int entry = visit_of(p.keys, p.queries);
+    require(p.kind == kP && entry >= 0 && p.masked == (entry & 1), "P is not masked as its visit says");
+}
+template <int kFrom = 0, int kTo = kStepsM, class F, class S>
+static void pack_scores(F& frags, S& s) {
+    const Value p = use(s);
+    require_masked(p);
+    Value& value = define(frags + kFrom);
+    value.kind = kP;
+    value.queries = p.queries;
+    value.keys = p.keys;
+}
+template <class F, class S, class D>
+static void score_gradients(F& frags, S& s, D& dp, unsigned delta) {
+    give_way();
+    const Value p = use(s), gradient = use(dp);
+    const Write stats = origin({{delta, delta + kTileM * 4}}, delta - kTileM * 4);
+    require_masked(p);
+    require(stats.kind == kStats && stats.queries == p.queries, "dS with wrong row statistics");
+    require(gradient.kind == kDp && gradient.queries == p.queries && gradient.keys == p.keys, "dS with a wrong dP");
+    Value& value = define(frags);
+    value.kind = kDs;
+    value.queries = p.queries;
+    value.keys = p.keys;
+}
+
+// ---- Results --------------------------------------------------------------------------------------------------------
+
+template <class F>
+static void store_ds(unsigned ds, const F& frags, int group) {
+    sync_warp();
+    const Value& value = use(frags);
+    const int write = new_write({kDs, value.queries, value.keys, false});
+    if (kTransposed) {  // two chunks of 8 keys of each query
+        for (const Range& range : own_chunks(ds + group * kTileM * kSpanDs, half() * 8, 9)) {
+            fill(blockIdx.x, range, write, range.from - ds);
+        }
+    } else {
+        const unsigned from = (group * 64 + warp() % 4 * 16 + half() * 8) * kSpanDs;
+        fill(blockIdx.x, {ds + from, ds + from + 8 * kSpanDs}, write, from);
+    }
+}
+static int part_bytes(int group) {
+    return kTransposed || group == 0 ? kDqPartBytes : 64 * 4 * (kHeadDim - kDqColumns);
+}
+template <class D, class... Group>
+static void store_dq(unsigned part, const D& dq, Group...) {
+    give_way();
+    const Value& value = use(dq);
+    const int write = new_write({value.kind, value.queries, value.keys, false});
+    for (int i = 0; i < part_bytes(group_of()); i += 2048) {
+        const unsigned from = i + threadIdx.x % 128 * 16;
+        fill(blockIdx.x, {part + from, part + from + 256}, write, from);
+    }
+}
+static void bulk_reduce(const float* target, unsigned part, int bytes) {
+    const int group = (part - kOffsetDq) / kDqPartBytes, tile = kTileM * kHeadDim, block = here().number;
+    const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
+    const int rest = at % (params->padded_q * kHeadDim);
+    const Rows rows = rows_of(rest / tile * kTileM, plane, params->heads_q);
+    const Write found = origin({{part, part + bytes}}, part);
+    require(bytes == part_bytes(group) && rest % tile == group * kDqPartBytes / 4, "a wrong part of dQ");
+    require(found.kind == kDq && found.queries == rows, "what is added is not dQ of this tile");
+    copy_out({{part, part + bytes}}, [=] { dq_sums[{rows, group}].push_back({block, {found.keys}}); });
+}
+static void bulk_store(const float* target, unsigned part, int bytes) {
+    const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
+    const int row = at % (params->padded_q * kHeadDim) / (kTileM * kHeadDim) * kTileM;
+    const Rows rows = rows_of(row, plane, params->heads_q);
+    require(dq_sums[{rows, (part - kOffsetDq) / kDqPartBytes}].empty(), "sums of dQ are overwritten");
+    bulk_reduce(target, part, bytes);
+}
+
+template <class S>
+static void add_dkv(const float* target, const S& x) {
+    give_way();
+    const Value value = use(x);
+    const long long at = target - params->dkv_accum, plane = at / (params->padded_k * kHeadDim);
+    const long long planes = params->batch * params->heads_kv;
+    const int row = at % (params->padded_k * kHeadDim) / kHeadDim, part = threadIdx.x % 128 / 16, block = here().number;
+    const Rows rows = rows_of(row, plane % planes, params->heads_kv);
+    const Rows own{value.keys.row + group_of() * 64, value.keys.head, value.keys.batch};
+    require(value.kind == (plane < planes ? kDk : kDv) && rows == own, "dK or dV goes to a wrong place");
+    Fiber* fiber = current;
+    ++fiber->adding;
+    later([=] {
+        dkv_sums[{value.kind, rows, part}].push_back({block, value.sum});
+        --fiber->adding;
+    });
+}
+static std::map<int, std::vector<Rows>> staged;  // by write
+// Chunks of 16 bytes of 8 rows of a staged tile that lanes 0-15 of a warp write, or the others.
+static std::vector<Range> staged_rows(unsigned part, int warp, int half) {
+    std::vector<Range> ranges;
+    constexpr int chunks = kColumns / 8;  // of a panel
+    for (int row = warp * 16; row < warp * 16 + 16; ++row) {
+        for (int chunk = half; chunk < kHeadDim / 8; chunk += 2) {
+            const int place = chunk % chunks ^ row / (64 / kColumns) % chunks;
+            const unsigned from = part + chunk / chunks * 64 * kSpan + row * kSpan + place * 16;
+            ranges.push_back({from, from + 16});
+        }
+    }
+    return ranges;
+}
+template <class S>
+static void stage_dkv(unsigned part, const S& x, float) {
+    sync_warp();
+    const Value& value = use(x);
+    const Rows own{value.keys.row + group_of() * 64, value.keys.head, value.keys.batch};
+    const int write = new_write({value.kind, {}, own, false});
+    staged[write] = value.sum;
+    for (const Range& range : staged_rows(part, warp() % 4, half())) {
+        fill(blockIdx.x, range, write, range.from - part);
+    }
+}
+template <class Map>
+static void store_tile(const Map& map, unsigned part, int row, int head, int batch) {
+    const int kind = map.words[0] == kTensorDk ? kDk : kDv, block = here().number;
+    const Rows rows{row, head, batch};
+    for (int i = 0; i < 8; ++i) {
+        const std::vector<Range> ranges = staged_rows(part, i / 2, i % 2);
+        const Write found = origin(ranges, part);
+        require(found.kind == kind && found.keys == rows, "what is stored is not dK or dV of these keys");
+        const std::vector<Rows> visits = staged[cell(blockIdx.x, ranges[0].from).write];
+        copy_out(ranges, [=] { dkv_sums[{kind, rows, i}].push_back({block, visits}); });
+    }
+}
+static void store_no_dkv(const Params&, int key0, int head, int batch) {
+    for (int i = 0; threadIdx.x == 0 && i < 16 * kConsumers; ++i) {
+        dkv_sums[{i % 2 ? kDk : kDv, {key0 + i / 16 * 64, head, batch}, i / 2 % 8}].push_back({here().number, {}});
+    }
+}
+
+#include "backward_sums.h"
