@@ -93,5 +93,5 @@ def test_gradients(mask: Mask) -> None:
             for name, grad, again, answer in zip("qkv", *runs, (exact.dq, exact.dk, exact.dv), strict=True):
                 assert answer is not None
                 error, size = (y.double().square().mean().sqrt().item() for y in (grad - answer, answer))
-                assert error <= LIMIT * size + 1e-5, f"d{name} {shape} {spec.to_cli()}: {error} of {size}"
+                assert error <= LIMIT * size + 1e-4, f"d{name} {shape} {spec.to_cli()}: {error} of {size}"
                 assert not fixed or torch.equal(grad, again), f"d{name} {shape} {spec.to_cli()}"
