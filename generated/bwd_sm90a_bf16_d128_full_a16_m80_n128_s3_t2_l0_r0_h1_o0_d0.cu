@@ -1,0 +1,1032 @@
+// attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0
+// Generated from templates/sm90a/backward.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
+//     --set tile_m=80 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
+//     --set in_regs=0 --set split_heads=1 --set ordered=0 --set descending=0
+//
+//   tile_m        80   query rows per step of the main loop: 64, or 80 with head_dim 128
+//   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
+//   stages         3   shared-memory buffers for Q
+//   stages_dout    2   shared-memory buffers for dO
+//   lag            0   dQ runs a step later and dP a step earlier: consumers may be up to a step apart
+//   in_regs        0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
+//   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not the one with most work (ordered ones always do)
+//
+// S = scale Q K^T, P = exp(S - lse), dP = dO V^T, delta = row sums of dO * O, dS = P * (dP - delta);
+// dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
+// A block owns a key tile of one q head and walks the query tiles that see it. dK and dV of the q heads that share a kv
+// head are summed in fp32 memory, as is dQ.
+// Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are computed transposed
+// (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
+// through shared memory, for dQ, which needs all keys of the tile.
+// dQ is computed transposed, too (head_dim x queries), for the rows of a product come 64 at a time, its columns by
+// eights. Here dK takes dS from shared memory as well: it runs into the next step, which needs those registers.
+// Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add the parts of dQ to the sums.
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
+// Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ), _finish_dkv (dK and dV).
+
+typedef unsigned short element;  // bf16, only ever moved as bits
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
+    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
+    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
+    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
+    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
+    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has its own dense mask, else 1
+    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
+    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int bits_row;  // words per row of bits
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T
+    float scale_log2;  // scale * log2(e)
+};
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// How the copy engine finds the tensors; encoded by the host for each call.
+struct TensorMaps {
+    TensorMap q, dout, k, v;
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 128;
+constexpr int kTileM = 80;  // query rows of a step
+constexpr int kTileN = 128;  // keys of a block
+constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
+// Of the products of dV and dK, 16 queries each:
+constexpr int kEarly = 1;  // those of dV that start before dS is computed
+constexpr int kLate = kTileM / 16 - 2;  // dK: those from this one on run in the next step
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
+constexpr int kStagesQ = 3;  // buffers of Q
+constexpr int kStagesDo = 2;  // buffers of dO
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
+constexpr int kColumns = 64;
+constexpr int kSpan = kColumns * 2;
+constexpr unsigned kSwizzle = 1;  // wgmma's code for it
+constexpr int kPanels = 2;
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row
+constexpr int kRowBytes = kMain * 2;
+constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
+// dQ: a consumer computes 64 columns of head_dim, a panel, for all keys of the block: the rows of its product.
+constexpr int kDqColumns = kTileM;  // of the product
+constexpr int kDqSecond = 64;  // where the second consumer's part of head_dim starts
+constexpr int kDqPartBytes = 64 * kDqColumns * 4;
+// dS is stored as [consumer][query][key], the chunks of a consumer's 64 keys swizzled within 128 bytes.
+constexpr int kSpanDs = 128;
+constexpr unsigned kSwizzleDs = 1;
+constexpr int kDsBytes = kTileM * kTileN * 2;
+// There is room for one buffer: a barrier says that it is empty, once both are done with dQ.
+constexpr int kBuffersDs = 1;
+constexpr int kTileBytesM = kTileM * kRowBytes;
+constexpr int kTileBytesN = kTileN * kRowBytes;
+constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
+// Shared memory.
+constexpr int kOffsetK = 0;
+constexpr int kOffsetV = kOffsetK + kTileBytesN;
+constexpr int kOffsetQ = kOffsetV + kTileBytesN;
+constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
+constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
+constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
+constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
+constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
+constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
+// Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
+// arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
+// takes one of each warp of a consumer, whose keys it is about; empty dS one of each consumer warp, for dQ needs the
+// keys of both consumers. Each consumer has a buffer of dQ: full with
+// its four warps empty when the warp that adds it has read it.
+constexpr int kFullK = kOffsetBarriers;
+constexpr int kFullV = kFullK + 8;
+constexpr int kFullDs = kFullV + 8;
+constexpr int kEmptyDs = kFullDs + 8 * kConsumers;
+constexpr int kFullQ = kEmptyDs + 8;
+constexpr int kEmptyQ = kFullQ + 8 * kStagesQ;
+constexpr int kFullDo = kEmptyQ + 8 * kStagesQ;
+constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
+constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
+constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
+constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
+static_assert(kSharedBytes == 231472, "codegen/plan_sm90_backward.py disagrees");
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: set up a barrier for `count` arrivals per phase.
+__device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Thread: make initialised barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Thread: arrive.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Thread: arrive and announce `bytes` of copies that must land before the phase ends.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Thread: start fetching a descriptor, which the first copy would wait for.
+__device__ __forceinline__ void prefetch_map(const void* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Thread: start copying a box to shared memory; its bytes count towards `barrier`.
+__device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
+                                         int panel, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
+__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Thread: close the group of stores issued since the last commit.
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Thread: wait until the sources of all its stores may be overwritten.
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Thread: order its shared-memory writes before later reads by TMA or wgmma.
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: close the group of wgmma issued since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: wait until at most `groups` groups are in flight.
+template <int groups>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
+}
+
+// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
+template <int n>
+__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+
+// Thread: what makes the operand `a` may not move past this point. Costs nothing.
+template <int n>
+__device__ __forceinline__ void operand_fence(unsigned (&a)[n][4]) {
+#pragma unroll
+    for (int i = 0; i < n * 4; ++i) {
+        asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+    }
+}
+
+// Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// Warp: the same for the transposes of the matrices.
+__device__ __forceinline__ void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2,
+                                                    unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// Thread: start adding consecutive floats (16-byte aligned, a multiple of 16 bytes) to device memory.
+__device__ __forceinline__ void bulk_reduce(float* target, unsigned src, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(src), "r"(bytes)
+                 : "memory");
+}
+
+// Thread: add four consecutive floats to device memory.
+__device__ __forceinline__ void add_to(float* target, float x, float y, float z, float w) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Thread: an integer to and from shared memory.
+__device__ __forceinline__ void store_int(unsigned address, int x) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ int load_int(unsigned address) {
+    int x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+
+// Thread: two consecutive floats from shared memory.
+__device__ __forceinline__ float2 load_pair(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+    return x;
+}
+
+// Thread: four consecutive floats to shared memory.
+__device__ __forceinline__ void store_quad(unsigned address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Thread: both elements of a register as floats.
+__device__ __forceinline__ float2 unpack(unsigned packed) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
+}
+
+// Warpgroup: S or dP (64 keys x 80 queries) = or += A B^T over 16 columns of head_dim, both from shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned long long a, unsigned long long b,
+                                             int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+                 : "l"(a), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: dK (64 keys x head_dim) = or += A B over 16 queries, A and B as they lie in memory.
+__device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], unsigned long long a, unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 : "l"(a), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: dV (64 keys x head_dim) = or += A B over 16 queries, A from registers, B as it lies in memory.
+__device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: dQ^T (64 columns x 80 queries) = or += K^T dS^T over 16 keys, K as it lies in memory.
+__device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned long long a, unsigned long long b,
+                                         int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+                 : "l"(a), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
+
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+
+// The key tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return rank;
+}
+
+// How many query tiles key tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return p.tiles_m;
+}
+
+// Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
+}
+
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
+// sections gain: docs/performance.md, log 11.
+constexpr long long kCacheBytes = 40 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose operands fit the L2 cache together; in a section
+// all heads' largest tiles come first.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = 1;
+    const long long bytes = 8LL * kHeadDim * p.seq_q;
+    const long long planes = static_cast<long long>(heads / together) * p.batch;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_n) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_n;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Work ----------------------------------------------------------------------------------------------------------
+
+// Position in a ring of buffers: the phase of its barriers flips at every wrap.
+struct Ring {
+    unsigned stage, phase;
+    __device__ __forceinline__ void advance(unsigned stages) {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
+struct Work {
+    int tile, head_kv, batch;
+    int visits;             // query tiles, for each q head
+    int first_head, heads;  // q heads
+};
+
+// The work of block `block` of the grid.
+__device__ __forceinline__ Work work_of(const Params& p, int block) {
+    const Place place = place_of(p, block);
+    Work work;
+    work.first_head = place.head;
+    work.heads = 1;
+    work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
+
+// wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned code) {
+    const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
+    return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
+}
+
+// Where k16 step `step` along the columns of a tile of `rows` rows starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
+}
+
+// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
+__device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
+                                          int batch, int rows) {
+    tma_load(tile, map, barrier, 0, row, 0, head, batch);
+}
+
+// ---- Producers -----------------------------------------------------------------------------------------------------
+
+// The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
+// are few others); their first lane alone acts. All walk the visits in the same order as the consumers.
+
+// Warp: feed the consumers with K, then Q and what goes with it.
+__device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+    const bool acts = threadIdx.x % 32 == 0;
+    if (acts) {
+        barrier_expect(base + kFullK, kTileBytesN);
+        load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv,
+                  work.batch, kTileN);
+    }
+    Ring ring = {0, 1};  // fresh barriers count as empty
+    for (int h = 0; h < work.heads; ++h) {
+        const int head = work.first_head + h;
+        const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 2;
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const int entry = visit(p, work.tile, i);
+            const int query0 = (entry >> 1) * kTileM;
+            const unsigned full = base + kFullQ + ring.stage * 8;
+            barrier_wait(base + kEmptyQ + ring.stage * 8, ring.phase);
+            if (acts) {
+                store_int(base + kOffsetVisit + ring.stage * 8, entry);
+                barrier_expect(full, kTileBytesM + kStatBytes);
+                load_tile(base + kOffsetQ + ring.stage * kTileBytesM, maps.q, full, query0, head,
+                          work.batch, kTileM);
+                bulk_load(base + kOffsetStats + ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full);
+            }
+            ring.advance(kStagesQ);
+        }
+    }
+}
+
+// Warp: feed the consumers with V, then dO.
+__device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+    const bool acts = threadIdx.x % 32 == 0;
+    if (acts) {
+        barrier_expect(base + kFullV, kTileBytesN);
+        load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
+                  work.batch, kTileN);
+    }
+    Ring ring = {0, 1};  // fresh barriers count as empty
+    for (int h = 0; h < work.heads; ++h) {
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const int query0 = (visit(p, work.tile, i) >> 1) * kTileM;
+            const unsigned full = base + kFullDo + ring.stage * 8;
+            barrier_wait(base + kEmptyDo + ring.stage * 8, ring.phase);
+            if (acts) {
+                barrier_expect(full, kTileBytesM);
+                load_tile(base + kOffsetDo + ring.stage * kTileBytesM, maps.dout, full, query0, work.first_head + h,
+                          work.batch, kTileM);
+            }
+            ring.advance(kStagesDo);
+        }
+    }
+}
+
+// Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory, which have the
+// order of fragments too.
+__device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
+    const bool acts = threadIdx.x % 32 == 0;
+    unsigned phase = 0;
+    for (int h = 0; h < work.heads; ++h) {
+        const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
+        float* sums = p.dq_accum + plane * p.padded_q * kHeadDim + group * (kDqPartBytes / 4);
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const int tile = visit(p, work.tile, i) >> 1;
+            barrier_wait(base + kFullDq + group * 8, phase);
+            phase ^= 1;
+            if (acts) {
+                float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
+                const unsigned part = base + kOffsetDq + group * kDqPartBytes;
+                const int bytes = kDqPartBytes;
+                bulk_reduce(target, part, bytes);
+                tma_store_commit();
+                tma_store_wait();
+                barrier_arrive(base + kEmptyDq + group * 8);
+            }
+        }
+    }
+}
+
+// ---- Softmax and its gradient --------------------------------------------------------------------------------------
+
+// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
+__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
+        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
+        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
+        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
+    }
+}
+
+// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
+    const int first = query0 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int query = first + i * 2 + c;
+            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
+            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
+        }
+    }
+}
+
+// Thread: P in the registers and precision that wgmma takes as its A operand.
+template <int kFrom, int kTo>  // for these steps along the queries
+__device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
+#pragma unroll
+    for (int i = kFrom * 4; i < kTo * 4; ++i) {
+        frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
+    }
+}
+
+// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
+__device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
+                                                const float (&dp)[kTileM / 2], unsigned delta) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
+        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
+        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
+    }
+}
+
+// ---- How results leave registers -----------------------------------------------------------------------------------
+
+// Warpgroup: its 64 keys of dS to the tile at `ds`.
+__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
+    const int lane = threadIdx.x % 32;
+    // Of the four 8 x 8 matrices of a step, which stmatrix transposes, the second and the fourth have the later keys,
+    // the third and the fourth the later queries. Row q of the tile has its chunk c at place c ^ q % 8.
+    const int query = lane / 16 * 8 + lane % 8;
+    const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2 ^ lane % 8;
+    const unsigned place = ds + group * kTileM * kSpanDs + query * kSpanDs + chunk * 16;
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        const unsigned(&x)[4] = frags[step];
+        stmatrix_transposed(place + step * 16 * kSpanDs, x[0], x[1], x[2], x[3]);
+    }
+}
+
+// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
+__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 2; i += 4) {
+        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+}
+
+// Warpgroup: add its 64 keys of dK or dV to the fp32 sums of the group, in fragment order.
+__device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim / 2]) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i += 4) {
+        add_to(sums + i * 128 + threadIdx.x % 128 * 4, x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
+__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned keys, unsigned queries) {
+    const unsigned long long a = descriptor(keys, 0, 8 * kSpan, kSwizzle);
+    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        wgmma_scores(s, a + step_at(step, kTileN), b + step_at(step, kTileM), step > 0);
+    }
+}
+
+// Warpgroup: start dV += P^T dO, for its keys; the sum is overwritten if `add` is 0.
+template <int kFrom, int kTo>  // for these steps along the queries
+__device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsigned (&frags)[kTileM / 16][4],
+                                          unsigned queries, int add) {
+    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = kFrom; step < kTo; ++step) {
+        wgmma_dkv(sum, frags[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+}
+
+// Warpgroup: start dK += dS^T Q, for its keys, with its dS as it lies at `ds`, for these steps along the queries.
+template <int kFrom, int kTo>
+__device__ __forceinline__ void start_dk(float (&sum)[kHeadDim / 2], unsigned ds, unsigned queries, int add) {
+    const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
+    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = kFrom; step < kTo; ++step) {
+        wgmma_dkv(sum, a + (step * 16 * kSpanDs >> 4), b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+}
+
+// Warpgroup: start dQ^T (+)= K^T dS^T over the 64 keys of a consumer: its dS at `ds`, its rows of a panel of K at `k`.
+__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k, int add) {
+    const unsigned long long a = descriptor(k, 0, 8 * kSpan, kSwizzle);
+    const unsigned long long b = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        wgmma_dq(dq, a + (step * 16 * kSpan >> 4), b + (step * 32 >> 4), step > 0 ? 1 : add);
+    }
+}
+
+// ---- Consumers -----------------------------------------------------------------------------------------------------
+
+// Warpgroup: work through the query tiles, for 64 of the keys. Tensor cores and scalar code overlap:
+// dS is computed beside the last of dK of the step before and the first of dV, the next P beside the rest of dV; dQ
+// leaves beside the first of dK.
+__device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
+                                        int group) {
+    const int lane = threadIdx.x % 32;
+    const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
+    const int steps = work.visits * work.heads;
+    Ring q_ring = {0, 0};
+    Ring do_ring = {0, 0};
+    float s[kTileM / 2];  // S, then P
+    float dp[kTileM / 2];
+    float dk[kHeadDim / 2];
+    float dv[kHeadDim / 2];
+    float dq[kDqColumns / 2];
+    unsigned p_frags[kTileM / 16][4];
+    unsigned ds_frags[kTileM / 16][4];
+
+    barrier_wait(base + kFullK, 0);
+    const unsigned k = base + kOffsetK + group * 64 * kSpan;
+    barrier_wait(base + kFullQ, 0);
+    wgmma_fence();
+    start_scores(s, k, base + kOffsetQ);
+    wgmma_commit();
+    wgmma_wait<0>();
+    accumulator_fence(s);
+    probabilities(s, base + kOffsetStats, p.scale_log2);
+    const int entry = load_int(base + kOffsetVisit);
+    if (entry & 1) {
+        apply_mask(p, s, (entry >> 1) * kTileM, key);
+    }
+    barrier_wait(base + kFullV, 0);
+    const unsigned v = base + kOffsetV + group * 64 * kSpan;
+
+    const unsigned own_ds = base + kOffsetDs + group * kTileM * kSpanDs;
+    unsigned q_before = base + kOffsetQ;
+    unsigned q_before_empty = 0;
+    for (int step = 0; step < steps; ++step) {
+        const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
+        const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
+        const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
+        const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
+        const bool more = step + 1 < steps;
+
+        barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+        pack_scores<0, kEarly>(p_frags, s);
+        wgmma_fence();
+        start_scores(dp, v, dout);
+        wgmma_commit();
+        // In the first step this multiplies what lies there, and its first products afterwards overwrite the result.
+        start_dk<kLate, kTileM / 16>(dk, own_ds, q_before, 1);
+        wgmma_commit();
+        start_dkv<0, kEarly>(dv, p_frags, dout, step > 0);
+        wgmma_commit();
+        wgmma_wait<2>();  // dP is complete
+        accumulator_fence(dp);
+        pack_scores<kEarly, kTileM / 16>(p_frags, s);
+        score_gradients(ds_frags, s, dp, delta);
+        operand_fence(ds_frags);
+        barrier_wait(base + kEmptyDs, step & 1 ^ 1);  // dQ of the step before is complete, the other consumer's too
+        wgmma_wait<0>();  // dK of the step before is complete, too
+        // No barrier among the four warps before they write: a group of wgmma is the warpgroup's, complete for all or
+        // for none; and a warp overwrites only its own keys of dS, rows of dK's A that no other warp reads.
+        if (lane == 0 && step > 0) {
+            // Every warp for itself: with Q go the row statistics, which it has read before the last __syncwarp.
+            barrier_arrive(q_before_empty);
+        }
+        store_ds(base + kOffsetDs, ds_frags, group);
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(base + kFullDs + group * 8);
+        }
+
+        q_ring.advance(kStagesQ);
+        do_ring.advance(kStagesDo);
+        if (more) {
+            barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+        }
+        wgmma_fence();
+        // After the last step this multiplies old data, and nobody looks at the result.
+        start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+        wgmma_commit();
+        start_dkv<kEarly, kTileM / 16>(dv, p_frags, dout, 1);
+        wgmma_commit();
+        wgmma_wait<1>();  // S is complete
+        accumulator_fence(s);
+        if (more) {
+            const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
+            probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
+            if (entry & 1) {
+                apply_mask(p, s, (entry >> 1) * kTileM, key);
+            }
+        }
+        barrier_wait(base + kFullDs + group * 8, step & 1);  // the warpgroup's own dS is there
+        wgmma_wait<0>();  // dV is complete
+        if (lane == 0) {
+            barrier_arrive(empty_do);
+        }
+        wgmma_fence();
+        const unsigned panel = base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan);
+        start_dq(dq, own_ds, panel + group * 64 * kSpan, 0);
+        barrier_wait(base + kFullDs + (group ^ 1) * 8, step & 1);  // dS of the other consumer is there, too
+        wgmma_fence();
+        start_dq(dq, base + kOffsetDs + (group ^ 1) * kTileM * kSpanDs, panel + (group ^ 1) * 64 * kSpan, 1);
+        wgmma_commit();
+        start_dk<0, kLate>(dk, own_ds, q, step > 0);
+        wgmma_commit();
+        barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
+        wgmma_wait<1>();
+        accumulator_fence(dq);
+        store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(base + kEmptyDs);
+            barrier_arrive(base + kFullDq + group * 8);
+        }
+        q_before = q;
+        q_before_empty = empty_q;
+    }
+    wgmma_fence();
+    start_dk<kLate, kTileM / 16>(dk, own_ds, q_before, 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    accumulator_fence(dk);
+    accumulator_fence(dv);
+    const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
+    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+    const int key0 = work.tile * kTileN + group * 64;
+    add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
+    add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+}
+
+// ---- Kernels -------------------------------------------------------------------------------------------------------
+
+// Grid: tiles_n x batch x heads_q blocks.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0(
+    const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    if (threadIdx.x < sizeof(maps) / 128) {
+        prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
+    }
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
+    const Work work = work_of(p, blockIdx.x);
+    if (work.visits == 0) {
+        return;
+    }
+    if (threadIdx.x == 0) {
+        barrier_init(base + kFullK, 1);
+        barrier_init(base + kFullV, 1);
+        barrier_init(base + kEmptyDs, kConsumers * 4);  // warps
+        for (int i = 0; i < kStagesQ; ++i) {
+            barrier_init(base + kFullQ + i * 8, 1);
+            barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
+        }
+        for (int i = 0; i < kStagesDo; ++i) {
+            barrier_init(base + kFullDo + i * 8, 1);
+            barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
+        }
+        for (int i = 0; i < kConsumers; ++i) {
+            barrier_init(base + kFullDq + i * 8, 4);  // warps
+            barrier_init(base + kFullDs + i * 8, 4);
+            barrier_init(base + kEmptyDq + i * 8, 1);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+        if (warp == 0) {
+            produce_q(p, maps, base, work);
+        } else if (warp == 1) {
+            produce_dout(p, maps, base, work);
+        } else {
+            reduce_dq(p, base, work, warp - 2);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        consume(p, base, work, group - 1);
+    }
+}
+
+// ---- Kernels before and after --------------------------------------------------------------------------------------
+
+// Thread: dot product of 8 elements.
+__device__ __forceinline__ float dot(const element* a, const element* b) {
+    const uint4 wide_a = *reinterpret_cast<const uint4*>(a);
+    const uint4 wide_b = *reinterpret_cast<const uint4*>(b);
+    const unsigned words_a[4] = {wide_a.x, wide_a.y, wide_a.z, wide_a.w};
+    const unsigned words_b[4] = {wide_b.x, wide_b.y, wide_b.z, wide_b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 x = unpack(words_a[i]);
+        const float2 y = unpack(words_b[i]);
+        sum += x.x * y.x + x.y * y.y;
+    }
+    return sum;
+}
+
+// Grid: tiles_m x batch x heads_q. Row statistics (lse * log2(e) of a tile's rows, then their delta), zeros for sums.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
+    constexpr int lanes = 16;  // threads that share a row
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int tile = blockIdx.x / (p.heads_q * p.batch);
+    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+    const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
+    const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
+    float* stats = p.delta + (plane * p.padded_q + tile * kTileM) * 2;
+    for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
+        const int row = tile * kTileM + i;
+        const int chunk = threadIdx.x % lanes;
+        float sum = 0.0f;
+        if (row < p.seq_q && chunk < kHeadDim / 8) {
+            sum = dot(out + row * p.out_row + chunk * 8, dout + row * p.dout_row + chunk * 8);
+        }
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, step);
+        }
+        if (chunk == 0) {
+            // 2^(x - inf) = 0: rows that see nothing, and rows past the end, get P = 0.
+            const float log2e = 1.4426950408889634f;
+            const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
+            const bool empty = lse == __int_as_float(0xff800000);
+            stats[i] = empty ? __int_as_float(0x7f800000) : lse * log2e;
+            stats[kTileM + i] = sum;
+        }
+    }
+    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
+    for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
+        dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
+    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
+    const long long step = static_cast<long long>(gridDim.x) * kHelperThreads;
+    for (long long i = static_cast<long long>(blockIdx.x) * kHelperThreads + threadIdx.x; i < quads; i += step) {
+        dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+constexpr int kPitch = kHeadDim / 2 + 4;  // words between rows of the transposition buffer: 16 bytes more than a row
+
+// Block: 64 x kWidth sums in fragment order, times `factor`, to rows and columns of the buffer.
+template <int kWidth>
+__device__ __forceinline__ void gather(unsigned (*rows)[kPitch], int column0, const float* sums, float factor) {
+    for (int i = threadIdx.x; i < 64 * kWidth / 4; i += kHelperThreads) {
+        const float4 x = reinterpret_cast<const float4*>(sums)[i];
+        const int thread = i % 128;
+        const int row = thread / 32 * 16 + thread % 32 / 4;
+        const int word = column0 / 2 + i / 128 * 4 + thread % 4;
+        rows[row][word] = pack(x.x * factor, x.y * factor);
+        rows[row + 8][word] = pack(x.z * factor, x.w * factor);
+    }
+}
+
+// Block: 64 columns x kTileM queries of dQ in fragment order, times `factor`, to rows and columns of the buffer.
+__device__ __forceinline__ void gather_transposed(unsigned (*rows)[kPitch], int column0, const float* sums,
+                                                  float factor) {
+    for (int i = threadIdx.x; i < 64 * kTileM / 4; i += kHelperThreads) {
+        const float4 x = reinterpret_cast<const float4*>(sums)[i];
+        const int thread = i % 128;
+        const int query = i / 128 * 8 + thread % 4 * 2;
+        const int column = column0 + thread / 32 * 16 + thread % 32 / 4;
+        const unsigned first = pack(x.x * factor, x.z * factor);
+        const unsigned second = pack(x.y * factor, x.w * factor);
+        unsigned short* row = reinterpret_cast<unsigned short*>(rows[query]) + column;
+        row[0] = static_cast<unsigned short>(first);
+        row[8] = static_cast<unsigned short>(first >> 16);
+        row[kPitch * 2] = static_cast<unsigned short>(second);
+        row[kPitch * 2 + 8] = static_cast<unsigned short>(second >> 16);
+    }
+}
+
+// Block: the first `count` rows of the buffer to device memory.
+__device__ __forceinline__ void scatter(element* target, long long stride, const unsigned (*rows)[kPitch], int count) {
+    for (int i = threadIdx.x; i < count * (kHeadDim / 8); i += kHelperThreads) {
+        const int row = i / (kHeadDim / 8);
+        const int chunk = i % (kHeadDim / 8);
+        *reinterpret_cast<uint4*>(target + row * stride + chunk * 8) =
+            *reinterpret_cast<const uint4*>(&rows[row][chunk * 4]);
+    }
+}
+
+// Grid: tiles_m x batch x heads_q. dQ = scale * sums.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0_finish(const __grid_constant__ Params p) {
+    __shared__ __align__(16) unsigned rows[kTileM][kPitch];
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int query0 = blockIdx.x / (p.heads_q * p.batch) * kTileM;
+    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+    const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
+    gather_transposed(rows, 0, sums, p.scale);
+    gather_transposed(rows, kDqSecond, sums + kDqPartBytes / 4, p.scale);
+    __syncthreads();
+    element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
+    scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
+}
+
+// Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
+    __shared__ __align__(16) unsigned rows[2][64][kPitch];
+    const int head = blockIdx.x % p.heads_kv;
+    const int batch = blockIdx.x / p.heads_kv % p.batch;
+    const int tile = blockIdx.x / (p.heads_kv * p.batch);
+    const long long plane = static_cast<long long>(batch) * p.heads_kv + head;
+    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
+    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
+    for (int key0 = tile * kTileN; key0 < min(p.seq_k, (tile + 1) * kTileN); key0 += 64) {
+        gather<kHeadDim>(rows[0], 0, p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, p.scale);
+        gather<kHeadDim>(rows[1], 0, p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, 1.0f);
+        __syncthreads();
+        scatter(dk + key0 * p.dk_row, p.dk_row, rows[0], min(64, p.seq_k - key0));
+        scatter(dv + key0 * p.dv_row, p.dv_row, rows[1], min(64, p.seq_k - key0));
+        __syncthreads();
+    }
+}
