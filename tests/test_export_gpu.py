@@ -14,6 +14,16 @@ from exported import COMMAND, make_tree, run
 from attnforge.codegen.spec import Arch, DType, Mask
 from attnforge.runtime import export, kernels
 
+# Autograd's thread meets the driver before anything else: memory is there already, so nothing gives it a context.
+FRESH = """
+import torch, custom_attention
+torch.empty(1 << 26, device="cuda")
+q, k, v, dout = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+out = custom_attention.forward(q, k, v, torch.zeros(512, 512, dtype=torch.bool, device="cuda"))
+grads = torch.autograd.grad(out, (q, k, v), dout.detach())
+print("finite" if all(grad.isfinite().all() for grad in grads) else "not finite")
+"""
+
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize(
@@ -59,3 +69,4 @@ def test_gpu_package_builds_and_is_right(tmp_path: Path) -> None:
     export.write(dataclasses.replace(tree, contract=True), tmp_path / "out", COMMAND)
     run(tmp_path / "out", "setup.py", "build_ext", "--inplace")
     assert run(tmp_path / "out", "verify.py").endswith("all right\n")
+    assert run(tmp_path / "out", "-c", FRESH) == "finite\n"
