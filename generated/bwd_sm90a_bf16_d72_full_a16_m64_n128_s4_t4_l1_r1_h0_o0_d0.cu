@@ -266,12 +266,6 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until at most `groups` groups are in flight.
-template <int groups>
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
-}
-
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
 template <int n>
 __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
@@ -279,6 +273,12 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     for (int i = 0; i < n; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");
     }
+}
+
+// Warpgroup: wait until at most `groups` groups are in flight.
+template <int groups>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
 // Warps: named barrier `id` for `threads` threads: wait for all.

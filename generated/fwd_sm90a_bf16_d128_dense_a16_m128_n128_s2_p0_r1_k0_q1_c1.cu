@@ -168,17 +168,6 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Thread: arrive if `condition`; no branch, as divergence would make ptxas take the wgmma around it one by one.
-__device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barrier) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %0, 0;\n"
-        "@p mbarrier.arrive.shared::cta.b64 _, [%1];\n"
-        "}" ::"r"(static_cast<int>(condition)), "r"(barrier)
-        : "memory");
-}
-
 // Thread: arrive and announce `bytes` of copies that must land before the phase ends.
 __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -193,6 +182,17 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
         "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Thread: arrive if `condition`; no branch, as divergence would make ptxas take the wgmma around it one by one.
+__device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %0, 0;\n"
+        "@p mbarrier.arrive.shared::cta.b64 _, [%1];\n"
+        "}" ::"r"(static_cast<int>(condition)), "r"(barrier)
         : "memory");
 }
 
@@ -240,14 +240,6 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until no group, or at most one, is in flight.
-__device__ __forceinline__ void wgmma_wait_all() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_wait_all_but_one() {
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-}
-
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
 template <int n>
 __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
@@ -255,6 +247,14 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     for (int i = 0; i < n; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");
     }
+}
+
+// Warpgroup: wait until no group, or at most one, is in flight.
+__device__ __forceinline__ void wgmma_wait_all() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_wait_all_but_one() {
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
 // Warps: named barrier `id` for `threads` threads: wait for all.

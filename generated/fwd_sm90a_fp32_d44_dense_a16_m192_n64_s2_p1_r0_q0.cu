@@ -203,11 +203,6 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Warpgroup: wait until no group is in flight.
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-
 // Thread: no use of the accumulator `d` may move before this point. Costs nothing.
 template <int n>
 __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
@@ -215,6 +210,11 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     for (int i = 0; i < n; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");
     }
+}
+
+// Warpgroup: wait until no group is in flight.
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
 // Thread: 2^x, about 2 ulp.
@@ -552,6 +552,7 @@ struct Work {
     int plane;  // of the mask
 };
 
+// Work number `index`.
 __device__ __forceinline__ Work work_at(const Params& p, int index) {
     const Place place = place_of(p, index);
     const int plane = mask_plane(p, place.batch, place.head);
