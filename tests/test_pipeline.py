@@ -9,6 +9,7 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ TENSORS = ("q", "k", "v", "out")
 # (batch, heads_q, heads_kv, query tiles, key tiles): odd and even, fewer and more pieces than there are blocks.
 SIZES = [(1, 1, 1, 1, 1), (1, 2, 1, 3, 2), (2, 7, 1, 3, 3), (1, 3, 3, 4, 1), (1, 2, 2, 5, 7)]
 
-Run = Callable[[tuple[int, int, int, int, int], int], str]
+MISSING = (1, 60)
+
+Run = Callable[[tuple[int, int, int, int, int], int, int], str]
 
 
 def translate(source: Source) -> str:
@@ -51,10 +54,10 @@ def translate(source: Source) -> str:
     )
 
 
-def build(source: Source, directory: Path, change: tuple[str, str] = ("", ""), missing: int = 1) -> Run:
-    """(sizes, seed) -> what was wrong in a run with 4 multiprocessors, or nothing.
+def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -> Run:
+    """(sizes, seed, missing) -> what was wrong in a run with 4 multiprocessors, or nothing.
 
-    The last query tile lacks `missing` rows times the seed.
+    The last query tile lacks `missing` rows times the seed: up to two warpgroups have none in it.
     """
     path, plan = directory / "kernel.cpp", source.plan
     text = translate(source)
@@ -71,7 +74,7 @@ def build(source: Source, directory: Path, change: tuple[str, str] = ("", ""), m
         words[start + 16 * i : start + 16 * i + 4] = [1 + i // per_tensor, box.columns, box.rows, box.panels]
     (launch,) = plan.launches
 
-    def run(sizes: tuple[int, int, int, int, int], seed: int) -> str:
+    def run(sizes: tuple[int, int, int, int, int], seed: int, missing: int) -> str:
         p, tuning = Params(), plan.spec.tuning
         p.batch, p.heads_q, p.heads_kv, p.tiles_m, p.tiles_n = sizes
         p.seq_q, p.seq_k = p.tiles_m * tuning.tile_m - seed * missing, p.tiles_n * tuning.tile_n - seed
@@ -104,12 +107,10 @@ def hopper(head_dim: int, *knobs: int) -> Source:
     ],
     ids=lambda source: source.spec.slug,
 )
-@pytest.mark.parametrize("missing", [1, 60])  # 60: up to two warpgroups have no rows in a last tile
-def test_nothing_hangs_and_nothing_is_overwritten(source: Source, missing: int, tmp_path: Path) -> None:
-    run = build(source, tmp_path, missing=missing)
-    for sizes in SIZES:
-        for seed in range(SEEDS):
-            assert run(sizes, seed) == "", (sizes, seed)
+def test_nothing_hangs_and_nothing_is_overwritten(source: Source, tmp_path: Path) -> None:
+    run = build(source, tmp_path)
+    for case in product(SIZES, range(SEEDS), MISSING):
+        assert run(*case) == "", case
 
 
 @pytest.mark.parametrize(
@@ -124,5 +125,5 @@ def test_nothing_hangs_and_nothing_is_overwritten(source: Source, missing: int, 
 )
 def test_a_broken_protocol_is_found(change: tuple[str, str], said: str, tmp_path: Path) -> None:
     run = build(hopper(64, 128, 64, 1, 1, 1, 0, 2), tmp_path, change)
-    found = {run(sizes, seed) for sizes in SIZES for seed in range(SEEDS)}
+    found = {run(*case) for case in product(SIZES, range(SEEDS), MISSING)}
     assert any(said in one for one in found), found
