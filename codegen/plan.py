@@ -61,9 +61,7 @@ class Plan:
     ordered: bool = False  # needs turn and turns_taken
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
     parts: int = 1  # 64-row parts of a query tile, each with a flag in the lists and a reach of its own
-    short_last: bool = (
-        False  # last query tiles come last of all, and warpgroups without rows in them pass them by
-    )
+    short_last: bool = False  # last query tiles start last of all; warpgroups without rows pass them by
     cluster: int = 1  # blocks that take neighbouring tiles of a head and share their loads
     bounds: bool = False  # its schedule has bounds and pieces
     bits: str = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.plan_sm80 import require_words, schedule_launches, up
-from attnforge.codegen.plan_sm90 import ALIGNMENT, require_registers, require_shared
+from attnforge.codegen.plan_sm90 import ALIGNMENT, REGISTERS_BESIDES, require_registers, require_shared
 from attnforge.codegen.spec import Mask, Spec
 from attnforge.codegen.tuning import Sm90Fp32Forward
 
@@ -72,7 +72,7 @@ def _plan(spec: Spec, t: Sm90Fp32Forward, consumers: int) -> Plan:
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         parts=consumers if p.mask.listed else 1,
-        registers=live,
+        registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=spans,
         bits="k" if p.mask is Mask.DENSE else "",

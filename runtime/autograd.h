@@ -167,9 +167,9 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
 }
 
 // `forward` without the lse. Its caller would make a Python object of it, only to drop it; and what an operator does
-// not have is not converted: hence those with the arguments of one mask. They do what
-// the dispatcher would, without asking it, where there is nothing but autograd between here and the kernels. Modes,
-// subclasses, autocast, profilers and the like see `forward`, as they would if it had been called.
+// not have is not converted: hence those with the arguments of one mask. They do what the dispatcher would, without
+// asking it, where there is nothing but autograd between here and the kernels. Modes, subclasses, autocast, profilers
+// and the like see `forward`, as they would if it had been called.
 inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool deterministic,
                      int64_t mask, const OptionalTensor& starts, const OptionalTensor& ends, c10::SymInt visible,
                      const OptionalTensor& dense) {
