@@ -26,6 +26,9 @@ class Launch:
     shared_bytes: int = 0
     persistent: bool = False  # at most one block per multiprocessor
     cluster: int = 1  # blocks that run together: the first size of `grid` is rounded up to a multiple
+    # May start before the launch before it has ended (programmatic stream serialisation), where the driver can do so:
+    # its blocks wait themselves, with griddepcontrol.wait. Never the first launch of a plan.
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)

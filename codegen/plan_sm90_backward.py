@@ -173,9 +173,10 @@ def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     launches = [
         Launch(f"{spec.symbol}_prepare", queries, HELPER_THREADS),
-        Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared),
-        Launch(f"{spec.symbol}_finish", queries, HELPER_THREADS),
+        Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
+        Launch(f"{spec.symbol}_finish", queries, HELPER_THREADS, overlaps=True),
     ]
     if t.split_heads:
-        launches.append(Launch(f"{spec.symbol}_finish_dkv", ("tiles_n", "batch", "heads_kv"), HELPER_THREADS))
+        keys = ("tiles_n", "batch", "heads_kv")
+        launches.append(Launch(f"{spec.symbol}_finish_dkv", keys, HELPER_THREADS, overlaps=True))
     return tuple(launches)

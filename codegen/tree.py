@@ -106,6 +106,11 @@ class Tree:
         return any(item.plan.tensor_maps for item in self.items)
 
     @property
+    def overlaps(self) -> bool:
+        """May any launch start before the one before it has ended?"""
+        return any(launch.overlaps for launch in self.launches)
+
+    @property
     def masks(self) -> list[str]:
         present = {item.spec.problem.mask.value for item in self.items}
         return [name for name in MASKS if name in present]

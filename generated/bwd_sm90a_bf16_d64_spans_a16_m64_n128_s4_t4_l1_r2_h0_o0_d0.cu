@@ -24,6 +24,18 @@
 // Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add the parts of dQ to the sums.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 // Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ).
+//
+// All but _prepare may start while the kernel before them runs (programmatic dependent launch). Each of their blocks,
+// on every path, waits for the end of the kernel before, and until then touches nothing that any launch writes. That
+// wait is for the direct predecessor alone; but as that waited itself before it could end, with its end come those of
+// all launches before it. _prepare starts in the usual way, after all that was in the stream before: so the inputs, the
+// mask and its schedule are there when a block of any launch starts, and may be read at once.
+// The next kernel may start once all blocks have said so or have ended. From then on its blocks take the room that
+// blocks leave; those that still run have theirs, so nobody waits for a block that has no room, in turns neither.
+// _prepare says so at once: it is short, and all of the next kernel's start is to be beside it.
+// A block of the main kernel says so when it has nothing left to load: that hides the launch of _finish, and earlier
+// blocks of _finish, which do nothing but wait, would keep other streams from multiprocessors that have no work left.
+// The last launch never does: the kernel behind it in the stream may rely on more than the end of that launch.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -310,6 +322,16 @@ __device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
+}
+
+// Thread: wait until the kernel before has ended and its writes are there. Nothing to wait for if launched after that.
+__device__ __forceinline__ void wait_for_kernel_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Thread: for its block, the next kernel may start.
+__device__ __forceinline__ void let_next_kernel_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Thread: start adding consecutive floats (16-byte aligned, a multiple of 16 bytes) to device memory.
@@ -650,6 +672,7 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
         load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv,
                   work.batch, kTileN);
     }
+    wait_for_kernel_before();  // for the statistics; consumers add nothing to dK and dV before they have them
     Ring ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
@@ -670,6 +693,7 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
             ring.advance(kStagesQ);
         }
     }
+    let_next_kernel_start();
 }
 
 // Warp: feed the consumers with V, then dO.
@@ -700,6 +724,7 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
 // Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory, which have the
 // order of fragments too.
 __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
+    wait_for_kernel_before();  // for the zeros
     const bool acts = threadIdx.x % 32 == 0;
     unsigned phase = 0;
     for (int h = 0; h < work.heads; ++h) {
@@ -1042,6 +1067,7 @@ attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0(
     const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
+        wait_for_kernel_before();
         store_no_dkv(p, work.tile * kTileN, work.head_kv, work.batch);
         return;
     }
@@ -1101,6 +1127,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2(e) of a tile's rows, then their delta), zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
 attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_prepare(const __grid_constant__ Params p) {
+    let_next_kernel_start();
     constexpr int lanes = 8;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1169,6 +1196,7 @@ attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_finish(cons
     const int query0 = blockIdx.x / (p.heads_q * p.batch) * kTileM;
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
+    wait_for_kernel_before();
     gather<kDqColumns>(rows, 0, sums, p.scale);
     gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
     __syncthreads();

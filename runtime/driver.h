@@ -7,6 +7,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "launch_config.h"
+
 namespace attnforge {
 
 // Entry points of libcuda.so.1 with the prototypes of cuda.h; CUresult is an int, handles are void*.
@@ -27,6 +29,7 @@ struct Driver {
                              const unsigned*, int, int, int, int);
     int (*tensor_map_move)(void*, void*);
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+    int (*launch_with)(const LaunchConfig*, void*, void**, void**);  // null if kernels cannot overlap
 
     void check(int result, const char* what) const {
         if (result == 0) {
@@ -67,6 +70,13 @@ inline const Driver& driver() {
         d.tensor_map_move = reinterpret_cast<decltype(d.tensor_map_move)>(dlsym(library, "cuTensorMapReplaceAddress"));
         load("cuLaunchKernel", d.launch);
         d.check(d.init(0), "cuInit");
+        int (*get_version)(int*) = nullptr;
+        int version = 0;
+        load("cuDriverGetVersion", get_version);
+        d.check(get_version(&version), "cuDriverGetVersion");
+        if (version >= kOverlappingDriver) {
+            load("cuLaunchKernelEx", d.launch_with);
+        }
         return d;
     }();
     return loaded;

@@ -134,6 +134,7 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
         shared_bytes=[launch.shared_bytes for launch in launches],
         persistent=[int(launch.persistent) for launch in launches],
         cluster=[launch.cluster for launch in launches],
+        overlaps=[int(launch.overlaps) for launch in launches],
         launches=len(plan.launches),
         mapped=[item.tensor for item in plan.tensor_maps],
         boxes=[size for item in plan.tensor_maps for size in (item.columns, item.rows, item.panels)],

@@ -38,6 +38,7 @@ SOURCES = (
     "schedules.h",
     "variants.h",
     "driver.h",
+    "launch_config.h",
     "tensor_maps.h",
 )
 FLAGS = ("-O2",)

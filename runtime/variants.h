@@ -30,6 +30,7 @@ struct Launch {
     unsigned shared_bytes = 0;
     bool persistent = false;  // at most one block per multiprocessor
     int cluster = 1;          // blocks that run together
+    bool overlaps = false;    // may start before the launch before it has ended, if the driver can do so
 };
 
 struct Variant {
@@ -114,6 +115,22 @@ inline void load_gpu(Variant& variant, const void* image) {
     }
 }
 
+// Enqueues `launch` with a grid of `blocks`. Without the attribute a kernel's own waits find that there is nothing to
+// wait for.
+inline void enqueue(const Launch& launch, unsigned blocks, void* stream, void** arguments) {
+    static LaunchAttribute overlap{kProgrammaticStreamSerialization, {1}};
+    const Driver& d = driver();
+    int result = 0;
+    if (launch.overlaps && d.launch_with != nullptr) {
+        const LaunchConfig config{{blocks, 1, 1}, {launch.threads, 1, 1}, launch.shared_bytes, stream, &overlap, 1};
+        result = d.launch_with(&config, launch.function, arguments, nullptr);
+    } else {
+        result = d.launch(launch.function, blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes, stream, arguments,
+                          nullptr);
+    }
+    d.check(result, launch.symbol.c_str());
+}
+
 // Runs `launches` in order on `stream` (GPU) or in this thread (CPU).
 inline void run(const Variant& variant, const std::vector<Launch>& launches, Params& params, void* stream) {
     const TensorMaps* maps = nullptr;  // kernels without them take the first argument only
@@ -138,9 +155,7 @@ inline void run(const Variant& variant, const std::vector<Launch>& launches, Par
             blocks = std::min<int64_t>(blocks, variant.multiprocessors / launch.cluster * launch.cluster);
         }
         void* arguments[] = {&params, const_cast<TensorMaps*>(maps)};
-        driver().check(driver().launch(launch.function, static_cast<unsigned>(blocks), 1, 1, launch.threads, 1, 1,
-                                       launch.shared_bytes, stream, arguments, nullptr),
-                       launch.symbol.c_str());
+        enqueue(launch, static_cast<unsigned>(blocks), stream, arguments);
     }
 }
 
@@ -178,8 +193,8 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
                            std::string bits, bool deterministic, std::vector<std::string> symbols,
                            std::vector<std::string> grids, std::vector<int64_t> threads,
                            std::vector<int64_t> shared_bytes, std::vector<int64_t> persistent,
-                           std::vector<int64_t> cluster, int64_t launches, std::vector<std::string> mapped,
-                           std::vector<int64_t> boxes) {
+                           std::vector<int64_t> cluster, std::vector<int64_t> overlaps, int64_t launches,
+                           std::vector<std::string> mapped, std::vector<int64_t> boxes) {
     Variant v;
     v.name = std::move(name);
     v.device = device;
@@ -205,7 +220,7 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
         auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;
         list.push_back({symbols[i], nullptr, parse_grid(grids.at(i)), static_cast<unsigned>(threads.at(i)),
                         static_cast<unsigned>(shared_bytes.at(i)), persistent.at(i) != 0,
-                        static_cast<int>(cluster.at(i))});
+                        static_cast<int>(cluster.at(i)), overlaps.at(i) != 0});
     }
     for (size_t i = 0; i < mapped.size(); ++i) {
         const auto box = [&](size_t axis) { return static_cast<unsigned>(boxes.at(i * 3 + axis)); };
