@@ -21,6 +21,7 @@ from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT, SettingsErro
 OK, INFO, WARNING, FAILURE = "ok", "info", "warning", "failure"
 
 LEAST_FREE = 1 << 30  # bytes; a search of a few hundred variants fills some 100 MB
+OVERLAP = (12, 3)  # of the driver; kOverlappingDriver in launch_config.h
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fuse.sshfs", "9p")
 
 
@@ -124,6 +125,8 @@ def _driver() -> Iterator[Finding]:
     module = Path("/sys/module/nvidia/version")
     if module.exists():
         text = f"{module.read_text().strip()}, {text}"
+    if version < OVERLAP:
+        text += "; its backward on Hopper is a little slower than with one for CUDA 12.3, which lets kernels overlap"
     yield Finding("driver", OK, text)
 
 

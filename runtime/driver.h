@@ -31,6 +31,18 @@ struct Driver {
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
     int (*launch_with)(const LaunchConfig*, void*, void**, void**);  // null if kernels cannot overlap
 
+    // Puts a kernel into `stream`. `overlaps`: it may start before the one before has ended, and waits itself for what
+    // it needs; launched without overlap, that wait finds nothing to wait for.
+    int enqueue(void* function, unsigned blocks, unsigned threads, unsigned shared_bytes, bool overlaps, void* stream,
+                void** arguments) const {
+        if (!overlaps || launch_with == nullptr) {
+            return launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, nullptr);
+        }
+        static LaunchAttribute overlap{kProgrammaticStreamSerialization, 0, {1}};
+        const LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, shared_bytes, stream, &overlap, 1};
+        return launch_with(&config, function, arguments, nullptr);
+    }
+
     void check(int result, const char* what) const {
         if (result == 0) {
             return;

@@ -1,4 +1,4 @@
-// The arguments of cuLaunchKernelEx as cuda.h has them, of which nothing is included; tests compare the two.
+// The argument of cuLaunchKernelEx, as cuda.h has it, which is not included (a test compares the two).
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,10 @@ namespace attnforge {
 
 struct LaunchAttribute {
     int id;
-    alignas(8) union {
+    int unused;
+    union {
         int flag;
-        unsigned char bytes[64];
+        uint64_t words[8];
     };
 };
 

@@ -115,22 +115,6 @@ inline void load_gpu(Variant& variant, const void* image) {
     }
 }
 
-// Enqueues `launch` with a grid of `blocks`. Without the attribute a kernel's own waits find that there is nothing to
-// wait for.
-inline void enqueue(const Launch& launch, unsigned blocks, void* stream, void** arguments) {
-    static LaunchAttribute overlap{kProgrammaticStreamSerialization, {1}};
-    const Driver& d = driver();
-    int result = 0;
-    if (launch.overlaps && d.launch_with != nullptr) {
-        const LaunchConfig config{{blocks, 1, 1}, {launch.threads, 1, 1}, launch.shared_bytes, stream, &overlap, 1};
-        result = d.launch_with(&config, launch.function, arguments, nullptr);
-    } else {
-        result = d.launch(launch.function, blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes, stream, arguments,
-                          nullptr);
-    }
-    d.check(result, launch.symbol.c_str());
-}
-
 // Runs `launches` in order on `stream` (GPU) or in this thread (CPU).
 inline void run(const Variant& variant, const std::vector<Launch>& launches, Params& params, void* stream) {
     const TensorMaps* maps = nullptr;  // kernels without them take the first argument only
@@ -155,7 +139,9 @@ inline void run(const Variant& variant, const std::vector<Launch>& launches, Par
             blocks = std::min<int64_t>(blocks, variant.multiprocessors / launch.cluster * launch.cluster);
         }
         void* arguments[] = {&params, const_cast<TensorMaps*>(maps)};
-        enqueue(launch, static_cast<unsigned>(blocks), stream, arguments);
+        driver().check(driver().enqueue(launch.function, static_cast<unsigned>(blocks), launch.threads,
+                                        launch.shared_bytes, launch.overlaps, stream, arguments),
+                       launch.symbol.c_str());
     }
 }
 

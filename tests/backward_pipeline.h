@@ -31,6 +31,7 @@ struct Memory {
     std::vector<Cell> cells;  // of 16 bytes
     std::map<unsigned, int> words;  // the visits
     int number = 0, copies = 0;  // of the block in the grid; on their way to or from shared memory
+    bool waited = false;  // for the kernel before
 };
 struct Range {
     unsigned from, to;
@@ -72,6 +73,7 @@ static std::map<std::tuple<Rows, int>, std::vector<Sum>> dq_sums;  // query tile
 static std::map<std::tuple<int, Rows, int>, std::vector<Sum>> dkv_sums;  // kDk or kDv, 64 keys, fiber
 static const Params* params;
 static int broken;  // which break of the protocol is on
+static bool before_ended;  // the kernel before
 
 static int lane() { return threadIdx.x % 32; }
 static int warp() { return threadIdx.x / 32; }
@@ -84,6 +86,17 @@ static void sync_warp() {
 static void __syncwarp() { sync_warp(); }
 static void __syncthreads() { meet(here().named[0], 1, kFibers, true); }
 static void named_sync(int id, int threads) { meet(here().named[id], 16, threads, true); }
+
+// ---- The kernel before ----------------------------------------------------------------------------------------------
+
+static void wait_for_kernel_before() {
+    wait_for([] { return before_ended; });
+    here().waited = true;
+}
+static void let_next_kernel_start() {}
+static void require_before_ended() {
+    require(before_ended, "the kernel before has not ended, and what it or a later one writes is touched");
+}
 
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
@@ -167,6 +180,7 @@ static void tma_load(unsigned to, const Box& map, unsigned barrier, int column, 
     copy(range, barrier, {static_cast<int>(box[0]), rows, rows, true}, column / static_cast<int>(box[1]) * panel);
 }
 static void bulk_load(unsigned to, const float* stats, int bytes, unsigned barrier) {
+    require_before_ended();
     const long long at = stats - params->delta, plane = at / (params->padded_q * 2LL);
     const Rows rows = rows_of(at % (params->padded_q * 2LL) / 2, plane, params->heads_q);
     copy({to, to + bytes}, barrier, {kStats, rows, rows, true}, 0);
@@ -174,6 +188,7 @@ static void bulk_load(unsigned to, const float* stats, int bytes, unsigned barri
 // The source of a bulk copy stays until it has been read; then `arrive`, some time later.
 static void copy_out(std::vector<Range> ranges, std::function<void()> arrive) {
     give_way();
+    require_before_ended();
     for (const Range& range : ranges) {
         require_fenced(range);
     }
@@ -216,11 +231,13 @@ static int load_acquire(const int* address) {
         wait_for([=] { return *address != seen; });
     }
     give_way();
+    require_before_ended();
     current->polled = address;
     return current->seen = *address;
 }
 static void add_release(int* address) {
     give_way();
+    require_before_ended();
     const Fiber* last = current + (warp() >= 4);  // and the other half of a consumer's warp, which lane 0 speaks for
     for (const Fiber* fiber = current; fiber <= last; ++fiber) {
         require(fiber->storing == 0 && fiber->adding == 0, "a turn ends before its sums are there");
@@ -262,6 +279,13 @@ static std::string run_blocks(const Params& p, int count, const int* list, bool 
     dq_sums.clear();
     dkv_sums.clear();
     failure.clear();
+    before_ended = false;
+    events.push_back({now + random_bits() % (40 << random_bits() % 8), [] { before_ended = true; }});
+    const std::function<void()> kernel = body;
+    body = [&] {
+        kernel();
+        require(here().running > 1 || here().waited, "a block ends that has not waited for the kernel before");
+    };
     int next = 0;
     do {
         for (unsigned slot = 0; slot < kResident && next < count; ++slot) {

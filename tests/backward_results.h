@@ -100,6 +100,7 @@ static void bulk_store(const float* target, unsigned part, int bytes) {
 template <class S>
 static void add_dkv(const float* target, const S& x) {
     give_way();
+    require_before_ended();
     const Value value = use(x);
     const long long at = target - params->dkv_accum, plane = at / (params->padded_k * kHeadDim);
     const long long planes = params->batch * params->heads_kv;
@@ -152,6 +153,7 @@ static void store_tile(const Map& map, unsigned part, int row, int head, int bat
     }
 }
 static void store_no_dkv(const Params&, int key0, int head, int batch) {
+    require_before_ended();
     for (int i = 0; threadIdx.x == 0 && i < 16 * kConsumers; ++i) {
         dkv_sums[{i % 2 ? kDk : kDv, {key0 + i / 16 * 64, head, batch}, i / 2 % 8}].push_back({here().number, {}});
     }

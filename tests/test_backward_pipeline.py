@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from backward_breaks import BREAKS, LAGGING, ORDERED, PLAIN, TRANSPOSED, Break
 from cpu_kernel import Params
 
 from attnforge.codegen.render import Source, render
@@ -43,99 +44,6 @@ ASM = {
     r'asm volatile\("setmaxnreg[^;]*;"\);': "",
     r'asm volatile\("ld.acquire.gpu.global[^;]*;" : "=r"\((\w+)\) : "l"\((\w+)\)[^;]*;': r"\1 = load_acquire(\2);",
     r'asm volatile\("red.release.gpu.global[^;]*;" ::"l"\((\w+)\)[^;]*;': r"add_release(\1);",
-}
-HAND_BACK = "barrier_arrive(empty_q);"
-FULL_DS = "barrier_arrive(base + kFullDs);"
-FIRST_VISIT = "const int entry = load_int(base + kOffsetVisit);"
-# Breaks of the protocol: what the text becomes if `broken` is n, and what is then found (among other things).
-Break = tuple[dict[str, str], str]
-BREAKS: dict[str, Break] = {
-    "Q is handed back too early": (
-        {HAND_BACK: "if (broken != n) " + HAND_BACK, FULL_DS: f"{FULL_DS} if (broken == n) {HAND_BACK}"},
-        "dK or dV with a wrong tile",
-    ),
-    "nobody waits for EmptyDq": (
-        {"barrier_wait(base + kEmptyDq": "if (broken != n) barrier_wait(base + kEmptyDq"},
-        "something overwrites what a bulk copy reads",
-    ),
-    "a visit is read after its buffer was handed back": (
-        {
-            HAND_BACK: "if (broken != n || step > 0) " + HAND_BACK,
-            FIRST_VISIT: f"if (broken == n && lane == 0) barrier_arrive(base + kEmptyQ);\n{FIRST_VISIT}",
-        },
-        "the mask of another tile",
-    ),
-    "lanes do not wait for each other": (
-        {"__syncwarp();": "if (broken != n) __syncwarp();"},
-        "what is added is not dQ of this tile",
-    ),
-    "writes are not fenced": (
-        {"proxy_fence();": "if (broken != n) proxy_fence();"},
-        "an asynchronous read of what has not been fenced",
-    ),
-}
-LAGGING: dict[str, Break] = {
-    "two buffers of dS": (
-        {"ds_stage == 2 ?": "ds_stage == (broken == n ? 1 : 2) ?"},
-        "something overwrites what a product reads",
-    ),
-    "what is no dQ is added": (
-        {"if (h == 0) {": "if (h == 0 && broken != n) {"},
-        "what is added is not dQ of this tile",
-    ),
-}
-ORDERED: dict[str, Break] = {
-    "nobody waits for EmptyDq": (
-        BREAKS["nobody waits for EmptyDq"][0],
-        "what is added is not dQ of this tile",
-    ),
-    "what is no dQ is added": (
-        {"if (parity == 0) {": "if (parity == 0 && broken != n) {"},
-        "what is added is not dQ of this tile",
-    ),
-    "turns are not waited for": (
-        {"while (taken < count);": "while (taken < count && broken != n);"},
-        "parts of dQ are added out of turn",
-    ),
-    "a turn ends early": (
-        {"bulk_reduce_wait();": "if (broken != n) bulk_reduce_wait();"},
-        "a turn ends before its sums are there",
-    ),
-}
-HAND_BACK_BEFORE = "barrier_arrive(q_before_empty);"
-WAIT_FOR_DK = "wgmma_wait<0>();  // dK of the step before is complete, too"
-TRANSPOSED: dict[str, Break] = {
-    name: BREAKS[name]
-    for name in ("nobody waits for EmptyDq", "lanes do not wait for each other", "writes are not fenced")
-} | {
-    "nobody waits for EmptyDs": (
-        {"barrier_wait(base + kEmptyDs": "if (broken != n) barrier_wait(base + kEmptyDs"},
-        "something overwrites what a product reads",
-    ),
-    "dS is overwritten beside dK": (
-        {WAIT_FOR_DK: "if (broken != n) " + WAIT_FOR_DK},
-        "something overwrites what a product reads",
-    ),
-    "dS of the other consumer is not waited for": (
-        {
-            "barrier_wait(base + kFullDs + (group ^ 1)": "if (broken != n) barrier_wait(base + kFullDs + (group ^ 1)"
-        },
-        "what is added is not dQ of this tile",
-    ),
-    "Q is handed back before the last of dK": (
-        {
-            HAND_BACK_BEFORE: "if (broken != n) " + HAND_BACK_BEFORE,
-            "q_before = q;": "q_before = q; if (broken == n && lane == 0) barrier_arrive(empty_q);",
-        },
-        "dK or dV with a wrong tile",
-    ),
-}
-PLAIN: dict[str, Break] = {
-    "one buffer of dS": ({"(step & 1) * kDsBytes": "(broken == n ? 0 : step & 1) * kDsBytes"}, "overwrites"),
-    "dK goes where K is still read": (
-        {"named_sync(kConsumersDone": "if (broken != n) named_sync(kConsumersDone"},
-        "something overwrites what a product reads",
-    ),
 }
 
 

@@ -1,0 +1,120 @@
+"""Breaks of the protocol of the Hopper backward kernel, which tests/test_backward_pipeline.py has to find."""
+
+from __future__ import annotations
+
+HAND_BACK = "barrier_arrive(empty_q);"
+FULL_DS = "barrier_arrive(base + kFullDs);"
+WAIT = "wait_for_kernel_before();"
+FIRST_VISIT = "const int entry = load_int(base + kOffsetVisit);"
+# Breaks of the protocol: what the text becomes if `broken` is n, and what is then found (among other things).
+Break = tuple[dict[str, str], str]
+BREAKS: dict[str, Break] = {
+    "Q is handed back too early": (
+        {HAND_BACK: "if (broken != n) " + HAND_BACK, FULL_DS: f"{FULL_DS} if (broken == n) {HAND_BACK}"},
+        "dK or dV with a wrong tile",
+    ),
+    "nobody waits for EmptyDq": (
+        {"barrier_wait(base + kEmptyDq": "if (broken != n) barrier_wait(base + kEmptyDq"},
+        "something overwrites what a bulk copy reads",
+    ),
+    "a visit is read after its buffer was handed back": (
+        {
+            HAND_BACK: "if (broken != n || step > 0) " + HAND_BACK,
+            FIRST_VISIT: f"if (broken == n && lane == 0) barrier_arrive(base + kEmptyQ);\n{FIRST_VISIT}",
+        },
+        "the mask of another tile",
+    ),
+    "lanes do not wait for each other": (
+        {"__syncwarp();": "if (broken != n) __syncwarp();"},
+        "what is added is not dQ of this tile",
+    ),
+    "writes are not fenced": (
+        {"proxy_fence();": "if (broken != n) proxy_fence();"},
+        "an asynchronous read of what has not been fenced",
+    ),
+    "statistics are loaded before they are there": (
+        {f"{WAIT}  // for the statistics": f"if (broken != n) {WAIT}  // for the statistics"},
+        "the kernel before has not ended",
+    ),
+    "blocks without work do not wait": (
+        {f"(work.visits == 0) {{\n        {WAIT}": f"(work.visits == 0) {{\n        if (broken != n) {WAIT}"},
+        "the kernel before",
+    ),
+}
+LAGGING: dict[str, Break] = {
+    "nobody waits for EmptyDq": (
+        BREAKS["nobody waits for EmptyDq"][0],
+        "what is added is not dQ of this tile",
+    ),
+    "two buffers of dS": (
+        {"ds_stage == 2 ?": "ds_stage == (broken == n ? 1 : 2) ?"},
+        "something overwrites what a product reads",
+    ),
+    "what is no dQ is added": (
+        {"if (h == 0) {": "if (h == 0 && broken != n) {"},
+        "what is added is not dQ of this tile",
+    ),
+}
+ORDERED: dict[str, Break] = {
+    "nobody waits for EmptyDq": (
+        BREAKS["nobody waits for EmptyDq"][0],
+        "what is added is not dQ of this tile",
+    ),
+    "what is no dQ is added": (
+        {"if (parity == 0) {": "if (parity == 0 && broken != n) {"},
+        "what is added is not dQ of this tile",
+    ),
+    "turns are looked at before they are counted from 0": (
+        {f"{WAIT}  // for turns": f"if (broken != n) {WAIT}  // for turns"},
+        "the kernel before has not ended",
+    ),
+    "turns are not waited for": (
+        {"while (taken < count);": "while (taken < count && broken != n);"},
+        "parts of dQ are added out of turn",
+    ),
+    "a turn ends early": (
+        {"bulk_reduce_wait();": "if (broken != n) bulk_reduce_wait();"},
+        "a turn ends before its sums are there",
+    ),
+}
+HAND_BACK_BEFORE = "barrier_arrive(q_before_empty);"
+WAIT_FOR_DK = "wgmma_wait<0>();  // dK of the step before is complete, too"
+TRANSPOSED: dict[str, Break] = {
+    name: BREAKS[name]
+    for name in (
+        "nobody waits for EmptyDq",
+        "lanes do not wait for each other",
+        "writes are not fenced",
+        "statistics are loaded before they are there",
+        "blocks without work do not wait",
+    )
+} | {
+    "nobody waits for EmptyDs": (
+        {"barrier_wait(base + kEmptyDs": "if (broken != n) barrier_wait(base + kEmptyDs"},
+        "something overwrites what a product reads",
+    ),
+    "dS is overwritten beside dK": (
+        {WAIT_FOR_DK: "if (broken != n) " + WAIT_FOR_DK},
+        "something overwrites what a product reads",
+    ),
+    "dS of the other consumer is not waited for": (
+        {
+            "barrier_wait(base + kFullDs + (group ^ 1)": "if (broken != n) barrier_wait(base + kFullDs + (group ^ 1)"
+        },
+        "what is added is not dQ of this tile",
+    ),
+    "Q is handed back before the last of dK": (
+        {
+            HAND_BACK_BEFORE: "if (broken != n) " + HAND_BACK_BEFORE,
+            "q_before = q;": "q_before = q; if (broken == n && lane == 0) barrier_arrive(empty_q);",
+        },
+        "dK or dV with a wrong tile",
+    ),
+}
+PLAIN: dict[str, Break] = {
+    "one buffer of dS": ({"(step & 1) * kDsBytes": "(broken == n ? 0 : step & 1) * kDsBytes"}, "overwrites"),
+    "dK goes where K is still read": (
+        {"named_sync(kConsumersDone": "if (broken != n) named_sync(kConsumersDone"},
+        "something overwrites what a product reads",
+    ),
+}

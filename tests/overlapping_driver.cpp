@@ -1,0 +1,87 @@
+// runtime/driver.h with a libcuda.so.1 that says what it is told: how kernels are launched, by the driver's version.
+// Built twice: with FAKE as that library, and without as the program that opens it.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+
+#include "launch_config.h"
+
+#ifdef FAKE
+
+extern "C" {
+#define ATTNFORGE_FAKE(name) \
+    int name() { return 0; }
+ATTNFORGE_FAKE(cuInit)
+ATTNFORGE_FAKE(cuGetErrorName)
+ATTNFORGE_FAKE(cuGetErrorString)
+ATTNFORGE_FAKE(cuDeviceGet)
+ATTNFORGE_FAKE(cuDevicePrimaryCtxRetain)
+ATTNFORGE_FAKE(cuCtxGetCurrent)
+ATTNFORGE_FAKE(cuCtxSetCurrent)
+ATTNFORGE_FAKE(cuModuleLoadData)
+ATTNFORGE_FAKE(cuModuleGetFunction)
+ATTNFORGE_FAKE(cuFuncSetAttribute)
+ATTNFORGE_FAKE(cuStreamIsCapturing)
+ATTNFORGE_FAKE(cuDeviceGetAttribute)
+
+int cuDriverGetVersion(int* version) {
+    *version = std::atoi(std::getenv("FAKE_VERSION"));
+    return 0;
+}
+static void say(const char* how, void* function, const unsigned (&grid)[3], const unsigned (&block)[3], unsigned shared,
+                void* stream, void** arguments) {
+    std::printf("%s function %ld grid %u %u %u block %u %u %u shared %u stream %ld argument %d\n", how,
+                reinterpret_cast<intptr_t>(function), grid[0], grid[1], grid[2], block[0], block[1], block[2], shared,
+                reinterpret_cast<intptr_t>(stream), *static_cast<int*>(arguments[0]));
+}
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void* stream, void** arguments, void**) {
+    say("plain", function, {gx, gy, gz}, {bx, by, bz}, shared, stream, arguments);
+    return 0;
+}
+int cuLaunchKernelEx(const attnforge::LaunchConfig* c, void* function, void** arguments, void**) {
+    const bool overlaps = c->count == 1 && c->attributes[0].id == 6 && c->attributes[0].flag == 1;
+    say(overlaps ? "overlapping" : "odd", function, c->grid, c->block, c->shared_bytes, c->stream, arguments);
+    return 7;
+}
+}
+
+#else
+
+#include <stdexcept>
+#include <type_traits>
+
+#define TORCH_CHECK(good, ...) \
+    if (!(good)) throw std::runtime_error("check")
+
+namespace c10 {
+struct Device {
+    bool is_cpu() const { return false; }
+    int index() const { return 0; }
+    int type() const { return 1; }
+};
+struct Stream {
+    void* native_handle() const { return nullptr; }
+};
+namespace impl {
+struct VirtualGuardImpl {
+    explicit VirtualGuardImpl(int) {}
+    Stream getStream(Device) const { return {}; }
+};
+}  // namespace impl
+}  // namespace c10
+
+#include "driver.h"
+
+int main() {
+    int value = 5;
+    void* arguments[] = {&value};
+    void* const function = reinterpret_cast<void*>(11);
+    void* const stream = reinterpret_cast<void*>(12);
+    for (const bool overlaps : {false, true}) {
+        const int result = attnforge::driver().enqueue(function, 40, 384, 1000, overlaps, stream, arguments);
+        std::printf("%d\n", result);
+    }
+}
+
+#endif
