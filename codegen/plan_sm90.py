@@ -166,6 +166,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         owner="m",
         parts=parts,
         short_last=spec.problem.mask is Mask.FULL and consumers > 1 and t.cluster == 1,
+        from_end=spec.problem.mask is Mask.CAUSAL,
         cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,

@@ -325,15 +325,19 @@ __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
     return p.tiles_m - 1 - rank;
 }
 
+// The first query of query tile `tile`. The last tile ends with the last query, as a tile that visits most keys should
+// be full; the first one may begin before query 0: copies fill such rows with zeros, and do not store them.
+__device__ __forceinline__ int first_query(const Params& p, int tile) { return p.seq_q - (p.tiles_m - tile) * kTileM; }
+
 // How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    const int keys = (tile + 1) * kTileM + p.seq_k - p.seq_q;
+    const int keys = first_query(p, tile) + kTileM + p.seq_k - p.seq_q;
     return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
 }
 
 // Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int keys = min(p.seq_k, tile * kTileM + 1 + p.seq_k - p.seq_q);
+    const int keys = min(p.seq_k, first_query(p, tile) + 1 + p.seq_k - p.seq_q);
     return index * 2 + ((index + 1) * kTileN > keys);
 }
 
@@ -425,7 +429,9 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
                                             int threads) {
     element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
     float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
-    rows = min(rows, p.seq_q - query0);
+    const int before = max(-query0, 0);  // rows before query 0
+    query0 += before;
+    rows -= before;
 #pragma unroll 1
     for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
         element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out_row + i % (kHeadDim / 8) * 8;
@@ -454,7 +460,7 @@ __device__ __forceinline__ int next_work(const Params& p, int& round, Work& work
         if (count > 0) {
             return count;
         }
-        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
+        store_empty(p, work, first_query(p, work.tile) + group * 64, 64, threadIdx.x % 128, 128);
     }
     return 0;
 }
@@ -485,7 +491,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
                 barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
                 barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
                 load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
-                          work.tile * kTileM, work.head, work.batch, kTileM);
+                          first_query(p, work.tile), work.head, work.batch, kTileM);
                 if (++q_buffer == kBuffersQ) {
                     q_buffer = 0;
                     q_phase ^= 1;
@@ -602,7 +608,7 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
                                       float (&o)[kHeadDim / 2], unsigned q, int group) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32 % 4;
-    const int query0 = work.tile * kTileM + group * 64;
+    const int query0 = first_query(p, work.tile) + group * 64;
     float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
     float inverse[2];
 #pragma unroll
@@ -612,7 +618,7 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
         sum += __shfl_xor_sync(~0u, sum, 2);
         inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = query0 + warp * 16 + lane / 4 + half * 8;
-        if (lane % 4 == 0 && row < p.seq_q) {
+        if (lane % 4 == 0 && row >= 0) {
             const float ln2 = 0.6931471805599453f;
             const float empty = __int_as_float(0xff800000);
             lse[row] = sum == 0.0f ? empty : rows.top[half] * p.scale + log2_approx(sum) * ln2;
@@ -627,7 +633,7 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
     }
     proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
-    if (threadIdx.x % 128 == 0 && query0 < p.seq_q) {
+    if (threadIdx.x % 128 == 0 && query0 > -64) {
         store_rows(maps.out, q, group * 64, query0, work.head, work.batch, kTileM);
     }
 }
@@ -677,7 +683,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (count == 0) {
         return;
     }
-    int row = work.tile * kTileM + row_in_tile;
+    int row = first_query(p, work.tile) + row_in_tile;
     int entry = visit(p, work.tile, 0);
     Rows rows;
     float2 factor;
@@ -763,7 +769,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
             break;
         }
-        row = work.tile * kTileM + row_in_tile;
+        row = first_query(p, work.tile) + row_in_tile;
         entry = visit(p, work.tile, 0);
         wgmma_fence();
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
