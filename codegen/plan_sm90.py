@@ -143,9 +143,13 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         )
     parts = consumers if spec.problem.mask.listed else 1
     # What the producer tells of a piece of work: 16 bytes, and 16 for each part if there are several.
-    shared += q_buffers * 16 * (1 + parts if parts > 1 else 1) if t.counter else 0
+    piece = 16 * (1 + parts if parts > 1 else 1)
+    # A producer works ahead: it tells consumers what a piece is, so that they need not find out between two pieces.
+    whole = not spec.problem.mask.listed and t.cluster == 1
+    told = t.counter or (whole and q_buffers > 1 and shared + q_buffers * piece <= SHARED_LIMIT[Arch.SM90])
+    shared += q_buffers * piece if told else 0
     require_shared(shared)
-    busy = t.counter or t.cluster > 1
+    busy = told or t.cluster > 1
     producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
     require_registers(live, consumer_registers, "S, P, O and Q")
@@ -184,6 +188,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "tail_swizzle": SWIZZLE_CODE[panels.tail * 2] if panels.tail else 0,
             "shared_bytes": shared,
             "q_buffers": q_buffers,
+            "told": told,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },

@@ -140,8 +140,13 @@ constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
 constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
-constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 196736, "codegen/plan_sm90.py disagrees");
+// What each buffer of Q is for, as the producer found out: the tile, head, batch and number of visits of the piece of
+// work; 16 bytes each.
+constexpr int kPiece = kEmptyV + 8 * kStages;
+constexpr int kPieceBytes = 16;
+static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
+constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
+static_assert(kSharedBytes == 196768, "codegen/plan_sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -193,6 +198,21 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         "@p mbarrier.arrive.shared::cta.b64 _, [%1];\n"
         "}" ::"r"(static_cast<int>(condition)), "r"(barrier)
         : "memory");
+}
+
+// Thread: write, read 16 bytes of shared memory.
+__device__ __forceinline__ void shared_store(unsigned address, int4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
+}
+__device__ __forceinline__ int4 shared_load(unsigned address) {
+    int4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
 }
 
 // Thread: start copying a box to shared memory; its bytes count towards `barrier`.
@@ -419,23 +439,6 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     return {owned_tile(p, place.rank), place.head, place.batch};
 }
 
-// Thread `thread` of `threads`: zeros for `rows` rows, from `query0` on, that see nothing.
-__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
-                                            int threads) {
-    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
-    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
-    rows = min(rows, p.seq_q - query0);
-#pragma unroll 1
-    for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
-        element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out_row + i % (kHeadDim / 8) * 8;
-        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll 1
-    for (int i = thread; i < rows; i += threads) {
-        lse[query0 + i] = __int_as_float(0xff800000);
-    }
-}
-
 // The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
 // piece every time.
 __device__ __forceinline__ int work_index(const Params& p, int round) {
@@ -444,22 +447,20 @@ __device__ __forceinline__ int work_index(const Params& p, int round) {
     return index < total ? index : -1;
 }
 
-// Warpgroup: the next piece of work of this block that has anything to visit, and how many visits; 0 if none is left.
-__device__ __forceinline__ int next_work(const Params& p, int& round, Work& work, int group) {
-    for (int index = work_index(p, round); index >= 0; index = work_index(p, round)) {
-        ++round;
-        work = work_at(p, index);
-        const int count = visits(p, work.tile);
-        if (work.tile * kTileM + group * 64 >= p.seq_q) {
-            --round;
-            return 0;  // from here on it has no rows in any piece
-        }
-        if (count > 0) {
-            return count;
-        }
-        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-    }
-    return 0;
+// Warpgroup: the next piece of work, and how many visits it takes; 0 if no piece is left. All as the producer left it
+// with the buffer of Q. All warps have read it before that buffer is handed back: a named barrier lies in between.
+__device__ __forceinline__ int piece_at(unsigned base, unsigned q_buffer, unsigned q_phase, Work& work) {
+    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+    const int4 piece = shared_load(base + kPiece + q_buffer * kPieceBytes);
+    work = {__shfl_sync(~0u, piece.x, 0), __shfl_sync(~0u, piece.y, 0), __shfl_sync(~0u, piece.z, 0)};
+    return __shfl_sync(~0u, piece.w, 0);
+}
+
+// Warpgroup: the same, but 0 also from the first piece on in which it has no rows: it has none in later ones either.
+__device__ __forceinline__ int next_work(const Params& p, unsigned base, unsigned q_buffer, unsigned q_phase, int group,
+                                         Work& work) {
+    const int count = piece_at(base, q_buffer, q_phase, work);
+    return work.tile * kTileM + group * 64 < p.seq_q ? count : 0;
 }
 
 // Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
@@ -479,12 +480,12 @@ __device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& p
     }
 }
 
-// Warpgroup: pass by the pieces of work from `round` on.
-__device__ __forceinline__ void pass_rest(const Params& p, unsigned base, int round, unsigned stage, unsigned phase,
-                                          unsigned q_buffer, unsigned q_phase, int group) {
-    for (; work_index(p, round) >= 0; ++round) {
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        pass(base, stage, phase, group, p.tiles_n);
+// Warpgroup: pass by the pieces of work that are left.
+__device__ __forceinline__ void pass_rest(unsigned base, unsigned stage, unsigned phase, unsigned q_buffer,
+                                          unsigned q_phase, int group) {
+    Work work;
+    for (int count; (count = piece_at(base, q_buffer, q_phase, work)) > 0;) {
+        pass(base, stage, phase, group, count);
         barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyQ + q_buffer * 8);
         if (++q_buffer == kBuffersQ) {
             q_buffer = 0;
@@ -505,7 +506,22 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         const Work work = work_at(p, index);
         const int head_kv = work.head / (p.heads_q / p.heads_kv);
         const int count = visits(p, work.tile);
-        int entry = count > 0 ? visit(p, work.tile, 0) : 0;
+        if (count == 0) {
+            continue;
+        }
+        barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
+        const unsigned piece = base + kPiece + q_buffer * kPieceBytes;
+        // Full Q, where consumers wait, comes after these writes: the arrival that announces Q releases them.
+        shared_store(piece, make_int4(work.tile, work.head, work.batch, count));
+        barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
+        load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
+                  work.tile * kTileM, work.head, work.batch, kTileM);
+        if (++q_buffer == kBuffersQ) {
+            q_buffer = 0;
+            q_phase ^= 1;
+        }
+        int entry = visit(p, work.tile, 0);
+#pragma unroll 1  // registers are few
         for (int i = 0; i < count; ++i) {
             const int key0 = (entry >> 1) * kTileN;
             if (i + 1 < count) {
@@ -515,16 +531,6 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             barrier_expect(base + kFullK + stage * 8, kTileBytesN);
             load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
                       work.batch, kTileN);
-            if (i == 0) {
-                barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
-                barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
-                load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
-                          work.tile * kTileM, work.head, work.batch, kTileM);
-                if (++q_buffer == kBuffersQ) {
-                    q_buffer = 0;
-                    q_phase ^= 1;
-                }
-            }
             barrier_wait(base + kEmptyV + stage * 8, phase ^ 1);
             barrier_expect(base + kFullV + stage * 8, kTileBytesN);
             load_tile(base + kOffsetV + stage * kTileBytesN, maps.v, base + kFullV + stage * 8, key0, head_kv,
@@ -535,6 +541,11 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             }
         }
     }
+    barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
+    for (int i = 0; i < kPieceBytes; i += 16) {  // no visits: the end
+        shared_store(base + kPiece + q_buffer * kPieceBytes + i, make_int4(0, 0, 0, 0));
+    }
+    barrier_arrive(base + kFullQ + q_buffer * 8);
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
@@ -702,11 +713,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
     unsigned q_at;
-    int round = 0;
     Work work;
-    int count = next_work(p, round, work, group);
+    int count = next_work(p, base, q_buffer, q_phase, group, work);
     if (count == 0) {
-        pass_rest(p, base, round, stage, phase, q_buffer, q_phase, group);
+        pass_rest(base, stage, phase, q_buffer, q_phase, group);
         return;
     }
     int row = work.tile * kTileM + row_in_tile;
@@ -780,7 +790,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        count = next_work(p, round, work, group);
+        count = next_work(p, base, q_buffer, q_phase, group, work);
         if (count == 0) {
             wgmma_fence();
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
@@ -831,7 +841,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (leader) {
         tma_store_wait();
     }
-    pass_rest(p, base, round, stage, phase, q_buffer, q_phase, group);
+    pass_rest(base, stage, phase, q_buffer, q_phase, group);
 }
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------
