@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -26,10 +27,14 @@ struct float2 {
 struct int2 {
     int x, y;
 };
+struct int4 {
+    int x, y, z, w;
+};
 struct uint4 {
     unsigned x, y, z, w;
 };
 static inline int2 make_int2(int x, int y) { return {x, y}; }
+static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float __int_as_float(int) { return 0.0f; }
 template <class T>

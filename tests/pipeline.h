@@ -14,6 +14,7 @@ struct Piece {
 };
 struct Memory {
     std::map<unsigned, Piece> shared;  // by address
+    std::map<unsigned, int4> words;    // what the producer tells consumers
 };
 struct Read {  // by a product in flight
     std::map<unsigned, Piece> pieces;
@@ -26,6 +27,7 @@ struct State {
     Piece q;
     std::deque<std::pair<Piece, Piece>> scores;  // first row of Q, of K
     std::deque<Piece> values;
+    std::set<int> masked;  // key tiles of this piece that ran mask code
 };
 #include "turns.h"
 
@@ -36,6 +38,14 @@ static void barrier_arrive_if(bool condition, unsigned barrier) {
     if (condition) {
         barrier_arrive(barrier);
     }
+}
+static void shared_store(unsigned address, int4 x) {
+    give_way();
+    here().words[address] = x;
+}
+static int4 shared_load(unsigned address) {
+    give_way();
+    return here().words[address];
 }
 static void named_sync(int id, int threads) { meet(here().named[id], 64, threads, true); }
 static void named_arrive(int id, int threads) { meet(here().named[id], 64, threads, false); }
@@ -124,7 +134,7 @@ static std::string run_blocks(const Params& p, int count, unsigned seed) {
     }
     for (int i = 0; i < p.batch * p.heads_q * p.tiles_m * kConsumers; ++i) {
         const int group = i % kConsumers, tile = i / kConsumers % p.tiles_m, plane = i / kConsumers / p.tiles_m;
-        const bool any = tile * kTileM + group * 64 < p.seq_q;
+        const bool any = has_rows(p, tile, group) && keys_of(p, first_row(p, tile, kConsumers) - 1) > 0;
         require(stored[{plane / p.heads_q, plane % p.heads_q, tile, group}] == any, "a tile is not stored once");
     }
     return failure;

@@ -70,8 +70,12 @@ struct Rows {
     float top[2], sum[2];
     bool known;
 };
-template <class... T>
-static void apply_mask(T&&...) {}
+// The key tile whose S is complete runs mask code.
+template <class S>
+static void apply_mask(const Params&, S&, int row, int key0) {
+    require(!current->scores.empty() && current->scores.back().second.row == key0, "another key tile is masked");
+    current->masked.insert(key0);
+}
 template <class... T>
 static bool softmax(T&&...) {
     give_way();
@@ -80,24 +84,50 @@ static bool softmax(T&&...) {
 template <class... T>
 static void rescale_out(T&&...) {}
 
-// The products of a piece of work were those of its rows with all keys in turn.
+// The first query of a warpgroup in a tile; causal tiles end with the last query.
+static int first_row(const Params& p, int tile, int group) {
+    return tile * kTileM + group * 64 - (kCausal ? p.tiles_m * kTileM - p.seq_q : 0);
+}
+static bool has_rows(const Params& p, int tile, int group) {
+    const int row = first_row(p, tile, group);
+    return row < p.seq_q && row + 64 > 0;
+}
+// How many keys a query sees.
+static int keys_of(const Params& p, int query) {
+    return kCausal ? max(0, min(p.seq_k, query + 1 + p.seq_k - p.seq_q)) : p.seq_k;
+}
+
+// The products of a piece of work were those of its rows with each key tile that they see, once, and with no tile that
+// hides pairs of them but ran no mask code.
 template <class Maps, class Work, class O>
 static void store(const Params& p, const Maps&, const Work& work, const Rows&, O&, unsigned, int group) {
     give_way();
     const int head = work.head / (p.heads_q / p.heads_kv);
-    for (int i = 0; i < p.tiles_n; ++i) {
-        require(!current->scores.empty() && !current->values.empty(), "a product is missing");
+    const int row = first_row(p, work.tile, group);
+    const Piece q{kQ, 0, row, work.head, work.batch};
+    std::map<int, int> met;
+    // The next piece's first S may have begun.
+    while (!current->values.empty()) {
+        require(!current->scores.empty(), "a product is missing");
         if (!failure.empty()) {
             return;
         }
         const auto [rows, keys] = current->scores.front();
-        const Piece q{kQ, 0, work.tile * kTileM + group * 64, work.head, work.batch};
-        require(!(rows != q) && !(keys != Piece{kK, 0, i * kTileN, head, work.batch}), "a wrong tile of Q or K");
-        require(!(current->values.front() != Piece{kV, 0, i * kTileN, head, work.batch}), "a wrong tile of V");
+        const int key0 = keys.row;
+        require(!(rows != q) && !(keys != Piece{kK, 0, key0, head, work.batch}), "a wrong tile of Q or K");
+        require(!(current->values.front() != Piece{kV, 0, key0, head, work.batch}), "a wrong tile of V");
+        require(++met[key0] == 1, "a key tile is met twice");
+        const bool whole = keys_of(p, max(row, 0)) >= key0 + kTileN;
+        require(whole || current->masked.count(key0), "hidden pairs are not masked");
         current->scores.pop_front();
         current->values.pop_front();
     }
-    if (threadIdx.x % 128 == 0 && work.tile * kTileM + group * 64 < p.seq_q) {
+    current->masked.clear();
+    const int seen = keys_of(p, min(row + 63, p.seq_q - 1));
+    for (int key0 = 0; has_rows(p, work.tile, group) && key0 < seen; key0 += kTileN) {
+        require(met.count(key0), "a key tile is missing");
+    }
+    if (threadIdx.x % 128 == 0 && has_rows(p, work.tile, group)) {
         ++stored[{work.batch, work.head, work.tile, group}];
     }
 }

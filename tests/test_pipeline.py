@@ -63,34 +63,39 @@ def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -
     text = translate(source)
     assert change[0] in text
     path.write_text(text.replace(*change) if change[0] else text)
-    cluster = [f"-DCLUSTER={plan.cluster}"] if plan.cluster > 1 else []
-    subprocess.run(["g++", *FLAGS, *cluster, str(path), "-o", str(path.with_suffix(".so"))], check=True)
+    words = [f"-DCLUSTER={plan.cluster}"] if plan.cluster > 1 else []
+    words.append(f"-DkCausal={int(plan.from_end)}")
+    subprocess.run(["g++", *FLAGS, *words, str(path), "-o", str(path.with_suffix(".so"))], check=True)
     library = ctypes.CDLL(str(path.with_suffix(".so")))
     library.run.restype = ctypes.c_char_p
     per_tensor = len(plan.tensor_maps) // len(TENSORS)
-    words = (ctypes.c_ulonglong * (16 * len(plan.tensor_maps) + 8))()
-    start = -ctypes.addressof(words) % 64 // 8
+    boxes = (ctypes.c_ulonglong * (16 * len(plan.tensor_maps) + 8))()
+    start = -ctypes.addressof(boxes) % 64 // 8
     for i, box in enumerate(plan.tensor_maps):
-        words[start + 16 * i : start + 16 * i + 4] = [1 + i // per_tensor, box.columns, box.rows, box.panels]
+        boxes[start + 16 * i : start + 16 * i + 4] = [1 + i // per_tensor, box.columns, box.rows, box.panels]
     (launch,) = plan.launches
 
     def run(sizes: tuple[int, int, int, int, int], seed: int, missing: int) -> str:
         p, tuning = Params(), plan.spec.tuning
-        p.batch, p.heads_q, p.heads_kv, p.tiles_m, p.tiles_n = sizes
-        p.seq_q, p.seq_k = p.tiles_m * tuning.tile_m - seed * missing, p.tiles_n * tuning.tile_n - seed
+        p.batch, p.heads_q, p.heads_kv, tiles_m, p.tiles_n = sizes
+        p.seq_q, p.seq_k = max(1, tiles_m * tuning.tile_m - seed * missing), p.tiles_n * tuning.tile_n - seed
+        p.tiles_m = -(-p.seq_q // tuning.tile_m)
+        lse = (ctypes.c_float * (p.batch * p.heads_q * p.seq_q))()
+        row = (ctypes.c_char * 1024)()  # what all rows that see nothing are written to
+        p.lse, p.out = ctypes.addressof(lse), ctypes.addressof(row)
         count = -(-p.tiles_m // launch.cluster) * launch.cluster * p.batch * p.heads_q
         count = min(count, 4) if launch.persistent else count
-        at = ctypes.c_void_p(ctypes.addressof(words) + start * 8)
+        at = ctypes.c_void_p(ctypes.addressof(boxes) + start * 8)
         return str(library.run(ctypes.byref(p), at, count, seed).decode())
 
     return run
 
 
-def hopper(head_dim: int, *knobs: int) -> Source:
+def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL) -> Source:
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, cluster = knobs
     flags = (bool(ping_pong), bool(persistent), False, bool(q_in_regs))
     tuning = Sm90Forward(tile_m, tile_n, stages, *flags, cluster)
-    return render(Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL), tuning))
+    return render(Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
 
 
 @pytest.mark.parametrize(
