@@ -66,6 +66,7 @@ class Plan:
     parts: int = 1  # 64-row parts of a query tile, each with a flag in the lists and a reach of its own
     short_last: bool = False  # last query tiles start last of all; warpgroups without rows pass them by
     from_end: bool = False  # the last query tile ends with the last query; the first may begin before query 0
+    staggered: bool = False  # warpgroups begin with the first key tile, from the end, that their own rows see
     cluster: int = 1  # blocks that take neighbouring tiles of a head and share their loads
     bounds: bool = False  # its schedule has bounds and pieces
     bits: str = (

@@ -143,6 +143,10 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         )
     parts = consumers if spec.problem.mask.listed else 1
     # What the producer tells of a piece of work: 16 bytes, and 16 for each part if there are several.
+    causal = spec.problem.mask is Mask.CAUSAL
+    # Key tiles that a causal query tile visits, but not its first rows. They are handed back while the last P V runs,
+    # which waits for none of them as long as there is another buffer.
+    hidden = -(-(t.tile_m - 64) // t.tile_n)
     piece = 16 * (1 + parts if parts > 1 else 1)
     # A producer works ahead: it tells consumers what a piece is, so that they need not find out between two pieces.
     whole = not spec.problem.mask.listed and t.cluster == 1
@@ -170,7 +174,8 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         owner="m",
         parts=parts,
         short_last=spec.problem.mask is Mask.FULL and consumers > 1 and t.cluster == 1,
-        from_end=spec.problem.mask is Mask.CAUSAL,
+        from_end=causal,
+        staggered=causal and 0 < hidden < t.stages,
         cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
@@ -189,6 +194,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "shared_bytes": shared,
             "q_buffers": q_buffers,
             "told": told,
+            "hidden": hidden,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },

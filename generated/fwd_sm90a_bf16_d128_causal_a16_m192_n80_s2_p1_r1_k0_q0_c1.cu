@@ -349,16 +349,19 @@ __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
 // be full; the first one may begin before query 0: copies fill such rows with zeros, and do not store them.
 __device__ __forceinline__ int first_query(const Params& p, int tile) { return p.seq_q - (p.tiles_m - tile) * kTileM; }
 
-// How many key tiles query tile `tile` visits.
-__device__ __forceinline__ int visits(const Params& p, int tile) {
-    const int keys = first_query(p, tile) + kTileM + p.seq_k - p.seq_q;
+// How many key tiles are visible to some query before `query`, and how many of them as a whole to `query`, too.
+__device__ __forceinline__ int tiles_before(const Params& p, int query) {
+    const int keys = query + p.seq_k - p.seq_q;
     return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
 }
+__device__ __forceinline__ int whole_tiles(const Params& p, int query) {
+    return max(0, min(p.seq_k, query + 1 + p.seq_k - p.seq_q)) / kTileN;
+}
 
-// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
-__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int keys = min(p.seq_k, first_query(p, tile) + 1 + p.seq_k - p.seq_q);
-    return index * 2 + ((index + 1) * kTileN > keys);
+// How many key tiles query tile `tile` visits: those before the last query's diagonal, the nearest one first, as masked
+// visits should be among the first ones, in which row maxima are followed anyway.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return tiles_before(p, first_query(p, tile) + kTileM);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -520,13 +523,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        int entry = visit(p, work.tile, 0);
 #pragma unroll 1  // registers are few
         for (int i = 0; i < count; ++i) {
-            const int key0 = (entry >> 1) * kTileN;
-            if (i + 1 < count) {
-                entry = visit(p, work.tile, i + 1);
-            }
+            const int key0 = (count - 1 - i) * kTileN;
             barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
             barrier_expect(base + kFullK + stage * 8, kTileBytesN);
             load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
@@ -722,10 +721,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         return;
     }
     int row = first_query(p, work.tile) + row_in_tile;
-    int entry = visit(p, work.tile, 0);
+    int first_row;
+    int whole;
+    first_row = first_query(p, work.tile);
+    whole = whole_tiles(p, first_row);
+    int key_tile = count - 1;
     Rows rows;
     float2 factor;
-    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
     q_at = base + kOffsetQ + q_buffer * kTileBytesM;
     barrier_wait(base + kFullK + stage * 8, phase);
     wgmma_fence();
@@ -734,8 +736,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
-    if (entry & 1) {
-        apply_mask(p, s, row, (entry >> 1) * kTileN);
+    if (key_tile >= whole) {
+        apply_mask(p, s, row, key_tile * kTileN);
     }
     if (leader) {
         barrier_arrive(base + kEmptyK + stage * 8);
@@ -746,7 +748,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         // Each step starts S of one key tile and P V of the tile before it.
         for (int i = 1; i < count; ++i) {
             base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
-            entry = visit(p, work.tile, i);
+            key_tile = count - 1 - i;
             const unsigned v_stage = stage;
             const unsigned v_phase = phase;
             if (++stage == kStages) {
@@ -765,8 +767,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
-            if (entry & 1) {
-                apply_mask(p, s, row, (entry >> 1) * kTileN);
+            if (key_tile >= whole) {
+                apply_mask(p, s, row, key_tile * kTileN);
             }
             if (leader) {
                 barrier_arrive(base + kEmptyK + stage * 8);
@@ -776,7 +778,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            const bool careful = (entry & 1) || i < kExact || !rows.known;
+            const bool careful = (key_tile >= whole) || i < kExact || !rows.known;
             if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
@@ -807,12 +809,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
             break;
         }
-        row = first_query(p, work.tile) + row_in_tile;
-        entry = visit(p, work.tile, 0);
         wgmma_fence();
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
         wgmma_commit();
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+        row = first_query(p, work.tile) + row_in_tile;
+        first_row = first_query(p, work.tile);
+        whole = whole_tiles(p, first_row);
+        key_tile = count - 1;
         q_at = base + kOffsetQ + q_buffer * kTileBytesM;
         barrier_wait(base + kFullK + stage * 8, phase);
         wgmma_fence();
@@ -827,8 +830,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_wait_all();
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
-        if (entry & 1) {
-            apply_mask(p, s, row, (entry >> 1) * kTileN);
+        if (key_tile >= whole) {
+            apply_mask(p, s, row, key_tile * kTileN);
         }
         if (leader) {
             barrier_arrive(base + kEmptyK + stage * 8);

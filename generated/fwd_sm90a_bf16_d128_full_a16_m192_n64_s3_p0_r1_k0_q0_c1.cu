@@ -723,7 +723,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     int entry = visit(p, work.tile, 0);
     Rows rows;
     float2 factor;
-    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
     q_at = base + kOffsetQ + q_buffer * kTileBytesM;
     barrier_wait(base + kFullK + stage * 8, phase);
     wgmma_fence();
@@ -812,7 +811,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_fence();
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
         wgmma_commit();
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
         q_at = base + kOffsetQ + q_buffer * kTileBytesM;
         barrier_wait(base + kFullK + stage * 8, phase);
         wgmma_fence();

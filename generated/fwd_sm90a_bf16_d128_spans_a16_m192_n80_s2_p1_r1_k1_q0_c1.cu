@@ -981,7 +981,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     int entry = visit(p, work.tile, reach.x);
     Rows rows;
     float2 factor;
-    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
     q_at = base + kOffsetQ + q_buffer * kTileBytesM;
     barrier_wait(base + kFullK + stage * 8, phase);
     wgmma_fence();
@@ -1065,7 +1064,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
             wgmma_commit();
             entry = visit(p, work.tile, 0);
-            barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
             q_at = base + kOffsetQ + q_buffer * kTileBytesM;
             barrier_wait(base + kFullK + stage * 8, phase);
             wgmma_fence();
@@ -1113,7 +1111,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             }
             pass(base, stage, phase, group, reach.x, reach.x);
             entry = visit(p, work.tile, reach.x);
-            barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
             q_at = base + kOffsetQ + q_buffer * kTileBytesM;
             barrier_wait(base + kFullK + stage * 8, phase);
             wgmma_fence();

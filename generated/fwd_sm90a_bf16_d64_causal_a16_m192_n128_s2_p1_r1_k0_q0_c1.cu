@@ -200,6 +200,21 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         : "memory");
 }
 
+// Thread: wait as `barrier_wait` does if `condition`, without a branch around it.
+__device__ __forceinline__ void barrier_wait_if(bool condition, unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        ".reg .pred done;\n"
+        "setp.ne.b32 p, %2, 0;\n"
+        "again:\n"
+        "setp.eq.b32 done, 0, 0;\n"
+        "@p mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity), "r"(static_cast<int>(condition))
+        : "memory");
+}
+
 // Thread: write, read 16 bytes of shared memory.
 __device__ __forceinline__ void shared_store(unsigned address, int4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
@@ -284,6 +299,18 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Warps: the same if `condition`.
+__device__ __forceinline__ void named_sync_if(bool condition, int id, int threads) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p bar.sync %0, %1;\n}" ::"r"(id), "r"(threads),
+                 "r"(static_cast<int>(condition))
+                 : "memory");
+}
+__device__ __forceinline__ void named_arrive_if(bool condition, int id, int threads) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p bar.arrive %0, %1;\n}" ::"r"(id), "r"(threads),
+                 "r"(static_cast<int>(condition))
+                 : "memory");
+}
+
 // Thread: 2^x, about 2 ulp.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -349,16 +376,19 @@ __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
 // be full; the first one may begin before query 0: copies fill such rows with zeros, and do not store them.
 __device__ __forceinline__ int first_query(const Params& p, int tile) { return p.seq_q - (p.tiles_m - tile) * kTileM; }
 
-// How many key tiles query tile `tile` visits.
-__device__ __forceinline__ int visits(const Params& p, int tile) {
-    const int keys = first_query(p, tile) + kTileM + p.seq_k - p.seq_q;
+// How many key tiles are visible to some query before `query`, and how many of them as a whole to `query`, too.
+__device__ __forceinline__ int tiles_before(const Params& p, int query) {
+    const int keys = query + p.seq_k - p.seq_q;
     return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
 }
+__device__ __forceinline__ int whole_tiles(const Params& p, int query) {
+    return max(0, min(p.seq_k, query + 1 + p.seq_k - p.seq_q)) / kTileN;
+}
 
-// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
-__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int keys = min(p.seq_k, first_query(p, tile) + 1 + p.seq_k - p.seq_q);
-    return index * 2 + ((index + 1) * kTileN > keys);
+// How many key tiles query tile `tile` visits: those before the last query's diagonal, the nearest one first, as masked
+// visits should be among the first ones, in which row maxima are followed anyway.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return tiles_before(p, first_query(p, tile) + kTileM);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -494,6 +524,20 @@ __device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsig
     return __shfl_sync(~0u, piece.w, 0);
 }
 
+// Warpgroup: if `hidden`, hand back a tile of K and V that is hidden from its rows. Only the first warp waits for it.
+// The others must meet that warp before they wait for the next tile of this buffer, or they could take it for this one.
+__device__ __forceinline__ void pass_one(unsigned base, unsigned& stage, unsigned& phase, bool hidden) {
+    const bool waits = hidden && __shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0;
+    const bool arrives = hidden && threadIdx.x % 128 == 0;
+    barrier_wait_if(waits, base + kFullK + stage * 8, phase);
+    barrier_arrive_if(arrives, base + kEmptyK + stage * 8);
+    barrier_wait_if(waits, base + kFullV + stage * 8, phase);
+    barrier_arrive_if(arrives, base + kEmptyV + stage * 8);
+    const bool wraps = hidden && stage == kStages - 1;
+    stage = wraps ? 0 : stage + hidden;
+    phase ^= wraps;
+}
+
 // ---- Producer ------------------------------------------------------------------------------------------------------
 
 // Thread: feed the consumers of this block.
@@ -520,13 +564,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        int entry = visit(p, work.tile, 0);
 #pragma unroll 1  // registers are few
         for (int i = 0; i < count; ++i) {
-            const int key0 = (entry >> 1) * kTileN;
-            if (i + 1 < count) {
-                entry = visit(p, work.tile, i + 1);
-            }
+            const int key0 = (count - 1 - i) * kTileN;
             barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
             barrier_expect(base + kFullK + stage * 8, kTileBytesN);
             load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
@@ -722,10 +762,20 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         return;
     }
     int row = first_query(p, work.tile) + row_in_tile;
-    int entry = visit(p, work.tile, 0);
+    int first_row;
+    int whole;
+    int hidden;
+    int turns;
+    first_row = first_query(p, work.tile) + group * 64;
+    turns = max(1, tiles_before(p, first_query(p, work.tile) + 64)) - 1;
+    hidden = count - max(1, tiles_before(p, first_row + 64));
+    count -= hidden;
+    whole = whole_tiles(p, first_row);
+    int key_tile = count - 1;
+    pass_one(base, stage, phase, hidden > 0);
+    named_sync(kStoreOfFirst + group, 128);  // the first warp has seen the phases that the others have not
     Rows rows;
     float2 factor;
-    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
     q_at = base + kOffsetQ + q_buffer * kTileBytesM;
     barrier_wait(base + kFullK + stage * 8, phase);
     wgmma_fence();
@@ -734,8 +784,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
-    if (entry & 1) {
-        apply_mask(p, s, row, (entry >> 1) * kTileN);
+    if (key_tile >= whole) {
+        apply_mask(p, s, row, key_tile * kTileN);
     }
     if (leader) {
         barrier_arrive(base + kEmptyK + stage * 8);
@@ -746,7 +796,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         // Each step starts S of one key tile and P V of the tile before it.
         for (int i = 1; i < count; ++i) {
             base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
-            entry = visit(p, work.tile, i);
+            key_tile = count - 1 - i;
             const unsigned v_stage = stage;
             const unsigned v_phase = phase;
             if (++stage == kStages) {
@@ -754,19 +804,19 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 phase ^= 1;
             }
             barrier_wait(base + kFullK + stage * 8, phase);
-            named_sync(kTurnOfFirst + group, 256);
+            named_sync_if(key_tile < turns, kTurnOfFirst + group, 256);
             wgmma_fence();
             start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
             wgmma_commit();
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+            named_arrive_if(key_tile < turns, kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
-            if (entry & 1) {
-                apply_mask(p, s, row, (entry >> 1) * kTileN);
+            if (key_tile >= whole) {
+                apply_mask(p, s, row, key_tile * kTileN);
             }
             if (leader) {
                 barrier_arrive(base + kEmptyK + stage * 8);
@@ -776,7 +826,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            const bool careful = (entry & 1) || i < kExact || !rows.known;
+            const bool careful = (key_tile >= whole) || i < kExact || !rows.known;
             if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
@@ -807,12 +857,17 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
             break;
         }
-        row = first_query(p, work.tile) + row_in_tile;
-        entry = visit(p, work.tile, 0);
         wgmma_fence();
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
         wgmma_commit();
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
+        row = first_query(p, work.tile) + row_in_tile;
+        first_row = first_query(p, work.tile) + group * 64;
+        turns = max(1, tiles_before(p, first_query(p, work.tile) + 64)) - 1;
+        hidden = count - max(1, tiles_before(p, first_row + 64));
+        count -= hidden;
+        whole = whole_tiles(p, first_row);
+        key_tile = count - 1;
+        pass_one(base, stage, phase, hidden > 0);
         q_at = base + kOffsetQ + q_buffer * kTileBytesM;
         barrier_wait(base + kFullK + stage * 8, phase);
         wgmma_fence();
@@ -827,8 +882,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_wait_all();
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
-        if (entry & 1) {
-            apply_mask(p, s, row, (entry >> 1) * kTileN);
+        if (key_tile >= whole) {
+            apply_mask(p, s, row, key_tile * kTileN);
         }
         if (leader) {
             barrier_arrive(base + kEmptyK + stage * 8);

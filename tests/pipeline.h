@@ -47,8 +47,23 @@ static int4 shared_load(unsigned address) {
     give_way();
     return here().words[address];
 }
+static void barrier_wait_if(bool condition, unsigned barrier, unsigned parity) {
+    if (condition) {
+        barrier_wait(barrier, parity);
+    }
+}
 static void named_sync(int id, int threads) { meet(here().named[id], 64, threads, true); }
 static void named_arrive(int id, int threads) { meet(here().named[id], 64, threads, false); }
+static void named_sync_if(bool condition, int id, int threads) {
+    if (condition) {
+        named_sync(id, threads);
+    }
+}
+static void named_arrive_if(bool condition, int id, int threads) {
+    if (condition) {
+        named_arrive(id, threads);
+    }
+}
 static void __syncthreads() { meet(here().named[0], 1, 1 + 2 * kConsumers, true); }
 
 // ---- Copies ---------------------------------------------------------------------------------------------------------
@@ -79,6 +94,13 @@ static void proxy_fence() {}
 template <class... T>
 static void tma_store(T&&...) {}
 static void tma_store_commit() {}
+
+// Which threads of a warpgroup there are: the first, and one of another warp, or the one that arrives at another block.
+#ifdef CLUSTER
+constexpr int kSecond = 1;
+#else
+constexpr int kSecond = 32;
+#endif
 
 // ---- Clusters -------------------------------------------------------------------------------------------------------
 
@@ -124,7 +146,7 @@ static std::string run_blocks(const Params& p, int count, unsigned seed) {
     gridDim.x = count;
     for (size_t i = 0; i < fibers.size(); ++i) {
         const unsigned actor = i % (1 + 2 * kConsumers);
-        const unsigned thread = actor == 0 ? 0 : (actor + 1) / 2 * 128 + (actor - 1) % 2;
+        const unsigned thread = actor == 0 ? 0 : (actor + 1) / 2 * 128 + (actor - 1) % 2 * kSecond;
         start(fibers[i], i / (1 + 2 * kConsumers), thread);
     }
     while (failure.empty() && take_turn()) {
