@@ -176,6 +176,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         short_last=spec.problem.mask is Mask.FULL and consumers > 1 and t.cluster == 1,
         from_end=causal,
         staggered=causal and 0 < hidden < t.stages,
+        alternating=causal and t.persistent,
         cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,

@@ -377,6 +377,8 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+// Every other section begins with its smallest tiles, so that where two meet in a round, all blocks get pieces of about
+// the same size; the last section ends with its smallest ones.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
     const int together = heads / p.heads_kv;  // q heads with the same K and V
@@ -388,7 +390,9 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
     const int rest = index - first * p.tiles_m;
     const int plane = first + rest % width;
-    return {rest / width, plane % heads, plane / heads};
+    const bool ascends = (heads * p.batch - 1 - first) / section & 1;  // an odd number of sections follows
+    const int rank = ascends ? p.tiles_m - 1 - rest / width : rest / width;
+    return {rank, plane % heads, plane / heads};
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
