@@ -75,7 +75,7 @@ def simulate(
     A tile's rows may fall into `parts` that pass by what is hidden from them: a visited part is 1 / parts of a tile.
     """
     costs = costs or Costs()
-    kinds = _kinds(case, tile_m, tile_n, parts)
+    kinds = _kinds(case, tile_m, tile_n, parts, case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD)
     others = (1, 2) if direction is Direction.FORWARD else (0, 1)  # what a piece is summed over
     full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
@@ -84,7 +84,7 @@ def simulate(
     ranked = work[_longest_first(case, direction, visits)]
     # Of a mask without lists the kernel starts last query tiles that are not full after all others.
     last = parts > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
-    pieces = ranked[_ranks(case, direction, ranked.numel(), split_heads, last)]
+    pieces = ranked[_ranks(case, direction, ranked.numel(), split_heads, last, order == "rounds")]
     busy = _rounds(pieces, multiprocessors) if order == "rounds" else _free(pieces, multiprocessors)
     visited = int((full + masked).sum())
     area = tile_m * tile_n
@@ -98,9 +98,18 @@ def simulate(
     )
 
 
-def _kinds(case: Case, tile_m: int, tile_n: int, parts: int) -> Tensor:
-    """Kind of each part of each tile: (tiles_m, parts, tiles_n). Parts beyond the last query are empty."""
-    rows = tile_map(_spans(case), case.seq_q, tile_m // parts, tile_n).kinds
+def _kinds(case: Case, tile_m: int, tile_n: int, parts: int, from_end: bool) -> Tensor:
+    """Kind of each part of each tile: (tiles_m, parts, tiles_n). Parts beyond the last query are empty.
+
+    With `from_end` the last tile ends with the last query, and parts before the first one are empty.
+    """
+    spans, queries = _spans(case), case.seq_q
+    if from_end:
+        before = -queries % tile_m // 64 * 64  # rows of whole warpgroups
+        shift = (spans.ends > spans.starts).int() * before
+        spans = Spans(spans.starts + shift, spans.ends + shift)
+        queries += before
+    rows = tile_map(spans, queries, tile_m // parts, tile_n).kinds
     beyond = rows.new_full((-rows.shape[0] % parts, rows.shape[1]), EMPTY)
     return torch.cat((rows, beyond)).view(-1, parts, rows.shape[1])
 
@@ -123,10 +132,13 @@ def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
     return tile.flip(0) if case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD else tile
 
 
-def _ranks(case: Case, direction: Direction, tiles: int, split_heads: bool, last: bool = False) -> Tensor:
+def _ranks(
+    case: Case, direction: Direction, tiles: int, split_heads: bool, last: bool = False, rounds: bool = False
+) -> Tensor:
     """Rank of the tile of each piece in the order of starting, as `place_of` of the template has it.
 
-    With `last`, the pieces of the last rank come after all others.
+    With `last`, the pieces of the last rank come after all others. In `rounds` of a causal forward every other section
+    starts with the last rank.
     """
     forward = direction is Direction.FORWARD
     heads = case.heads_q if forward or split_heads else case.heads_kv
@@ -139,6 +151,9 @@ def _ranks(case: Case, direction: Direction, tiles: int, split_heads: bool, last
     first = index // (section * max(whole, 1)) * section
     width = (heads * case.batch - first).clamp(max=section)
     ranks = (index - first * whole) // width
+    if rounds and forward and case.mask_kind is Mask.CAUSAL:
+        ascends = (heads * case.batch - 1 - first) // section % 2 == 1
+        ranks = torch.where(ascends, whole - 1 - ranks, ranks)
     return torch.cat((ranks, ranks.new_full((last * heads * case.batch,), whole)))
 
 

@@ -372,9 +372,12 @@ __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
     return p.tiles_m - 1 - rank;
 }
 
-// The first query of query tile `tile`. The last tile ends with the last query, as a tile that visits most keys should
-// be full; the first one may begin before query 0: copies fill such rows with zeros, and do not store them.
-__device__ __forceinline__ int first_query(const Params& p, int tile) { return p.seq_q - (p.tiles_m - tile) * kTileM; }
+// The first query of query tile `tile`. The last tile ends with the last query, since it visits most keys and should be
+// full; the first one may begin before query 0. Whole groups of 64 rows do, a warpgroup's: copies to shared memory may
+// begin at a negative row (and fill it with zeros), copies from there may not.
+__device__ __forceinline__ int first_query(const Params& p, int tile) {
+    return tile * kTileM - (p.tiles_m * kTileM - p.seq_q) / 64 * 64;
+}
 
 // How many key tiles are visible to some query before `query`, and how many of them as a whole to `query`, too.
 __device__ __forceinline__ int tiles_before(const Params& p, int query) {
@@ -483,7 +486,8 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
                                             int threads) {
     element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
     float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
-    const int before = max(-query0, 0);  // rows before query 0
+    rows = min(rows, p.seq_q - query0);
+    const int before = max(-query0, 0);
     query0 += before;
     rows -= before;
 #pragma unroll 1
@@ -701,7 +705,7 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
         sum += __shfl_xor_sync(~0u, sum, 2);
         inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = query0 + warp * 16 + lane / 4 + half * 8;
-        if (lane % 4 == 0 && row >= 0) {
+        if (lane % 4 == 0 && row < p.seq_q && row >= 0) {
             const float ln2 = 0.6931471805599453f;
             const float empty = __int_as_float(0xff800000);
             lse[row] = sum == 0.0f ? empty : rows.top[half] * p.scale + log2_approx(sum) * ln2;
@@ -716,7 +720,7 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
     }
     proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
-    if (threadIdx.x % 128 == 0 && query0 > -64) {
+    if (threadIdx.x % 128 == 0 && query0 >= 0) {
         store_rows(maps.out, q, group * 64, query0, work.head, work.batch, kTileM);
     }
 }

@@ -84,9 +84,9 @@ static bool softmax(T&&...) {
 template <class... T>
 static void rescale_out(T&&...) {}
 
-// The first query of a warpgroup in a tile; causal tiles end with the last query.
+// The first query of a warpgroup in a tile; rows of the last causal tile end with the last query, by groups of 64.
 static int first_row(const Params& p, int tile, int group) {
-    return tile * kTileM + group * 64 - (kCausal ? p.tiles_m * kTileM - p.seq_q : 0);
+    return tile * kTileM + group * 64 - (kCausal ? (p.tiles_m * kTileM - p.seq_q) / 64 * 64 : 0);
 }
 static bool has_rows(const Params& p, int tile, int group) {
     const int row = first_row(p, tile, group);

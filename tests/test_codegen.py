@@ -213,10 +213,11 @@ def test_hopper_forward_by_hand() -> None:
     # S 128/2, P 128/4, O 128/2 and 28 beside them; a producer and two consumer warpgroups.
     assert plan_of(FORWARD, Arch.SM90A, 128, Mask.FULL, tuning) == (384, shared, 64 + 32 + 64 + 28)
     assert plan_of(FORWARD, Arch.SM90A, 128, Mask.SPANS, tuning)[1] == shared + 2 * 128 * 8
-    # A block that goes on to another tile has its Q come while O of this one leaves. With a counter the
-    # producer leaves 16 bytes about each of the two pieces of work, and 16 for each of its two parts.
+    # A block that goes on to another tile has its Q come while O of this one leaves. The producer leaves 16 bytes about
+    # each of the two pieces of work, and 16 for each of its two parts if the mask has lists.
     more = shared + 32768 + 16
-    assert plan_of(FORWARD, Arch.SM90A, 128, Mask.FULL, replace(tuning, persistent=True))[1] == more
+    assert plan_of(FORWARD, Arch.SM90A, 128, Mask.FULL, replace(tuning, persistent=True))[1] == more + 2 * 16
+    assert plan_of(FORWARD, Arch.SM90A, 128, Mask.DENSE, replace(tuning, persistent=True))[1] == more
     counted = replace(tuning, persistent=True, counter=True)
     assert plan_of(FORWARD, Arch.SM90A, 128, Mask.SPANS, counted)[1] == more + 2 * 128 * 8 + 2 * (16 + 2 * 16)
 

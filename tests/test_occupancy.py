@@ -34,7 +34,9 @@ def test_the_cache_budget_is_the_templates() -> None:
     assert {FORWARD: int(match[1]) << 20, BACKWARD: int(match[2]) << 20} == CACHE_BYTES
 
 
-def place(case: Case, direction: Direction, tiles: int, split: bool, index: int) -> tuple[int, int]:
+def place(
+    case: Case, direction: Direction, tiles: int, split: bool, index: int, rounds: bool = False
+) -> tuple[int, int]:
     """(rank, plane) as the template's place_of computes it, one index at a time."""
     forward = direction is FORWARD
     heads = case.heads_q if forward or split else case.heads_kv
@@ -45,7 +47,8 @@ def place(case: Case, direction: Direction, tiles: int, split: bool, index: int)
     first = index // (section * tiles) * section
     width = min(section, heads * case.batch - first)
     rest = index - first * tiles
-    return rest // width, first + rest % width
+    ascends = rounds and (heads * case.batch - 1 - first) // section & 1
+    return tiles - 1 - rest // width if ascends else rest // width, first + rest % width
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -58,6 +61,28 @@ def test_pieces_start_in_the_templates_order(pack: str, direction: Direction, sp
     assert _ranks(case, direction, tiles, split).tolist() == [rank for rank, _ in places]
     assert set(Counter(places).values()) == {1}
     assert len(places) == tiles * heads * case.batch
+
+
+@pytest.mark.parametrize("name", ["causal/4x8192", "causal/1x65536", "causal/1x4096"])
+def test_causal_rounds_turn_every_other_section_around(name: str) -> None:
+    case, tiles = make_case(name, "7B", DType.BFLOAT16, CPU), 7
+    places = [place(case, FORWARD, tiles, True, i, True) for i in range(tiles * 28 * case.batch)]
+    assert _ranks(case, FORWARD, tiles, True, rounds=True).tolist() == [rank for rank, _ in places]
+    assert len(set(places)) == len(places)
+    assert places[-1][0] == tiles - 1, "the last section ends with the smallest tiles"
+    jumps = [abs(a - b) for (a, _), (b, _) in zip(places, places[1:], strict=False)]
+    assert max(jumps) == 1, "sections meet at tiles of one size"
+
+
+def test_causal_query_tiles_end_with_the_last_query() -> None:
+    case = make_case("causal/300", "1/1/64", DType.BFLOAT16, CPU)
+    # Tiles of 128 begin at -64, 64 and 192. Parts of 64 rows see 64, 128, 192, 256 and 300 keys: 2 + 4 + 6 + 8 + 10
+    # tiles of 32.
+    found = simulate(case, FORWARD, 128, 32, "rounds", multiprocessors=1, parts=2)
+    assert found.full + found.masked == 30
+    assert found.busy == (30 / 2,)
+    # Without parts 2, 6 and 10.
+    assert simulate(case, FORWARD, 128, 32, "rounds", multiprocessors=1).busy == (18,)
 
 
 def test_last_tiles_that_are_not_full_start_last() -> None:

@@ -109,6 +109,17 @@ def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL) -> Source:
         hopper(128, 192, 80, 2, 1, 1, 0, 1),
         hopper(128, 192, 64, 3, 0, 1, 0, 1),
         hopper(64, 192, 128, 3, 1, 0, 0, 1),
+        *(
+            hopper(head_dim, *knobs, mask=Mask.CAUSAL)
+            for head_dim, *knobs in (
+                (128, 192, 80, 2, 1, 1, 0, 1),
+                (64, 192, 128, 2, 1, 1, 0, 1),
+                (128, 192, 64, 3, 0, 1, 0, 1),
+                (64, 128, 128, 2, 1, 1, 1, 1),
+                (64, 192, 128, 2, 1, 0, 0, 1),
+                (128, 128, 176, 2, 0, 1, 0, 1),
+            )
+        ),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -132,3 +143,29 @@ def test_a_broken_protocol_is_found(change: tuple[str, str], said: str, tmp_path
     run = build(hopper(64, 128, 64, 1, 1, 1, 0, 2), tmp_path, change)
     found = {run(*case) for case in product(SIZES, range(SEEDS), MISSING)}
     assert any(said in one for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("arrives, base + kEmptyV", "false, base + kEmptyV"), "it hangs"),
+        (("named_sync_if(key_tile < turns", "named_sync_if(key_tile <= turns"), "it hangs"),
+        (("key_tile >= whole", "key_tile > whole"), "hidden pairs are not masked"),
+        (("waits, base + kFullK", "false, base + kFullK"), "a copy overwrites"),
+        (("waits, base + kFullV", "false, base + kFullV"), "a copy overwrites"),
+        (("tiles_before(p, first_row + 64)", "tiles_before(p, first_row)"), "a key tile is missing"),
+    ],
+    ids=["hands-back", "turns", "mask", "waits-k", "waits-v", "visits"],
+)
+def test_a_broken_causal_protocol_is_found(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+    run = build(hopper(64, 192, 128, 2, 1, 1, 0, 1, mask=Mask.CAUSAL), tmp_path, change)
+    found = {run(*case) for case in product(SIZES, range(SEEDS), MISSING)}
+    assert any(said in one for one in found), found
+
+
+def test_causal_sections_of_heads_meet_at_tiles_of_one_size(tmp_path: Path) -> None:
+    """With a small cache heads fall into several sections, by turns from the largest tiles and from the smallest."""
+    source = hopper(64, 192, 128, 2, 1, 1, 0, 1, mask=Mask.CAUSAL)
+    run = build(source, tmp_path, ("kCacheBytes = 32 << 20", "kCacheBytes = 1 << 18"))
+    for case in product([(2, 4, 2, 5, 5), (3, 3, 3, 4, 6), (1, 7, 1, 3, 3)], range(SEEDS), MISSING):
+        assert run(*case) == "", case
