@@ -75,7 +75,9 @@ def simulate(
     A tile's rows may fall into `parts` that pass by what is hidden from them: a visited part is 1 / parts of a tile.
     """
     costs = costs or Costs()
-    kinds = _kinds(case, tile_m, tile_n, parts, case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD)
+    kinds = _kinds(
+        case, tile_m, tile_n, parts, case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD
+    )
     others = (1, 2) if direction is Direction.FORWARD else (0, 1)  # what a piece is summed over
     full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)

@@ -149,8 +149,8 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     hidden = -(-(t.tile_m - 64) // t.tile_n)
     piece = 16 * (1 + parts if parts > 1 else 1)
     # A producer works ahead: it tells consumers what a piece is, so that they need not find out between two pieces.
-    whole = not spec.problem.mask.listed and t.cluster == 1
-    told = t.counter or (whole and q_buffers > 1 and shared + q_buffers * piece <= SHARED_LIMIT[Arch.SM90])
+    fits = q_buffers > 1 and shared + q_buffers * piece <= SHARED_LIMIT[Arch.SM90]
+    told = t.counter or (fits and not spec.problem.mask.listed)
     shared += q_buffers * piece if told else 0
     require_shared(shared)
     busy = told or t.cluster > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_causal_rounds_turn_every_other_section_around(name: str) -> None:
     assert _ranks(case, FORWARD, tiles, True, rounds=True).tolist() == [rank for rank, _ in places]
     assert len(set(places)) == len(places)
     assert places[-1][0] == tiles - 1, "the last section ends with the smallest tiles"
-    jumps = [abs(a - b) for (a, _), (b, _) in zip(places, places[1:], strict=False)]
+    jumps = [abs(a - b) for (a, _), (b, _) in pairwise(places)]
     assert max(jumps) == 1, "sections meet at tiles of one size"
 
 
