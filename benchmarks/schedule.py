@@ -2,11 +2,11 @@
 
     python benchmarks/schedule.py [--tflops 790] [--masked 1.1] [--piece 0] [--picture docs/occupancy.png]
 
-Medians over the four seeds of each configuration. Forward tiles (but causal ones) fall into parts of 64 rows, each of
-which passes by what is hidden from it or past the end; `full` and `masked` count these parts. `use` is visible pairs
-over pairs in visited parts; `balance` is the work over what all multiprocessors could have done until the last one
-was ready, with pieces dealt in rounds and with pieces taken by whoever is free; `allowed` is useful work over all
-time, in TFLOP/s of a device that runs full tiles at `--tflops`, which no change inside the kernel can exceed.
+Medians over the four seeds of each configuration. Forward tiles fall into parts of 64 rows, each of which passes by
+what is hidden from it or past the end; `full` and `masked` count these parts. `use` is visible pairs over pairs in
+visited parts; `balance` is the work over what all multiprocessors could have done until the last one was ready, with
+pieces dealt in rounds and with pieces taken by whoever is free; `allowed` is useful work over all time, in TFLOP/s of a
+device that runs full tiles at `--tflops`, which no change inside the kernel can exceed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from attnforge.bagel.cases import make_case
 from attnforge.bagel.occupancy import Costs, Order, Schedule, simulate
 from attnforge.bagel.occupancy_picture import draw_schedules
-from attnforge.codegen.spec import Direction, DType, Mask
+from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.case import Case
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 PACKS = ("pretrain", "vlm_only", "edit_only", "finetune", "t2i_lowres")
-DENSE = (("full/4x8192", "7B"), ("causal/4x8192", "7B"))
+DENSE = {"7B": ("full/4x8192", "causal/4x8192"), "0.5B": ("full/8x4096", "causal/8x4096")}
 PART = 64  # query rows of a consumer warpgroup
 # (heads, direction, (tile_m, tile_n) of which the first is the tuned one, a block per query head)
 SHAPES = (
@@ -40,21 +40,14 @@ def cases(model: str, config: str) -> list[Case]:
     return [make_case(f"{config}/{seed}", model, DType.BFLOAT16, torch.device("cpu")) for seed in range(4)]
 
 
-def parts_of(case: Case, direction: Direction, tile_m: int) -> int:
-    """Forward kernels pass by parts that see nothing, of a tile or past the end, but for causal masks."""
-    return tile_m // PART if direction is FORWARD and case.mask_kind is not Mask.CAUSAL else 1
-
-
 def row(
     group: list[Case], direction: Direction, tiles: tuple[int, int], split: bool, args: argparse.Namespace
 ) -> str:
     """One line of the table."""
     costs = Costs(args.masked, args.piece)
+    parts = tiles[0] // PART if direction is FORWARD else 1
     found: dict[Order, list[Schedule]] = {
-        order: [
-            simulate(case, direction, *tiles, order, split, costs, parts=parts_of(case, direction, tiles[0]))
-            for case in group
-        ]
+        order: [simulate(case, direction, *tiles, order, split, costs, parts=parts) for case in group]
         for order in (("rounds", "free") if direction is FORWARD else ("free",))
     }
     free = found["free"]
@@ -90,8 +83,7 @@ def table(args: argparse.Namespace) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for model, direction, shapes, splits in SHAPES:
         groups = [cases(model, config) for config in PACKS]
-        if model == "7B":
-            groups += [[make_case(name, heads, DType.BFLOAT16, torch.device("cpu"))] for name, heads in DENSE]
+        groups += [[make_case(name, model, DType.BFLOAT16, torch.device("cpu"))] for name in DENSE[model]]
         lines += [
             row(g, direction, tiles, split, args) for g in groups for tiles in shapes for split in splits
         ]

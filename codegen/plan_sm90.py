@@ -6,6 +6,7 @@ The forward, and what it shares with plan_sm90_backward.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, require_words, schedule_launches
@@ -126,6 +127,25 @@ def tensor_maps(tensor: str, head_dim: int, rows: int, together: int) -> tuple[T
     return (*maps, TensorMap(tensor, panels.tail, rows, 1)) if panels.tail else maps
 
 
+def _hidden(t: Sm90Forward) -> int:
+    """Key tiles that a causal query tile visits, but not its first 64 rows: at most so many."""
+    return -(-(t.tile_m - 64) // t.tile_n)
+
+
+def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
+    """Fields of a plan that say which warpgroup computes which tiles when."""
+    consumers, causal = t.tile_m // 64, mask is Mask.CAUSAL
+    return {
+        "parts": consumers if mask.listed else 1,
+        "short_last": mask is Mask.FULL and consumers > 1 and t.cluster == 1,
+        "from_end": causal,
+        # Hidden tiles are handed back while the last P V of the piece before runs, whose buffer is not free until
+        # then: there has to be another one for the first tile that is seen.
+        "staggered": causal and 0 < _hidden(t) < t.stages,
+        "alternating": causal and t.persistent,
+    }
+
+
 def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     d = spec.problem.head_dim
     panels = panels_of(d)
@@ -141,14 +161,11 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         raise Infeasible(
             "counter: takes spans (the counter is part of their schedule), persistent, room for two Q"
         )
-    parts = consumers if spec.problem.mask.listed else 1
-    # What the producer tells of a piece of work: 16 bytes, and 16 for each part if there are several.
-    causal = spec.problem.mask is Mask.CAUSAL
-    # Key tiles that a causal query tile visits, but not its first rows. They are handed back while the last P V runs,
-    # which waits for none of them as long as there is another buffer.
-    hidden = -(-(t.tile_m - 64) // t.tile_n)
+    order = _order(spec.problem.mask, t)
+    parts = order["parts"]
+    # A producer works ahead: it tells consumers what a piece of work is, so that they need not find out between two.
+    # That takes 16 bytes, and 16 for each part if there are several.
     piece = 16 * (1 + parts if parts > 1 else 1)
-    # A producer works ahead: it tells consumers what a piece is, so that they need not find out between two pieces.
     fits = q_buffers > 1 and shared + q_buffers * piece <= SHARED_LIMIT[Arch.SM90]
     told = t.counter or (fits and not spec.problem.mask.listed)
     shared += q_buffers * piece if told else 0
@@ -172,11 +189,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         launches=(Launch(spec.symbol, grid, threads, shared, t.persistent, t.cluster),),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
-        parts=parts,
-        short_last=spec.problem.mask is Mask.FULL and consumers > 1 and t.cluster == 1,
-        from_end=causal,
-        staggered=causal and 0 < hidden < t.stages,
-        alternating=causal and t.persistent,
+        **order,
         cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
@@ -195,7 +208,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "shared_bytes": shared,
             "q_buffers": q_buffers,
             "told": told,
-            "hidden": hidden,
+            "hidden": _hidden(t),
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },

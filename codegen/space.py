@@ -73,6 +73,8 @@ HOPPER_WIDE = (
     Sm90Forward(128, 160, 2, False, True, False, False),
     Sm90Forward(192, 64, 3, False, True, False, False),
 )
+# With a third buffer warpgroups may begin later, each at its own diagonal (plan_sm90.py).
+HOPPER_CAUSAL_WIDE = Sm90Forward(192, 80, 3, True, True, False, False)
 # Without a mask, blocks may share their loads of K and V: behind the guesses, among the eight of a short search.
 HOPPER_CLUSTERS = {
     True: (
@@ -179,6 +181,8 @@ def _hopper_forward(problem: Problem) -> Iterator[Tuning]:
     narrow = problem.head_dim <= 96
     if problem.mask is Mask.DENSE:
         yield from HOPPER_DENSE
+    if problem.mask is Mask.CAUSAL and not narrow:
+        yield HOPPER_CAUSAL_WIDE
     yield from HOPPER_NARROW if narrow else HOPPER_WIDE
     clusters = problem.mask is Mask.FULL  # other masks have none
     if clusters:

@@ -115,6 +115,28 @@ def test_clusters_compile_cleanly(
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "knobs"),
+    [
+        (64, (192, 128, 3, 1, 1)),
+        (64, (192, 128, 2, 1, 0)),
+        (72, (192, 128, 3, 1, 1)),
+        (128, (192, 80, 2, 1, 1)),
+        (128, (192, 80, 3, 1, 1)),
+        (128, (192, 64, 3, 0, 1)),
+        (128, (128, 176, 2, 0, 1)),
+    ],
+)
+def test_causal_tiles_compile_cleanly(
+    head_dim: int, knobs: tuple[int, int, int, int, int], tmp_path: Path
+) -> None:
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.CAUSAL)
+    tuning = Sm90Forward(*knobs[:3], bool(knobs[3]), bool(knobs[4]), False, False)
+    log, resources = compile_strictly(render(Spec(problem, tuning)), tmp_path)
+    assert not SERIALISED.search(log), log
+    assert [used["spill_bytes"] for used in resources.values()] == [0]
+
+
+@pytest.mark.parametrize(
     ("mask", "split", "ordered"),
     [(Mask.FULL, 0, 1), (Mask.CAUSAL, 1, 0), (Mask.SPANS, 1, 1), (Mask.SPANS, 0, 0)],
 )

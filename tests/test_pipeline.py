@@ -113,7 +113,8 @@ def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL) -> Source:
             hopper(head_dim, *knobs, mask=Mask.CAUSAL)
             for head_dim, *knobs in (
                 (128, 192, 80, 2, 1, 1, 0, 1),
-                (64, 192, 128, 2, 1, 1, 0, 1),
+                (128, 192, 80, 3, 1, 1, 0, 1),
+                (64, 192, 128, 3, 1, 1, 0, 1),
                 (128, 192, 64, 3, 0, 1, 0, 1),
                 (64, 128, 128, 2, 1, 1, 1, 1),
                 (64, 192, 128, 2, 1, 0, 0, 1),
@@ -149,11 +150,11 @@ def test_a_broken_protocol_is_found(change: tuple[str, str], said: str, tmp_path
     ("change", "said"),
     [
         (("arrives, base + kEmptyV", "false, base + kEmptyV"), "it hangs"),
-        (("named_sync_if(key_tile < turns", "named_sync_if(key_tile <= turns"), "it hangs"),
-        (("key_tile >= whole", "key_tile > whole"), "hidden pairs are not masked"),
+        (("named_sync_if(key_tile < own.turns", "named_sync_if(key_tile <= own.turns"), "it hangs"),
+        (("key_tile >= own.whole", "key_tile > own.whole"), "hidden pairs are not masked"),
         (("waits, base + kFullK", "false, base + kFullK"), "a copy overwrites"),
         (("waits, base + kFullV", "false, base + kFullV"), "a copy overwrites"),
-        (("tiles_before(p, first_row + 64)", "tiles_before(p, first_row)"), "a key tile is missing"),
+        (("tiles_before(p, row + 64)", "tiles_before(p, row)"), "a key tile is missing"),
     ],
     ids=["hands-back", "turns", "mask", "waits-k", "waits-v", "visits"],
 )

@@ -1,12 +1,12 @@
-// attnforge_fwd_sm90a_bf16_d64_causal_a16_m192_n128_s2_p1_r1_k0_q0_c1
+// attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 64 --mask causal --align 16
-//     --set tile_m=192 --set tile_n=128 --set stages=2 --set ping_pong=1 --set
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
+//     16 --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=1 --set
 //     persistent=1 --set counter=0 --set q_in_regs=0 --set cluster=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
-//   tile_n       128   keys per step of the main loop
-//   stages         2   shared-memory buffers for K and for V
+//   tile_n        80   keys per step of the main loop
+//   stages         3   shared-memory buffers for K and for V
 //   ping_pong      1   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
 //   counter        0   a block takes its next tile from a counter, not in fixed rounds
@@ -17,6 +17,8 @@
 // l = row sum of P; out = O / l, lse = ln(sum exp(scale S)).
 // One producer thread copies tiles with TMA; each consumer warpgroup owns 64 query rows of a tile. Inside a consumer S
 // of the next key tile is started before P V of this one (wgmma is asynchronous).
+// Key tiles are visited from the diagonal on, where the mask is, down to the first.
+// Each consumer begins at the diagonal of its own rows and hands back the tiles of its block that come before.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
@@ -104,9 +106,9 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 64;
+constexpr int kHeadDim = 128;
 constexpr int kTileM = 192;  // query rows of a tile
-constexpr int kTileN = 128;  // keys of a step
+constexpr int kTileN = 80;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are followed in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
@@ -114,12 +116,12 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 // is not 1, for it is rounded; what these two numbers cost: docs/performance.md, log 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
-constexpr int kStages = 2;  // buffers of K and of V
+constexpr int kStages = 3;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
 constexpr unsigned kSwizzle = 1;  // wgmma's code for it
-constexpr int kPanels = 1;
+constexpr int kPanels = 2;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
@@ -146,7 +148,7 @@ constexpr int kPiece = kEmptyV + 8 * kStages;
 constexpr int kPieceBytes = 16;
 static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
-static_assert(kSharedBytes == 114816, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 221344, "codegen/plan_sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -338,24 +340,24 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+// Warpgroup: S (64 x 80) = or += Q K^T over 16 columns of head_dim, both from shared memory.
 __device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: O (64 x 64) = or += P V over 16 keys, P from registers, V as it lies in memory.
+// Warpgroup: O (64 x 128) = or += P V over 16 keys, P from registers, V as it lies in memory.
 __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
@@ -530,6 +532,20 @@ __device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsig
     const int4 piece = shared_load(base + kPiece + q_buffer * kPieceBytes);
     work = {__shfl_sync(~0u, piece.x, 0), __shfl_sync(~0u, piece.y, 0), __shfl_sync(~0u, piece.z, 0)};
     return __shfl_sync(~0u, piece.w, 0);
+}
+
+// Which of the visits of a query tile a warpgroup makes. The nearest key tile is visited first, number 0 last.
+struct Own {
+    int count;  // visits, at least one
+    int hidden;  // visits of the tile before them, which show it nothing
+    int whole;  // key tiles all of whose keys its rows see
+    int turns;  // warpgroups take turns in visits to key tiles below this one: in as many as the first of them makes
+};
+
+__device__ __forceinline__ Own own_visits(const Params& p, int tile, int count, int group) {
+    const int row = first_query(p, tile) + group * 64;
+    const int seen = max(1, tiles_before(p, row + 64));
+    return {seen, count - seen, whole_tiles(p, row), max(1, tiles_before(p, first_query(p, tile) + 64)) - 1};
 }
 
 // Warpgroup: if `hidden`, hand back a tile of K and V that is hidden from its rows. Only the first warp waits for it.
@@ -770,17 +786,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         return;
     }
     int row = first_query(p, work.tile) + row_in_tile;
-    int first_row;
-    int whole;
-    int hidden;
-    int turns;
-    first_row = first_query(p, work.tile) + group * 64;
-    turns = max(1, tiles_before(p, first_query(p, work.tile) + 64)) - 1;
-    hidden = count - max(1, tiles_before(p, first_row + 64));
-    count -= hidden;
-    whole = whole_tiles(p, first_row);
-    int key_tile = count - 1;
-    pass_one(base, stage, phase, hidden > 0);
+    Own own = own_visits(p, work.tile, count, group);
+    int key_tile = own.count - 1;
+    pass_one(base, stage, phase, own.hidden > 0);
+    pass_one(base, stage, phase, own.hidden > 1);
     named_sync(kStoreOfFirst + group, 128);  // the first warp has seen the phases that the others have not
     Rows rows;
     float2 factor;
@@ -792,7 +801,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
-    if (key_tile >= whole) {
+    if (key_tile >= own.whole) {
         apply_mask(p, s, row, key_tile * kTileN);
     }
     if (leader) {
@@ -802,9 +811,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
     while (true) {
         // Each step starts S of one key tile and P V of the tile before it.
-        for (int i = 1; i < count; ++i) {
+        for (int i = 1; i < own.count; ++i) {
             base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
-            key_tile = count - 1 - i;
+            key_tile = own.count - 1 - i;
             const unsigned v_stage = stage;
             const unsigned v_phase = phase;
             if (++stage == kStages) {
@@ -812,18 +821,18 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 phase ^= 1;
             }
             barrier_wait(base + kFullK + stage * 8, phase);
-            named_sync_if(key_tile < turns, kTurnOfFirst + group, 256);
+            named_sync_if(key_tile < own.turns, kTurnOfFirst + group, 256);
             wgmma_fence();
             start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
             wgmma_commit();
-            named_arrive_if(key_tile < turns, kTurnOfFirst + (group + 1) % kConsumers, 256);
+            named_arrive_if(key_tile < own.turns, kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
-            if (key_tile >= whole) {
+            if (key_tile >= own.whole) {
                 apply_mask(p, s, row, key_tile * kTileN);
             }
             if (leader) {
@@ -834,7 +843,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            const bool careful = (key_tile >= whole) || i < kExact || !rows.known;
+            const bool careful = (key_tile >= own.whole) || i < kExact || !rows.known;
             if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
@@ -842,7 +851,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         const Work done = work;
         const unsigned done_q = q_buffer;
         const unsigned v_stage = stage;
-        const int add = count > 1;
+        const int add = own.count > 1;
         barrier_wait(base + kFullV + stage * 8, phase);
         if (++stage == kStages) {
             stage = 0;
@@ -869,13 +878,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
         wgmma_commit();
         row = first_query(p, work.tile) + row_in_tile;
-        first_row = first_query(p, work.tile) + group * 64;
-        turns = max(1, tiles_before(p, first_query(p, work.tile) + 64)) - 1;
-        hidden = count - max(1, tiles_before(p, first_row + 64));
-        count -= hidden;
-        whole = whole_tiles(p, first_row);
-        key_tile = count - 1;
-        pass_one(base, stage, phase, hidden > 0);
+        own = own_visits(p, work.tile, count, group);
+        key_tile = own.count - 1;
+        pass_one(base, stage, phase, own.hidden > 0);
+        pass_one(base, stage, phase, own.hidden > 1);
         q_at = base + kOffsetQ + q_buffer * kTileBytesM;
         barrier_wait(base + kFullK + stage * 8, phase);
         wgmma_fence();
@@ -890,7 +896,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         wgmma_wait_all();
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
-        if (key_tile >= whole) {
+        if (key_tile >= own.whole) {
             apply_mask(p, s, row, key_tile * kTileN);
         }
         if (leader) {
@@ -910,7 +916,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d64_causal_a16_m192_n128_s2_p1_r1_k0_q0_c1(
+attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
