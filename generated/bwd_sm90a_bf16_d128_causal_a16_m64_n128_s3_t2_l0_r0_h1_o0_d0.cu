@@ -21,7 +21,7 @@
 // Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are computed transposed
 // (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
 // through shared memory, for dQ, which needs all keys of the tile.
-// Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add the parts of dQ to the sums.
+// Producer warpgroup: a warp loads all tiles and row statistics, two add the parts of dQ to the sums.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 // Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ), _finish_dkv (dK and dV).
 //
@@ -493,8 +493,8 @@ __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, u
 // The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
 // are few others); their first lane alone acts. All walk the visits in the same order as the consumers.
 
-// Warp: feed the consumers with K, then Q and what goes with it.
-__device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+// Warp: feed the consumers with K and V, and with Q, what goes with it, and dO.
+__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
     const bool acts = threadIdx.x % 32 == 0;
     if (acts) {
         barrier_expect(base + kFullK, kTileBytesN);
@@ -502,7 +502,8 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
                   work.batch, kTileN);
     }
     wait_for_kernel_before();  // for the statistics; consumers add nothing to dK and dV before they have them
-    Ring ring = {0, 1};  // fresh barriers count as empty
+    Ring q_ring = {0, 1};  // fresh barriers count as empty
+    Ring do_ring = {0, 1};
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
         const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 2;
@@ -510,44 +511,32 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
         for (int i = 0; i < work.visits; ++i) {
             const int entry = visit(p, work.tile, i);
             const int query0 = (entry >> 1) * kTileM;
-            const unsigned full = base + kFullQ + ring.stage * 8;
-            barrier_wait(base + kEmptyQ + ring.stage * 8, ring.phase);
+            const unsigned full_q = base + kFullQ + q_ring.stage * 8;
+            barrier_wait(base + kEmptyQ + q_ring.stage * 8, q_ring.phase);
             if (acts) {
-                store_int(base + kOffsetVisit + ring.stage * 8, entry);
-                barrier_expect(full, kTileBytesM + kStatBytes);
-                load_tile(base + kOffsetQ + ring.stage * kTileBytesM, maps.q, full, query0, head,
+                store_int(base + kOffsetVisit + q_ring.stage * 8, entry);
+                barrier_expect(full_q, kTileBytesM + kStatBytes);
+                load_tile(base + kOffsetQ + q_ring.stage * kTileBytesM, maps.q, full_q, query0, head,
                           work.batch, kTileM);
-                bulk_load(base + kOffsetStats + ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full);
+                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full_q);
             }
-            ring.advance(kStagesQ);
+            q_ring.advance(kStagesQ);
+            if (acts && h + i == 0) {  // after the first Q, with which the consumers begin
+                barrier_expect(base + kFullV, kTileBytesN);
+                load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
+                          work.batch, kTileN);
+            }
+            const unsigned full_do = base + kFullDo + do_ring.stage * 8;
+            barrier_wait(base + kEmptyDo + do_ring.stage * 8, do_ring.phase);
+            if (acts) {
+                barrier_expect(full_do, kTileBytesM);
+                load_tile(base + kOffsetDo + do_ring.stage * kTileBytesM, maps.dout, full_do, query0, head,
+                          work.batch, kTileM);
+            }
+            do_ring.advance(kStagesDo);
         }
     }
     let_next_kernel_start();
-}
-
-// Warp: feed the consumers with V, then dO.
-__device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
-    const bool acts = threadIdx.x % 32 == 0;
-    if (acts) {
-        barrier_expect(base + kFullV, kTileBytesN);
-        load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
-                  work.batch, kTileN);
-    }
-    Ring ring = {0, 1};  // fresh barriers count as empty
-    for (int h = 0; h < work.heads; ++h) {
-#pragma unroll 1
-        for (int i = 0; i < work.visits; ++i) {
-            const int query0 = (visit(p, work.tile, i) >> 1) * kTileM;
-            const unsigned full = base + kFullDo + ring.stage * 8;
-            barrier_wait(base + kEmptyDo + ring.stage * 8, ring.phase);
-            if (acts) {
-                barrier_expect(full, kTileBytesM);
-                load_tile(base + kOffsetDo + ring.stage * kTileBytesM, maps.dout, full, query0, work.first_head + h,
-                          work.batch, kTileM);
-            }
-            ring.advance(kStagesDo);
-        }
-    }
 }
 
 // Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory, which have the
@@ -838,10 +827,8 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
         if (warp == 0) {
-            produce_q(p, maps, base, work);
-        } else if (warp == 1) {
-            produce_dout(p, maps, base, work);
-        } else {
+            produce(p, maps, base, work);
+        } else if (warp > 1) {
             reduce_dq(p, base, work, warp - 2);
         }
     } else {

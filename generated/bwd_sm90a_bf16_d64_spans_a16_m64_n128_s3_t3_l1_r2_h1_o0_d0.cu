@@ -661,7 +661,7 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
                   work.batch, kTileN);
     }
     wait_for_kernel_before();  // for the statistics; consumers add nothing to dK and dV before they have them
-    Ring ring = {0, 1};  // fresh barriers count as empty
+    Ring q_ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
         const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 2;
@@ -669,16 +669,16 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
         for (int i = 0; i < work.visits; ++i) {
             const int entry = visit(p, work.tile, i);
             const int query0 = (entry >> 1) * kTileM;
-            const unsigned full = base + kFullQ + ring.stage * 8;
-            barrier_wait(base + kEmptyQ + ring.stage * 8, ring.phase);
+            const unsigned full_q = base + kFullQ + q_ring.stage * 8;
+            barrier_wait(base + kEmptyQ + q_ring.stage * 8, q_ring.phase);
             if (acts) {
-                store_int(base + kOffsetVisit + ring.stage * 8, entry);
-                barrier_expect(full, kTileBytesM + kStatBytes);
-                load_tile(base + kOffsetQ + ring.stage * kTileBytesM, maps.q, full, query0, head,
+                store_int(base + kOffsetVisit + q_ring.stage * 8, entry);
+                barrier_expect(full_q, kTileBytesM + kStatBytes);
+                load_tile(base + kOffsetQ + q_ring.stage * kTileBytesM, maps.q, full_q, query0, head,
                           work.batch, kTileM);
-                bulk_load(base + kOffsetStats + ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full);
+                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full_q);
             }
-            ring.advance(kStagesQ);
+            q_ring.advance(kStagesQ);
         }
     }
     let_next_kernel_start();
@@ -692,19 +692,21 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
         load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
                   work.batch, kTileN);
     }
-    Ring ring = {0, 1};  // fresh barriers count as empty
+    Ring do_ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
+        const int head = work.first_head + h;
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
-            const int query0 = (visit(p, work.tile, i) >> 1) * kTileM;
-            const unsigned full = base + kFullDo + ring.stage * 8;
-            barrier_wait(base + kEmptyDo + ring.stage * 8, ring.phase);
+            const int entry = visit(p, work.tile, i);
+            const int query0 = (entry >> 1) * kTileM;
+            const unsigned full_do = base + kFullDo + do_ring.stage * 8;
+            barrier_wait(base + kEmptyDo + do_ring.stage * 8, do_ring.phase);
             if (acts) {
-                barrier_expect(full, kTileBytesM);
-                load_tile(base + kOffsetDo + ring.stage * kTileBytesM, maps.dout, full, query0, work.first_head + h,
+                barrier_expect(full_do, kTileBytesM);
+                load_tile(base + kOffsetDo + do_ring.stage * kTileBytesM, maps.dout, full_do, query0, head,
                           work.batch, kTileM);
             }
-            ring.advance(kStagesDo);
+            do_ring.advance(kStagesDo);
         }
     }
 }

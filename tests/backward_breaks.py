@@ -111,7 +111,9 @@ TRANSPOSED: dict[str, Break] = {
         "dK or dV with a wrong tile",
     ),
 }
+TOO_EARLY = ("Q is handed back too early", "a visit is read after its buffer was handed back")
 PLAIN: dict[str, Break] = {
+    **{name: (BREAKS[name][0], "something overwrites what a product reads") for name in TOO_EARLY},
     "one buffer of dS": ({"(step & 1) * kDsBytes": "(broken == n ? 0 : step & 1) * kDsBytes"}, "overwrites"),
     "dK goes where K is still read": (
         {"named_sync(kConsumersDone": "if (broken != n) named_sync(kConsumersDone"},
