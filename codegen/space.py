@@ -65,7 +65,8 @@ HOPPER_NARROW = (
     Sm90Forward(192, 112, 3, True, True, False, True),
 )
 HOPPER_WIDE = (
-    Sm90Forward(192, 80, 2, False, True, True, False),
+    Sm90Forward(192, 80, 3, True, True, True, False),
+    Sm90Forward(192, 80, 3, False, True, False, False),
     Sm90Forward(192, 80, 2, True, True, False, False),
     Sm90Forward(128, 128, 2, False, True, True, True),
     Sm90Forward(128, 128, 2, True, True, False, True),

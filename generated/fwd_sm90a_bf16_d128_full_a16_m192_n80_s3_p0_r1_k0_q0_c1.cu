@@ -1,15 +1,15 @@
-// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1
+// attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=192 --set tile_n=80 --set stages=2 --set ping_pong=1 --set
-//     persistent=1 --set counter=1 --set q_in_regs=0 --set cluster=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
+//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0 --set
+//     persistent=1 --set counter=0 --set q_in_regs=0 --set cluster=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n        80   keys per step of the main loop
-//   stages         2   shared-memory buffers for K and for V
-//   ping_pong      1   consumer warpgroups take turns with the tensor cores
+//   stages         3   shared-memory buffers for K and for V
+//   ping_pong      0   consumer warpgroups take turns with the tensor cores
 //   persistent     1   one block per multiprocessor walks many tiles
-//   counter        1   a block takes its next tile from a counter, not in fixed rounds
+//   counter        0   a block takes its next tile from a counter, not in fixed rounds
 //   q_in_regs      0   keep the fragments of Q in registers
 //   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //
@@ -108,14 +108,13 @@ constexpr int kHeadDim = 128;
 constexpr int kTileM = 192;  // query rows of a tile
 constexpr int kTileN = 80;  // keys of a step
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
-constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are followed in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
 // Elsewhere only when the average of P over a thread's columns passes 1.25. A row's largest P costs accuracy where it
 // is not 1, for it is rounded; what these two numbers cost: docs/performance.md, log 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
-constexpr int kStages = 2;  // buffers of K and of V
+constexpr int kStages = 3;  // buffers of K and of V
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
@@ -131,11 +130,9 @@ constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
-constexpr int kBoundsBytes = kTileN * 8;  // of the keys of a tile, where it is masked
-constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
+constexpr int kOffsetBarriers = kOffsetBounds;
 // Barriers: full = the tile has landed (the producer's arrival and the bytes that it announced), empty = its consumers
 // are done with it. One thread arrives for a warpgroup: it has waited for a wgmma, which is one operation of all warps.
-// Empty K takes an arrival of each warp, as each reads the bounds beside K on its own.
 // Empty Q: O has left through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
@@ -144,12 +141,12 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 // What each buffer of Q is for, as the producer found out: the tile, head, batch and number of visits of the piece of
-// work, then the reach of each part; 16 bytes each.
+// work; 16 bytes each.
 constexpr int kPiece = kEmptyV + 8 * kStages;
-constexpr int kPieceBytes = 16 + 16 * kParts;
+constexpr int kPieceBytes = 16;
 static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
-static_assert(kSharedBytes == 181728, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 221344, "codegen/plan_sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
@@ -228,14 +225,6 @@ __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, uns
         : "memory");
 }
 
-// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
-__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-        "l"(src), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
 // Thread: start copying a box from shared memory; elements outside the tensor are dropped.
 __device__ __forceinline__ void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head,
                                           int batch) {
@@ -287,12 +276,9 @@ __device__ __forceinline__ void wgmma_wait_all_but_one() {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
-// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
+// Warps: named barrier `id` for `threads` threads: wait for all.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp.
@@ -344,31 +330,24 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------------------------------
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
 
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+    return rank;
 }
 
 // How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_n;
 }
 
-// Visit number `index`: key tile << kParts, and a bit for each part of the query tile that does not see all its pairs.
+// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
-}
-
-// The visits that show part `part` of the tile anything: [x, y).
-__device__ __forceinline__ int2 reach_of(const Params& p, int tile, int part) {
-    return __ldg(reinterpret_cast<const int2*>(p.reach) + tile * 4 + part);
+    return index * 2 + ((index + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -384,213 +363,24 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+// Last tiles that are not full come after all others.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
+    const int whole = p.seq_q / kTileM;
+    const int last = index - whole * heads * p.batch;
+    if (last >= 0) {
+        return {whole, last % heads, last / heads};
+    }
     const int together = heads / p.heads_kv;  // q heads with the same K and V
     const long long bytes = 4LL * kHeadDim * p.seq_k;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
     const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
-    const int first = index / (section * p.tiles_m) * section;
+    const int first = index / (section * whole) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
-    const int rest = index - first * p.tiles_m;
+    const int rest = index - first * whole;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
-}
-
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
-
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
-__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
-    const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
-    const unsigned own = __ballot_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0) {
-        votes[warp] = own;
-    }
-    __syncthreads();
-    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < kScheduleThreads / 32; ++w) {
-        before += w < warp ? __popc(votes[w]) : 0;
-        total += __popc(votes[w]);
-    }
-    return before;
-}
-
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
-constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
-
-// The keys of a tile, as the threads of a block hold them.
-struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
-};
-
-// Block: the keys of a tile. Also bounds and pieces.
-__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
-    __shared__ int latest[kScheduleThreads / 32];
-    __shared__ int earliest[kScheduleThreads / 32];
-    Keys keys;
-    keys.latest = 0;
-    keys.earliest = p.seq_q;
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const int in_tile = i * kScheduleThreads + threadIdx.x;
-        keys.units[i] = make_int2(0, 0);
-        if (in_tile < kTileN) {
-            const int2 span = span_of(p, key_tile * kTileN + in_tile);
-            keys.latest = max(keys.latest, span.x);
-            keys.earliest = min(keys.earliest, span.y);
-            const int first = max(span.x, 0);
-            const int last = min(span.y, p.seq_q);
-            if (first < last) {
-                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
-            }
-            reinterpret_cast<int2*>(p.bounds)[key_tile * kTileN + in_tile] = span;
-        }
-    }
-    if (key_tile == 0 && threadIdx.x < 2) {
-        p.pieces[threadIdx.x] = 0;
-    }
-    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
-    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
-    __syncthreads();
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        keys.latest = max(keys.latest, latest[warp]);
-        keys.earliest = min(keys.earliest, earliest[warp]);
-    }
-    return keys;
-}
-
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
-__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
-    __shared__ int sums[kScheduleThreads / 32];
-    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
-        changes[i] = 0;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kParts;
-        const unsigned last = keys.units[i].y - base * kParts;
-        if (first < units && first != last) {
-            atomicAdd(&changes[first], 1);
-        }
-        if (last < units && first != last) {
-            atomicAdd(&changes[last], -1);
-        }
-    }
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    int sum = 0;
-    int parts[kParts];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        sum += changes[threadIdx.x * kParts + part];
-        parts[part] = sum;
-    }
-    int before = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, before, distance);
-        before += lane >= distance ? other : 0;
-    }
-    if (lane == 31) {
-        sums[threadIdx.x / 32] = before;
-    }
-    __syncthreads();
-    before += seen - sum;
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
-        seen += sums[warp];
-    }
-    unsigned kind = 0;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
-        const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + parts[part] > 0) << part;
-        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
-    }
-    return kind & kSomeParts ? kind : 0;
-}
-
-// One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1_kinds(const __grid_constant__ Params p) {
-    const Keys keys = load_keys(p, blockIdx.x);
-    int seen = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const unsigned kind = find_kind(p, keys, base, seen);
-        if (base + threadIdx.x < p.tiles_m) {
-            p.tile_list[static_cast<long long>(base + threadIdx.x) * p.list_stride + blockIdx.x] = kind;
-        }
-    }
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned votes[kScheduleThreads / 32];
-    __shared__ int2 reach[kParts];
-    if (threadIdx.x < kParts) {
-        reach[threadIdx.x] = make_int2(p.tiles_n, 0);
-    }
-    const int tile = blockIdx.x;
-    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
-    int total = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        const int visited = base + threadIdx.x;
-        // What _kinds left in the list. It is overwritten only where every thread has read.
-        const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
-        const int slot = count_before(kind != 0, votes, total);
-        if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
-        }
-        // The visits of a warp lie side by side: of those that show a part anything, the first and the last count.
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const unsigned shows = __ballot_sync(~0u, kind >> part & 1);
-            const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
-            const bool last = shows >> threadIdx.x % 32 == 1;
-            if (first) {
-                atomicMin(&reach[part].x, slot);
-            }
-            if (last) {
-                atomicMax(&reach[part].y, slot + 1);
-            }
-        }
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-    __syncthreads();
-    if (threadIdx.x < kParts) {
-        const int2 found = reach[threadIdx.x];
-        reinterpret_cast<int2*>(p.reach)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
-    }
-}
-
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_m ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
-    }
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -649,68 +439,57 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     return {owned_tile(p, place.rank), place.head, place.batch};
 }
 
-// Thread `thread` of `threads`: zeros for `rows` rows, from `query0` on, that see nothing.
-__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
-                                            int threads) {
-    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
-    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
-    rows = min(rows, p.seq_q - query0);
-#pragma unroll 1
-    for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
-        element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out_row + i % (kHeadDim / 8) * 8;
-        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll 1
-    for (int i = thread; i < rows; i += threads) {
-        lse[query0 + i] = __int_as_float(0xff800000);
-    }
+// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
+// piece every time.
+__device__ __forceinline__ int work_index(const Params& p, int round) {
+    const int total = p.tiles_m * p.heads_q * p.batch;
+    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return index < total ? index : -1;
 }
 
-// Pieces of work, those that see nothing included.
-__device__ __forceinline__ int count_work(const Params& p) { return p.tiles_m * p.heads_q * p.batch; }
-
-// Warp: the results of all tiles whose rows see nothing; the producer gives consumers none of them.
-__device__ __forceinline__ void fill_empty(const Params& p) {
-#pragma unroll 1
-    for (int index = blockIdx.x; index < count_work(p); index += gridDim.x) {
-        const Work work = work_at(p, index);
-        if (visits(p, work.tile) == 0) {
-            store_empty(p, work, work.tile * kTileM, kTileM, threadIdx.x % 32, 32);
-        }
-    }
-}
-
-// Warpgroup: the next piece of work, which of its visits show part `group` anything, and how many there are; 0 if no
-// piece is left. All as the producer left it with the buffer of Q. All warps have read it before that buffer is handed
-// back: a named barrier of the warpgroup lies in between, in store or in pass.
-__device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsigned q_phase, int group, Work& work,
-                                         int2& reach) {
+// Warpgroup: the next piece of work, and how many visits it takes; 0 if no piece is left. All as the producer left it
+// with the buffer of Q. All warps have read it before that buffer is handed back: a named barrier lies in between.
+__device__ __forceinline__ int piece_at(unsigned base, unsigned q_buffer, unsigned q_phase, Work& work) {
     barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
     const int4 piece = shared_load(base + kPiece + q_buffer * kPieceBytes);
-    const int4 part = shared_load(base + kPiece + q_buffer * kPieceBytes + 16 + group * 16);
-    reach = make_int2(__shfl_sync(~0u, part.x, 0), __shfl_sync(~0u, part.y, 0));
     work = {__shfl_sync(~0u, piece.x, 0), __shfl_sync(~0u, piece.y, 0), __shfl_sync(~0u, piece.z, 0)};
     return __shfl_sync(~0u, piece.w, 0);
 }
 
+// Warpgroup: the same, but 0 also from the first piece on in which it has no rows: it has none in later ones either.
+__device__ __forceinline__ int next_work(const Params& p, unsigned base, unsigned q_buffer, unsigned q_phase, int group,
+                                         Work& work) {
+    const int count = piece_at(base, q_buffer, q_phase, work);
+    return work.tile * kTileM + group * 64 < p.seq_q ? count : 0;
+}
+
 // Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
-// Of its turns with the tensor cores it passes on the first `turns`.
-__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
+__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
         barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
         named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
-        barrier_arrive_if(threadIdx.x % 32 == 0, base + kEmptyK + stage * 8);
-        if (i < turns) {
-            named_sync(kTurnOfFirst + group, 256);
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
-        }
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyK + stage * 8);
         barrier_wait(base + kFullV + stage * 8, phase);
         named_sync(kStoreOfFirst + group, 128);
         barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
         if (++stage == kStages) {
             stage = 0;
             phase ^= 1;
+        }
+    }
+}
+
+// Warpgroup: pass by the pieces of work that are left.
+__device__ __forceinline__ void pass_rest(unsigned base, unsigned stage, unsigned phase, unsigned q_buffer,
+                                          unsigned q_phase, int group) {
+    Work work;
+    for (int count; (count = piece_at(base, q_buffer, q_phase, work)) > 0;) {
+        pass(base, stage, phase, group, count);
+        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyQ + q_buffer * 8);
+        if (++q_buffer == kBuffersQ) {
+            q_buffer = 0;
+            q_phase ^= 1;
         }
     }
 }
@@ -723,23 +502,17 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     unsigned phase = 0;  // of the K and V buffers
     unsigned q_buffer = 0;
     unsigned q_phase = 0;
-    int index = blockIdx.x;
-    while (index < count_work(p)) {
+    for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
         const Work work = work_at(p, index);
         const int head_kv = work.head / (p.heads_q / p.heads_kv);
         const int count = visits(p, work.tile);
         if (count == 0) {
-            index = gridDim.x + atomicAdd(p.pieces, 1);
             continue;
         }
         barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
         const unsigned piece = base + kPiece + q_buffer * kPieceBytes;
         // Full Q, where consumers wait, comes after these writes: the arrival that announces Q releases them.
         shared_store(piece, make_int4(work.tile, work.head, work.batch, count));
-        for (int part = 0; part < kParts; ++part) {
-            const int2 reach = reach_of(p, work.tile, part);
-            shared_store(piece + 16 + part * 16, make_int4(reach.x, reach.y, 0, 0));
-        }
         barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
         load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
                   work.tile * kTileM, work.head, work.batch, kTileM);
@@ -750,20 +523,12 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         int entry = visit(p, work.tile, 0);
 #pragma unroll 1  // registers are few
         for (int i = 0; i < count; ++i) {
-            if (i + 1 == count) {
-                index = gridDim.x + atomicAdd(p.pieces, 1);  // early: the answer takes its time
-            }
-            const int key0 = (entry >> kParts) * kTileN;
-            const int masked = (entry & (1 << kParts) - 1) != 0;
+            const int key0 = (entry >> 1) * kTileN;
             if (i + 1 < count) {
                 entry = visit(p, work.tile, i + 1);
             }
             barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
-            barrier_expect(base + kFullK + stage * 8, kTileBytesN + masked * kBoundsBytes);
-            if (masked) {
-                bulk_load(base + kOffsetBounds + stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
-                          base + kFullK + stage * 8);
-            }
+            barrier_expect(base + kFullK + stage * 8, kTileBytesN);
             load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
                       work.batch, kTileN);
             barrier_wait(base + kEmptyV + stage * 8, phase ^ 1);
@@ -781,27 +546,20 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         shared_store(base + kPiece + q_buffer * kPieceBytes + i, make_int4(0, 0, 0, 0));
     }
     barrier_arrive(base + kFullQ + q_buffer * 8);
-    if (atomicAdd(p.pieces + 1, 1) == gridDim.x - 1) {  // the last block: nobody asks any more, until the next launch
-        p.pieces[0] = 0;
-        p.pieces[1] = 0;
-    }
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
-// Warpgroup: hide what the mask hides; `row` is the thread's first query, `bounds` those of the tile's keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsigned bounds) {
+// Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 2], int row, int key0) {
     const float hidden = __int_as_float(0xff800000);
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 4) {
-        int start[2], end[2];
-        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(start[0]), "=r"(end[0]), "=r"(start[1]), "=r"(end[1])
-                     : "r"(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            s[i + c] = row >= start[c] && row < end[c] ? s[i + c] : hidden;
-            s[i + 2 + c] = row + 8 >= start[c] && row + 8 < end[c] ? s[i + 2 + c] : hidden;
+            const int key = key0 + i * 2 + threadIdx.x % 4 * 2 + c;
+            s[i + c] = visible(p, row, key) ? s[i + c] : hidden;
+            s[i + 2 + c] = visible(p, row + 8, key) ? s[i + 2 + c] : hidden;
         }
     }
 }
@@ -955,30 +713,14 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
     unsigned q_at;
-    if (group == kConsumers - 1) {  // gives the first one its first turn
-        named_arrive(kTurnOfFirst, 256);
-    }
     Work work;
-    int2 reach;
-    int count = next_work(base, q_buffer, q_phase, group, work, reach);
-    // Pieces of work that show these rows nothing, and the visits before the first that does.
-    while (count > 0 && reach.x == reach.y) {
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        pass(base, stage, phase, group, count, count - 1);
-        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-        barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
-        if (++q_buffer == kBuffersQ) {
-            q_buffer = 0;
-            q_phase ^= 1;
-        }
-        count = next_work(base, q_buffer, q_phase, group, work, reach);
-    }
+    int count = next_work(p, base, q_buffer, q_phase, group, work);
     if (count == 0) {
+        pass_rest(base, stage, phase, q_buffer, q_phase, group);
         return;
     }
-    pass(base, stage, phase, group, reach.x, reach.x);
     int row = work.tile * kTileM + row_in_tile;
-    int entry = visit(p, work.tile, reach.x);
+    int entry = visit(p, work.tile, 0);
     Rows rows;
     float2 factor;
     q_at = base + kOffsetQ + q_buffer * kTileBytesM;
@@ -989,18 +731,17 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_wait_all();
     accumulator_fence(s);
     // Apply the mask where there is any, and hand the buffer of K back.
-    if (entry >> group & 1) {
-        apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-        __syncwarp();
+    if (entry & 1) {
+        apply_mask(p, s, row, (entry >> 1) * kTileN);
     }
-    if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+    if (leader) {
         barrier_arrive(base + kEmptyK + stage * 8);
     }
     rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
     softmax(s, p_frags, rows, true, p.scale_log2, factor);
     while (true) {
         // Each step starts S of one key tile and P V of the tile before it.
-        for (int i = reach.x + 1; i < reach.y; ++i) {
+        for (int i = 1; i < count; ++i) {
             base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
             entry = visit(p, work.tile, i);
             const unsigned v_stage = stage;
@@ -1010,22 +751,19 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 phase ^= 1;
             }
             barrier_wait(base + kFullK + stage * 8, phase);
-            named_sync(kTurnOfFirst + group, 256);
             wgmma_fence();
             start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
             wgmma_commit();
             barrier_wait(base + kFullV + v_stage * 8, v_phase);
-            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > reach.x + 1);
+            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > 1);
             wgmma_commit();
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             accumulator_fence(s);
             // Apply the mask where there is any, and hand the buffer of K back.
-            if (entry >> group & 1) {
-                apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-                __syncwarp();
+            if (entry & 1) {
+                apply_mask(p, s, row, (entry >> 1) * kTileN);
             }
-            if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+            if (leader) {
                 barrier_arrive(base + kEmptyK + stage * 8);
             }
             wgmma_wait_all();
@@ -1033,7 +771,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            const bool careful = (entry >> group & 1) || i < reach.x + kExact || !rows.known;
+            const bool careful = (entry & 1) || i < kExact || !rows.known;
             if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }
@@ -1041,8 +779,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         const Work done = work;
         const unsigned done_q = q_buffer;
         const unsigned v_stage = stage;
-        const int add = reach.y - reach.x > 1;
-        const int after = count - reach.y;  // visits left, all hidden
+        const int add = count > 1;
         barrier_wait(base + kFullV + stage * 8, phase);
         if (++stage == kStages) {
             stage = 0;
@@ -1052,31 +789,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             q_buffer = 0;
             q_phase ^= 1;
         }
-        // With nothing to pass by in between, the next tile begins with this one's last product. Both branches end with
-        // no wgmma in flight: ptxas takes all of them one by one if some may be where branches meet.
-        bool at_once = false;
-        if (after == 0) {
-            count = next_work(base, q_buffer, q_phase, group, work, reach);
-            at_once = reach.x == 0 && reach.y > 0;
-        }
-        if (at_once) {
-            wgmma_fence();
-            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
-            wgmma_commit();
-            entry = visit(p, work.tile, 0);
-            q_at = base + kOffsetQ + q_buffer * kTileBytesM;
-            barrier_wait(base + kFullK + stage * 8, phase);
-            wgmma_fence();
-            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-            wgmma_commit();
-            wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
-            accumulator_fence(o);
-            if (leader) {
-                barrier_arrive(base + kEmptyV + v_stage * 8);
-            }
-            store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-            wgmma_wait_all();
-        } else {
+        count = next_work(p, base, q_buffer, q_phase, group, work);
+        if (count == 0) {
             wgmma_fence();
             start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
             wgmma_commit();
@@ -1086,64 +800,53 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
             store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-            if (after > 0) {
-                pass(base, stage, phase, group, after, after);
-                count = next_work(base, q_buffer, q_phase, group, work, reach);
-            }
             if (leader) {
                 tma_store_wait();
                 barrier_arrive(base + kEmptyQ + done_q * 8);
             }
-            // Pieces of work that show these rows nothing, and the visits before the first that does.
-            while (count > 0 && reach.x == reach.y) {
-                barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-                pass(base, stage, phase, group, count, count - 1);
-                store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-                barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
-                if (++q_buffer == kBuffersQ) {
-                    q_buffer = 0;
-                    q_phase ^= 1;
-                }
-                count = next_work(base, q_buffer, q_phase, group, work, reach);
-            }
-            if (count == 0) {
-                break;
-            }
-            pass(base, stage, phase, group, reach.x, reach.x);
-            entry = visit(p, work.tile, reach.x);
-            q_at = base + kOffsetQ + q_buffer * kTileBytesM;
-            barrier_wait(base + kFullK + stage * 8, phase);
-            wgmma_fence();
-            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-            wgmma_commit();
-            wgmma_wait_all();
+            break;
         }
         row = work.tile * kTileM + row_in_tile;
+        entry = visit(p, work.tile, 0);
+        wgmma_fence();
+        start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
+        wgmma_commit();
+        q_at = base + kOffsetQ + q_buffer * kTileBytesM;
+        barrier_wait(base + kFullK + stage * 8, phase);
+        wgmma_fence();
+        start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
+        wgmma_commit();
+        wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
+        accumulator_fence(o);
+        if (leader) {
+            barrier_arrive(base + kEmptyV + v_stage * 8);
+        }
+        store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
         wgmma_wait_all();
         accumulator_fence(s);
         // Apply the mask where there is any, and hand the buffer of K back.
-        if (entry >> group & 1) {
-            apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-            __syncwarp();
+        if (entry & 1) {
+            apply_mask(p, s, row, (entry >> 1) * kTileN);
         }
-        if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
+        if (leader) {
             barrier_arrive(base + kEmptyK + stage * 8);
         }
         rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
         softmax(s, p_frags, rows, true, p.scale_log2, factor);
         tma_store_wait();
-        barrier_arrive_if(at_once && leader, base + kEmptyQ + done_q * 8);
+        barrier_arrive_if(leader, base + kEmptyQ + done_q * 8);
     }
     if (leader) {
         tma_store_wait();
     }
+    pass_rest(base, stage, phase, q_buffer, q_phase, group);
 }
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
 // Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1(
+attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -1155,20 +858,18 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s2_p1_r1_k1_q0_c1(
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);
-            barrier_init(base + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(base + kEmptyK + i * 8, kConsumers);
             barrier_init(base + kFullV + i * 8, 1);
             barrier_init(base + kEmptyV + i * 8, kConsumers);
         }
         barrier_init_fence();
     }
     __syncthreads();
-    // All warps of a warpgroup take part in setmaxnreg; then one thread and one warp of the first go on.
+    // All warps of a warpgroup take part in setmaxnreg; then one thread of the first goes on.
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
             produce(p, maps, base);
-        } else if (threadIdx.x / 32 == 1) {
-            fill_empty(p);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
