@@ -158,6 +158,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
             "buffers_ds": buffers_ds,
             "uneven": 2 * dq_part != d,
             "transposed": transposed,
+            "loaders": 2 if t.lag or t.ordered else 1,  # warps
             "early_dv": EARLY_DV,
             "late_dk": LATE_DK,
             "row_lanes": 1 << (d // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each

@@ -10,6 +10,7 @@ import ctypes
 import math
 import re
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -108,18 +109,22 @@ def translate(source: Source) -> str:
     if "asm" in text:
         raise ValueError(f"{source.spec.slug}: no replacement for {text[text.index('asm') :][:80]!r}")
     text = text.replace("#pragma unroll", "//")
-    runs = (
+    return '#include "emulator.h"\n' + text + runs((*source.plan.launches, *source.plan.schedule))
+
+
+def runs(launches: Iterable[Launch]) -> str:
+    """C++ functions `run_<symbol>`."""
+    return "".join(
         f'extern "C" void run_{item.symbol}(const Params* p, long long blocks, int threads, long long shared) '
         f"{{ launch([=] {{ {item.symbol}(*p); }}, blocks, threads, shared); }}\n"
-        for item in (*source.plan.launches, *source.plan.schedule)
+        for item in launches
     )
-    return '#include "emulator.h"\n' + text + "".join(runs)
 
 
 class Emulated:
     """A variant of the mma.sync family, compiled for the CPU."""
 
-    def __init__(self, spec: Spec, directory: Path) -> None:
+    def __init__(self, spec: Spec, directory: Path, translate: Callable[[Source], str] = translate) -> None:
         self.spec = spec
         source = render(spec)
         self.plan = source.plan

@@ -73,7 +73,7 @@ def test_every_launch_but_the_first_waits(problem: Problem) -> None:
         for launch in launches:
             if launch.symbol != spec.symbol:
                 require_helper(body(source.text, launch.symbol), launch.overlaps, launch is launches[-1])
-        require_main(source.text, spec.symbol, bool(spec.tuning.lag))  # type: ignore[union-attr]
+        require_main(source.text, spec.symbol, source.plan.constants["loaders"])
         schedule = "".join(body(source.text, launch.symbol) for launch in source.plan.schedule)
         assert WAIT not in schedule
         assert LET not in schedule
@@ -90,17 +90,17 @@ def require_helper(text: str, overlaps: bool, last: bool) -> None:
     assert last or text.lstrip().startswith(LET)
 
 
-def require_main(text: str, symbol: str, lag: bool) -> None:
+def require_main(text: str, symbol: str, loaders: int) -> None:
     """What reads statistics or adds to sums waits, and blocks without work; the loader of Q lets go, at its end."""
     main = body(text, symbol)
     assert f"if (work.visits == 0) {{\n        {WAIT}\n" in main
     assert main.count("return") == 1
     assert LET not in main
-    loads = body(text, "produce_q" if lag else "produce")
+    loads = body(text, "produce_q" if loaders == 2 else "produce")
     assert loads.index(WAIT) < loads.index("p.delta") < loads.index("bulk_load")
     assert loads.endswith(f"    {LET}\n")
     assert body(text, "reduce_dq").lstrip().startswith(WAIT)
-    for name in ("produce_dout", "consume") if lag else ("consume",):
+    for name in ("produce_dout", "consume") if loaders == 2 else ("consume",):
         assert WAIT not in body(text, name)
     # What consumers write, they write after their loops, which take statistics.
     consumer = body(text, "consume")

@@ -1,0 +1,155 @@
+"""The kernels before and after the main one of the Hopper backward, on the CPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from emulator import Emulated, runs
+from torch import Tensor
+
+from attnforge.codegen.render import Source
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.tuning import Sm90Backward
+
+NEEDED = ("Specialisation", "Kernels before")
+PRELUDE = """#include "emulator.h"
+static void wait_for_kernel_before() {}
+static void let_next_kernel_start() {}
+static unsigned pack(float low, float high) { return narrow_pair(low, high); }
+static float2 unpack(unsigned x) { return {widen(x & 0xffff), widen(x >> 16)}; }
+"""
+
+
+def translate(source: Source) -> str:
+    """C++ of all launches but the main one."""
+    first, *sections = re.split(r"(?=^// ---- )", source.text, flags=re.MULTILINE)
+    kept = [section for section in sections if section.removeprefix("// ---- ").startswith(NEEDED)]
+    text = "".join((first, *kept)).replace("#pragma unroll", "//")
+    text = text.replace("__align__(16)", "__attribute__((aligned(16)))")
+    assert "asm" not in text
+    return PRELUDE + text + runs(item for item in source.plan.launches if item.symbol != source.spec.symbol)
+
+
+def make_spec(head_dim: int, *, tile_m: int = 64, split: bool = True, ordered: bool = False) -> Spec:
+    tuning = Sm90Backward(tile_m, 128, 3, 2, head_dim < 96, 0, split, ordered, False)
+    return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.CAUSAL), tuning)
+
+
+def fragments(x: Tensor) -> Tensor:
+    """(..., 64, columns) in the order of fragments, flat: element i of a thread as the kernel's header says."""
+    thread, i = torch.arange(128)[None, :, None], torch.arange(4)[None, None]
+    chunk = torch.arange(x.shape[-1] // 8)[:, None, None]
+    rows = thread // 32 * 16 + thread % 32 // 4 + i // 2 * 8
+    return x[..., rows, chunk * 8 + thread % 4 * 2 + i % 2].flatten(-3)
+
+
+def sums_of(spec: Spec, dq: Tensor) -> Tensor:
+    """(..., rows, head_dim) float32 as the main kernel leaves its sums, rows a multiple of tile_m."""
+    tile_m = spec.tuning.tile_m
+    tiles = dq.unflatten(-2, (-1, tile_m))
+    if tile_m == 64:
+        return fragments(tiles)
+    halves = tiles.unflatten(-1, (2, 64)).movedim(-2, -3).transpose(-1, -2)  # (..., 2, 64 columns, rows)
+    return fragments(halves).flatten(-2)
+
+
+BATCH, HEADS_Q, HEADS_KV, SEQ_Q, SEQ_K = 2, 4, 2, 150, 200
+
+
+def packed(heads: int, rows: int, head_dim: int) -> Tensor:
+    return torch.randn(BATCH, rows, heads, head_dim).bfloat16().transpose(1, 2)
+
+
+class Ends:
+    """A spec's launches but the main one, with tensors to run them on."""
+
+    def __init__(self, spec: Spec, directory: Path) -> None:
+        self.emulated = Emulated(spec, directory, translate)
+        plan, d = self.emulated.plan, spec.problem.head_dim
+        self.launches = {launch.symbol.removeprefix(spec.symbol): launch for launch in plan.launches}
+        self.out, self.dout = packed(HEADS_Q, SEQ_Q, d), packed(HEADS_Q, SEQ_Q, d)
+        self.dq = torch.full_like(self.out, math.nan)
+        self.dk, self.dv = (torch.full_like(packed(HEADS_KV, SEQ_K, d), math.nan) for _ in range(2))
+        self.lse = torch.randn(BATCH, HEADS_Q, SEQ_Q)
+        self.lse[0, 1, 70:90] = -math.inf
+        kv = packed(HEADS_KV, SEQ_K, d)
+        given = {"q": self.out, "k": kv, "v": kv, "out": self.out, "dout": self.dout}
+        self.params = self.emulated._params(given | {"dq": self.dq, "dk": self.dk, "dv": self.dv}, None)
+        p = self.params
+        self.stats = torch.full((BATCH, HEADS_Q, p.tiles_m, 2, spec.tuning.tile_m), math.nan)
+        self.sums = torch.full((BATCH, HEADS_Q, p.padded_q * d), math.nan)
+        self.sums_kv = torch.full((2, BATCH, HEADS_KV, p.padded_k * d), math.nan)
+        self.turns = torch.full(
+            (BATCH * (HEADS_Q * p.tiles_m + HEADS_KV * p.tiles_n),), 77, dtype=torch.int32
+        )
+        p.lse, p.delta, p.dq_accum = self.lse.data_ptr(), self.stats.data_ptr(), self.sums.data_ptr()
+        p.dkv_accum, p.turns_taken = self.sums_kv.data_ptr(), self.turns.data_ptr()
+
+    def run(self, name: str) -> None:
+        self.emulated._run((self.launches[name],), self.params)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        make_spec(64),
+        make_spec(72, split=False),
+        make_spec(128, ordered=True),
+        make_spec(128, tile_m=80),
+        make_spec(128, tile_m=80, ordered=True),
+    ],
+    ids=lambda spec: spec.slug,
+)
+def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    torch.manual_seed(0)
+    return Ends(request.param, tmp_path_factory.mktemp("ends"))
+
+
+def test_before(ends: Ends) -> None:
+    """Statistics of every row, zeros for what is added to."""
+    ends.run("_prepare")
+    rows = ends.stats.transpose(2, 3).flatten(3)  # (batch, heads, lse or delta, padded_q)
+    delta = (ends.out.double() * ends.dout.double()).sum(-1)
+    lse = torch.where(ends.lse == -math.inf, math.inf, ends.lse / math.log(2))
+    torch.testing.assert_close(rows[:, :, 0, :SEQ_Q], lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rows[:, :, 1, :SEQ_Q].double(), delta, rtol=1e-5, atol=1e-5)
+    assert (rows[:, :, 0, SEQ_Q:] == math.inf).all()
+    assert not rows[:, :, 1, SEQ_Q:].any()
+    plan = ends.emulated.plan
+    if plan.ordered:
+        assert ends.sums.isnan().all()  # the first turn stores
+        used = ends.turns if plan.dkv_accum else ends.turns[: BATCH * HEADS_Q * ends.params.tiles_m]
+        assert not used.any()
+    else:
+        assert not ends.sums.any()
+    assert plan.dkv_accum != bool(ends.sums_kv.isnan().any())
+    assert ends.sums_kv.nan_to_num(nan=0.0).eq(0).all()
+
+
+def test_dq(ends: Ends) -> None:
+    """scale * sums, rounded once; zeros where a tile has no sums."""
+    p, tuning = ends.params, ends.emulated.spec.tuning
+    exact = torch.randn(BATCH, HEADS_Q, p.padded_q, ends.out.shape[3])
+    ends.sums.copy_(sums_of(ends.emulated.spec, exact).flatten(2))
+    ends.turns[:] = 3
+    if ends.emulated.plan.ordered:
+        ends.turns[HEADS_Q * p.tiles_m + 1] = 0  # tile 1 of head 0 of batch entry 1
+        exact[1, 0, tuning.tile_m : 2 * tuning.tile_m] = 0
+        ends.sums[1, 0, tuning.tile_m * exact.shape[3] : 2 * tuning.tile_m * exact.shape[3]] = math.nan
+    ends.run("_finish")
+    assert torch.equal(ends.dq, (exact * p.scale).bfloat16()[:, :, :SEQ_Q])
+
+
+def test_dk_and_dv(ends: Ends) -> None:
+    if not ends.emulated.plan.dkv_accum:
+        assert "_finish_dkv" not in ends.launches
+        return
+    exact = torch.randn(2, BATCH, HEADS_KV, ends.params.padded_k, ends.out.shape[3])
+    ends.sums_kv.copy_(fragments(exact.unflatten(3, (-1, 64))).flatten(3))
+    ends.run("_finish_dkv")
+    assert torch.equal(ends.dk, (exact[0] * ends.params.scale).bfloat16()[:, :, :SEQ_K])
+    assert torch.equal(ends.dv, exact[1].bfloat16()[:, :, :SEQ_K])
