@@ -93,12 +93,13 @@ def live_registers(t: Sm90Backward, head_dim: int) -> int:
     """Registers of a consumer thread that tiles take where most are live: in one of three places of a step."""
     scores, packed = t.tile_m // 2, t.tile_m // 4
     transposed = t.tile_m != 64
-    dq = scores if transposed else dq_columns(head_dim) // 2
+    dq = scores if transposed else (head_dim if t.lag else dq_columns(head_dim)) // 2
     throughout = head_dim + -(-head_dim // 16) * 4 * t.in_regs  # dK and dV; K and V as fragments
-    # P and dP, and of P packed what dV is running with; with lag also dQ.
-    gradient = 2 * scores + (4 * EARLY_DV if transposed else packed) + (dq if t.lag else 0)
-    # The next S, and P and dS packed; with lag also the next dP, and dQ.
-    issue = scores + 2 * packed + (scores + dq if t.lag else 0)
+    # P and dP, and of P packed what dV is running with.
+    gradient = 2 * scores + (4 * EARLY_DV if transposed else packed)
+    # The next S, and P and dS packed; with lag also the next dP, or dQ, and what ptxas needs beside these so as not to
+    # serialise the products (C7512): more than 8 registers, at most 20, as found by trying.
+    issue = scores + 2 * packed + (max(scores, dq) + packed if t.lag else 0)
     return throughout + max(gradient, issue, scores + dq)  # the last: the next P and dQ
 
 
@@ -107,14 +108,17 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     padded = -(-d // 16) * 16
     columns = panel_columns(d)
     panels = padded // columns
-    dq_part = dq_columns(d)
+    dq_part = d if t.lag else dq_columns(d)
     transposed = t.tile_m != 64
-    buffers_ds = 1 if transposed else 3 if t.lag else 2  # why these do: kBuffersDs in the kernel
+    buffers_ds = 1 if transposed else 4 if t.lag else 2  # why these do: kBuffersDs in the kernel
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     require_tiles(q_bytes, kv_bytes)
-    ds_bytes, dq_bytes = t.tile_m * t.tile_n * 2, t.tile_m * d * 4
+    ds_bytes, dq_bytes = t.tile_m * t.tile_n * 2, t.tile_m * d * 4 * (CONSUMERS if t.lag else 1)
+    dq_by_turns = t.ordered and not t.lag  # the warps that add dQ take every other tile, not a consumer each
     stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
-    barriers = 8 * (3 + 2 * transposed + 2 * (t.stages + t.stages_dout) + (3 if t.ordered else 2) * CONSUMERS)
+    barriers = 8 * (
+        3 + 3 * transposed + 2 * (t.stages + t.stages_dout) + (3 if dq_by_turns else 2) * CONSUMERS
+    )
     shared = 2 * kv_bytes + t.stages * (q_bytes + stat_bytes) + t.stages_dout * q_bytes
     shared += buffers_ds * ds_bytes + dq_bytes + barriers
     require_shared(shared)
@@ -156,7 +160,8 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
             "swizzle": SWIZZLE_CODE[columns * 2],
             "dq_columns": dq_part,
             "buffers_ds": buffers_ds,
-            "uneven": 2 * dq_part != d,
+            "uneven": not t.lag and 2 * dq_part != d,
+            "dq_by_turns": dq_by_turns,
             "transposed": transposed,
             "loaders": 2 if t.lag or t.ordered else 1,  # warps
             "early_dv": EARLY_DV,

@@ -89,7 +89,9 @@ class Sm90Backward:
     tile_n: int = knob("n", "keys per block; always 128, 64 for each of two consumer warpgroups")
     stages: int = knob("s", "shared-memory buffers for Q")
     stages_dout: int = knob("t", "shared-memory buffers for dO")
-    lag: bool = knob("l", "dQ runs a step later and dP a step earlier: consumers may be up to a step apart")
+    lag: bool = knob(
+        "l", "dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart"
+    )
     in_regs: int = knob("r", "operands that consumers keep in registers: 0 none, 1 K, 2 K and V")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
     ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")

@@ -8,7 +8,7 @@
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
 //   stages         3   shared-memory buffers for Q
 //   stages_dout    2   shared-memory buffers for dO
-//   lag            0   dQ runs a step later and dP a step earlier: consumers may be up to a step apart
+//   lag            0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
 //   in_regs        0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
 //   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
@@ -181,8 +181,9 @@ constexpr int kFullDo = kEmptyQ + 8 * kStagesQ;
 constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
-constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 231472, "codegen/plan_sm90_backward.py disagrees");
+constexpr int kFirstP = kEmptyDq + 8 * kConsumers;  // the first consumer has its first P: the second one may start
+constexpr int kSharedBytes = kFirstP + 8;
+static_assert(kSharedBytes == 231480, "codegen/plan_sm90_backward.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -738,6 +739,9 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     barrier_wait(base + kFullK, 0);
     const unsigned k = base + kOffsetK + group * 64 * kSpan;
     barrier_wait(base + kFullQ, 0);
+    if (group == 1) {  // starts late: scalar work of one then meets products of the other
+        barrier_wait(base + kFirstP, 0);
+    }
     wgmma_fence();
     start_scores(s, k, base + kOffsetQ);
     wgmma_commit();
@@ -747,6 +751,9 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     const int entry = load_int(base + kOffsetVisit);
     if (entry & 1) {
         apply_mask(p, s, (entry >> 1) * kTileM, key);
+    }
+    if (group == 0 && lane == 0) {
+        barrier_arrive(base + kFirstP);
     }
     barrier_wait(base + kFullV, 0);
     const unsigned v = base + kOffsetV + group * 64 * kSpan;
@@ -873,6 +880,7 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0(
         barrier_init(base + kFullK, 1);
         barrier_init(base + kFullV, 1);
         barrier_init(base + kEmptyDs, kConsumers * 4);  // warps
+        barrier_init(base + kFirstP, 4);
         for (int i = 0; i < kStagesQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
             barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps

@@ -8,7 +8,7 @@
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
 //   stages         3   shared-memory buffers for Q
 //   stages_dout    3   shared-memory buffers for dO
-//   lag            1   dQ runs a step later and dP a step earlier: consumers may be up to a step apart
+//   lag            1   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
 //   in_regs        2   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
 //   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
@@ -18,7 +18,7 @@
 // dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
 // A block owns a key tile of one kv head and walks the query tiles that see it, for every q head of the group. dQ is
 // summed in fp32 memory.
-// Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are computed transposed
+// Consumers: two warpgroups, each with 64 of the keys and dQ of every other step. S and dP are computed transposed
 // (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
 // through shared memory, for dQ, which needs all keys of the tile.
 // Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add the parts of dQ to the sums.
@@ -138,17 +138,15 @@ constexpr int kPanels = 1;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
-// dQ: a consumer computes half of the columns, for all keys of the block.
-constexpr int kDqColumns = 32;
-constexpr int kDqSecond = kDqColumns;
+constexpr int kDqColumns = kHeadDim;  // of dQ that a consumer computes: a product with fewer takes as long
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
 // dS is stored as [key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
-// A consumer writes dS of step i once both have arrived with that of step i - 1. Then both are done with dQ of step
-// i - 3, while that of step i - 2 may still run: three buffers, and no barrier to say that one is empty.
-constexpr int kBuffersDs = 3;
+// Steps go in pairs. A consumer writes dS of a pair once both have arrived with that of the pair before. Then both are
+// done with dQ of the pair before that one: buffers for two pairs, and no barrier to say that one is empty.
+constexpr int kBuffersDs = 4;
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
 constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
@@ -159,12 +157,13 @@ constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
 constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
-constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
+constexpr int kOffsetStats = kOffsetDq + kConsumers * kDqPartBytes;
 constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
 // arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
-// takes one of each consumer warp, for dQ needs the keys of both consumers. Each consumer has a buffer of dQ: full with
+// takes one of each consumer warp in each step of a pair, for dQ needs the keys of both consumers. Each has a buffer of
+// dQ: full with
 // its four warps empty when the warp that adds it has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
@@ -176,7 +175,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 149168, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 181936, "codegen/plan_sm90_backward.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
@@ -389,13 +388,13 @@ __device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// Warpgroup: dQ (64 queries x 32 columns) = or += dS K over 16 keys, both as they lie in memory.
+// Warpgroup: dQ (64 queries x 64 columns) = or += dS K over 16 keys, both as they lie in memory.
 __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned long long a, unsigned long long b,
                                          int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
@@ -572,36 +571,37 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
     }
 }
 
-// Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory, which have the
-// order of fragments too.
+// Warp: add what consumer `group` leaves in its dQ buffer, dQ of every other visit, to the sums in device memory, which
+// have the order of fragments too.
 __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
     wait_for_kernel_before();  // for the zeros
     const bool acts = threadIdx.x % 32 == 0;
-    unsigned phase = 0;
-    for (int h = 0; h < work.heads; ++h) {
-        const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
-        float* sums = p.dq_accum + plane * p.padded_q * kHeadDim + group * (kDqPartBytes / 4);
-        if (h == 0) {  // a consumer's dQ is a step late: in its first step it leaves what is no dQ
-            barrier_wait(base + kFullDq + group * 8, phase);
-            phase ^= 1;
-            if (acts) {
-                barrier_arrive(base + kEmptyDq + group * 8);
+    long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head;
+    const long long end = plane + work.heads;
+    barrier_wait(base + kFullDq + group * 8, 0);  // dQ is a pair of steps late: in the first one it is none
+    if (acts) {
+        barrier_arrive(base + kEmptyDq + group * 8);
+    }
+    unsigned phase = 1;
+#pragma unroll 1
+    for (int i = group;; i += kConsumers) {
+        for (; i >= work.visits; i -= work.visits) {
+            if (++plane == end) {
+                return;
             }
         }
-#pragma unroll 1
-        for (int i = 0; i < work.visits; ++i) {
-            const int tile = visit(p, work.tile, i) >> 1;
-            barrier_wait(base + kFullDq + group * 8, phase);
-            phase ^= 1;
-            if (acts) {
-                float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
-                const unsigned part = base + kOffsetDq + group * kDqPartBytes;
-                const int bytes = kDqPartBytes;
-                bulk_reduce(target, part, bytes);
-                tma_store_commit();
-                tma_store_wait();
-                barrier_arrive(base + kEmptyDq + group * 8);
-            }
+        float* sums = p.dq_accum + plane * p.padded_q * kHeadDim;
+        const int tile = visit(p, work.tile, i) >> 1;
+        barrier_wait(base + kFullDq + group * 8, phase);
+        phase ^= 1;
+        if (acts) {
+            float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
+            const unsigned part = base + kOffsetDq + group * kDqPartBytes;
+            const int bytes = kDqPartBytes;
+            bulk_reduce(target, part, bytes);
+            tma_store_commit();
+            tma_store_wait();
+            barrier_arrive(base + kEmptyDq + group * 8);
         }
     }
 }
@@ -757,7 +757,7 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned d
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
 // Warpgroup: work through the query tiles, for 64 of the keys. Tensor cores and scalar code overlap:
-// dS is computed beside dV and the dQ of the step before, the next P beside its dP and dK.
+// dS is computed beside dV, the next P beside dK and either dP or dQ.
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
@@ -791,8 +791,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     unsigned v[kSteps][4];
     load_fragments(v, base + kOffsetV + group * 64 * kSpan);
 
-    unsigned ds_stage = 0;
-    unsigned ds_before = base + kOffsetDs + 2 * kDsBytes;  // dS of the step before; none yet
     barrier_wait(base + kFullDo, 0);
     wgmma_fence();
     start_scores(dp, v, base + kOffsetDo);
@@ -800,80 +798,145 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_wait<0>();
     accumulator_fence(dp);
     for (int step = 0; step < steps; ++step) {
-        const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
-        const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
-        const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
-        const unsigned ds = base + kOffsetDs + ds_stage * kDsBytes;
-        const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
-        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
-        const bool more = step + 1 < steps;
+        {
+            const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
+            const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
+            const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
+            const unsigned ds = base + kOffsetDs + (step & 3) * kDsBytes;
+            const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+            const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
+            const bool more = step + 1 < steps;
 
-        pack_scores(p_frags, s);
-        wgmma_fence();
-        start_dkv(dv, p_frags, dout, step > 0);
-        wgmma_commit();
-        barrier_wait(base + kFullDs, step & 1 ^ 1);
-        wgmma_fence();
-        // Of the step before. In the first step it multiplies what lies there, and reduce_dq drops the result: a branch
-        // would make ptxas wait for registers of the wgmma in flight.
-        start_dq(dq, ds_before, base + kOffsetK + group * kDqSecond * 2);
-        wgmma_commit();
-        score_gradients(ds_frags, s, dp, delta);
-        store_ds(ds, ds_frags, group);
-        proxy_fence();
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(base + kFullDs);
-        }
+            pack_scores(p_frags, s);
+            wgmma_fence();
+            start_dkv(dv, p_frags, dout, step > 0);
+            wgmma_commit();
+            score_gradients(ds_frags, s, dp, delta);
+            // Both have arrived with dS of the pair before: from here on arrivals count for this one.
+            barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);
+            store_ds(ds, ds_frags, group);
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(base + kFullDs);
+            }
 
-        q_ring.advance(kStagesQ);
-        do_ring.advance(kStagesDo);
-        if (more) {
-            barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
-            barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+            q_ring.advance(kStagesQ);
+            do_ring.advance(kStagesDo);
+            if (more) {
+                barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+                barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+            }
+            wgmma_fence();
+            // After the last step this multiplies old data, and nobody looks at the result.
+            start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+            wgmma_commit();
+            // In the first pair it multiplies what lies there, and reduce_dq drops the result: a branch would make
+            // ptxas wait for registers of the wgmma in flight.
+            start_dq(dq, base + kOffsetDs + (step - 2 + group & 3) * kDsBytes, base + kOffsetK);
+            wgmma_commit();
+            start_dkv(dk, ds_frags, q, step > 0);
+            wgmma_commit();
+            wgmma_wait<2>();  // dV and S are complete
+            accumulator_fence(s);
+            if (lane == 0) {
+                barrier_arrive(empty_do);
+            }
+            if (more) {
+                const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
+                probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
+                if (entry & 1) {
+                    apply_mask(p, s, (entry >> 1) * kTileM, key);
+                }
+            }
+            barrier_wait(base + kEmptyDq + group * 8, (step >> 1) & 1 ^ 1);
+            wgmma_wait<0>();  // dQ and dK are complete
+            accumulator_fence(dq);
+            if (lane == 0) {
+                // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarp above.
+                barrier_arrive(empty_q);
+            }
+            store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+            wgmma_fence();
+            start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+            wgmma_commit();
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(base + kFullDq + group * 8);
+            }
+            wgmma_wait<0>();  // dP is complete
+            accumulator_fence(dp);
         }
-        wgmma_fence();
-        // After the last step this multiplies old data, and nobody looks at the result.
-        start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
-        wgmma_commit();
-        start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
-        wgmma_commit();
-        start_dkv(dk, ds_frags, q, step > 0);
-        wgmma_commit();
-        barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
-        wgmma_wait<3>();  // dV and dQ are complete
-        accumulator_fence(dq);
-        store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-        proxy_fence();
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(base + kFullDq + group * 8);
-            barrier_arrive(empty_do);
+        if (++step == steps) {
+            break;
         }
-        wgmma_wait<2>();  // S is complete
-        accumulator_fence(s);
-        if (more) {
-            const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
-            probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
-            if (entry & 1) {
-                apply_mask(p, s, (entry >> 1) * kTileM, key);
+        {
+            const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
+            const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
+            const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
+            const unsigned ds = base + kOffsetDs + (step & 3) * kDsBytes;
+            const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+            const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
+            const bool more = step + 1 < steps;
+
+            pack_scores(p_frags, s);
+            wgmma_fence();
+            start_dkv(dv, p_frags, dout, step > 0);
+            wgmma_commit();
+            score_gradients(ds_frags, s, dp, delta);
+            store_ds(ds, ds_frags, group);
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(base + kFullDs);
+            }
+
+            q_ring.advance(kStagesQ);
+            do_ring.advance(kStagesDo);
+            if (more) {
+                barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+                barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+            }
+            wgmma_fence();
+            // After the last step this multiplies old data, and nobody looks at the result.
+            start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+            wgmma_commit();
+            start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+            wgmma_commit();
+            start_dkv(dk, ds_frags, q, step > 0);
+            wgmma_commit();
+            wgmma_wait<2>();  // dV and S are complete
+            accumulator_fence(s);
+            if (lane == 0) {
+                barrier_arrive(empty_do);
+            }
+            if (more) {
+                const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
+                probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
+                if (entry & 1) {
+                    apply_mask(p, s, (entry >> 1) * kTileM, key);
+                }
+            }
+            wgmma_wait<0>();  // dP and dK are complete
+            accumulator_fence(dp);
+            if (lane == 0) {
+                // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarp above.
+                barrier_arrive(empty_q);
             }
         }
-        wgmma_wait<0>();  // dP and dK are complete
-        accumulator_fence(dp);
-        if (lane == 0) {
-            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarps above.
-            barrier_arrive(empty_q);
-        }
-        ds_before = ds;
-        ds_stage = ds_stage == 2 ? 0 : ds_stage + 1;
     }
-    // dQ of the last step.
-    barrier_wait(base + kFullDs, steps & 1 ^ 1);
+    // dQ of the last pair. If it is but one step, its barrier waits for arrivals of a second one, and what the second
+    // consumer leaves is no dQ: nobody adds it.
+    if (steps % 2 == 1 && lane == 0) {
+        barrier_arrive(base + kFullDs);
+    }
+    const int pairs = (steps + 1) / 2;
+    barrier_wait(base + kFullDs, pairs & 1 ^ 1);
     wgmma_fence();
-    start_dq(dq, ds_before, base + kOffsetK + group * kDqSecond * 2);
+    start_dq(dq, base + kOffsetDs + (pairs * 2 - 2 + group & 3) * kDsBytes, base + kOffsetK);
     wgmma_commit();
-    barrier_wait(base + kEmptyDq + group * 8, steps & 1 ^ 1);
+    barrier_wait(base + kEmptyDq + group * 8, pairs & 1 ^ 1);
     wgmma_wait<0>();
     accumulator_fence(dq);
     store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
@@ -920,7 +983,7 @@ attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0(
     if (threadIdx.x == 0) {
         barrier_init(base + kFullK, 1);
         barrier_init(base + kFullV, 1);
-        barrier_init(base + kFullDs, kConsumers * 4);  // warps
+        barrier_init(base + kFullDs, kConsumers * 8);  // warps, twice
         for (int i = 0; i < kStagesQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
             barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
@@ -1044,7 +1107,6 @@ attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_finish(con
     const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
     wait_for_kernel_before();
     gather<kDqColumns>(rows, 0, sums, p.scale);
-    gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 HAND_BACK = "barrier_arrive(empty_q);"
-FULL_DS = "barrier_arrive(base + kFullDs);"
+STORE_DS = "store_ds(ds, ds_frags, group);"
 WAIT = "wait_for_kernel_before();"
 FIRST_VISIT = "const int entry = load_int(base + kOffsetVisit);"
 # Breaks of the protocol: what the text becomes if `broken` is n, and what is then found (among other things).
 Break = tuple[dict[str, str], str]
 BREAKS: dict[str, Break] = {
     "Q is handed back too early": (
-        {HAND_BACK: "if (broken != n) " + HAND_BACK, FULL_DS: f"{FULL_DS} if (broken == n) {HAND_BACK}"},
+        {
+            HAND_BACK: "if (broken != n) " + HAND_BACK,
+            STORE_DS: f"{STORE_DS} if (broken == n && lane == 0) {HAND_BACK}",
+        },
         "dK or dV with a wrong tile",
     ),
     "nobody waits for EmptyDq": (
@@ -41,33 +44,25 @@ BREAKS: dict[str, Break] = {
         "the kernel before",
     ),
 }
+PAIR_BEFORE = "barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);"
 LAGGING: dict[str, Break] = {
-    "nobody waits for EmptyDq": (
-        BREAKS["nobody waits for EmptyDq"][0],
-        "what is added is not dQ of this tile",
-    ),
     "two buffers of dS": (
-        {"ds_stage == 2 ?": "ds_stage == (broken == n ? 1 : 2) ?"},
+        {"ds = base + kOffsetDs + (step & 3)": "ds = base + kOffsetDs + (step & (broken == n ? 1 : 3))"},
         "something overwrites what a product reads",
     ),
+    "dS is handed over before the other consumer has done so in the pair before": (
+        {
+            PAIR_BEFORE: f"if (broken != n) {PAIR_BEFORE}",
+            "// In the first pair": f"if (broken == n) {PAIR_BEFORE}  // In the first pair",
+        },
+        "what is added is not dQ of this tile",
+    ),
     "what is no dQ is added": (
-        {"if (h == 0) {": "if (h == 0 && broken != n) {"},
+        {"unsigned phase = 1;": "unsigned phase = broken == n ? 0 : 1;"},
         "what is added is not dQ of this tile",
     ),
 }
 ORDERED: dict[str, Break] = {
-    "nobody waits for EmptyDq": (
-        BREAKS["nobody waits for EmptyDq"][0],
-        "what is added is not dQ of this tile",
-    ),
-    "what is no dQ is added": (
-        {"if (parity == 0) {": "if (parity == 0 && broken != n) {"},
-        "what is added is not dQ of this tile",
-    ),
-    "turns are looked at before they are counted from 0": (
-        {f"{WAIT}  // for turns": f"if (broken != n) {WAIT}  // for turns"},
-        "the kernel before has not ended",
-    ),
     "turns are not waited for": (
         {"while (taken < count);": "while (taken < count && broken != n);"},
         "parts of dQ are added out of turn",
@@ -75,6 +70,19 @@ ORDERED: dict[str, Break] = {
     "a turn ends early": (
         {"bulk_reduce_wait();": "if (broken != n) bulk_reduce_wait();"},
         "a turn ends before its sums are there",
+    ),
+}
+A_VISIT = "a visit is read after its buffer was handed back"
+BY_TURNS: dict[str, Break] = {
+    A_VISIT: (BREAKS[A_VISIT][0], "with wrong row statistics"),
+    "nobody waits for EmptyDq": (
+        BREAKS["nobody waits for EmptyDq"][0],
+        "what is added is not dQ of this tile",
+    ),
+    # With lag they come after a consumer's first dQ, and so after statistics.
+    "turns are looked at before they are counted from 0": (
+        {f"{WAIT}  // for turns": f"if (broken != n) {WAIT}  // for turns"},
+        "the kernel before has not ended",
     ),
 }
 HAND_BACK_BEFORE = "barrier_arrive(q_before_empty);"
@@ -111,7 +119,7 @@ TRANSPOSED: dict[str, Break] = {
         "dK or dV with a wrong tile",
     ),
 }
-TOO_EARLY = ("Q is handed back too early", "a visit is read after its buffer was handed back")
+TOO_EARLY = ("Q is handed back too early", A_VISIT)
 PLAIN: dict[str, Break] = {
     **{name: (BREAKS[name][0], "something overwrites what a product reads") for name in TOO_EARLY},
     "one buffer of dS": ({"(step & 1) * kDsBytes": "(broken == n ? 0 : step & 1) * kDsBytes"}, "overwrites"),

@@ -5,6 +5,7 @@
 static const int* visits_of;  // (tiles_n, tiles_m): query tile * 2 + (1 if some is hidden), or -1
 
 constexpr bool kTransposed = kTileM != 64;  // dQ is: each consumer has 64 columns of head_dim
+constexpr int kDqParts = !kTransposed && kDqColumns == kHeadDim ? 1 : kConsumers;  // or: consumers take turns
 static int group_of() { return warp() / 4 - 1; }
 static int visit_of(const Rows& keys, const Rows& queries) {
     return visits_of[keys.row / kTileN * params->tiles_m + queries.row / kTileM];

@@ -67,7 +67,7 @@ static void store_ds(unsigned ds, const F& frags, int group) {
     }
 }
 static int part_bytes(int group) {
-    return kTransposed || group == 0 ? kDqPartBytes : 64 * 4 * (kHeadDim - kDqColumns);
+    return kTransposed || kDqParts == 1 || group == 0 ? kDqPartBytes : 64 * 4 * (kHeadDim - kDqColumns);
 }
 template <class D, class... Group>
 static void store_dq(unsigned part, const D& dq, Group...) {
@@ -85,15 +85,16 @@ static void bulk_reduce(const float* target, unsigned part, int bytes) {
     const int rest = at % (params->padded_q * kHeadDim);
     const Rows rows = rows_of(rest / tile * kTileM, plane, params->heads_q);
     const Write found = origin({{part, part + bytes}}, part);
-    require(bytes == part_bytes(group) && rest % tile == group * kDqPartBytes / 4, "a wrong part of dQ");
+    const int of_tile = group % kDqParts;
+    require(bytes == part_bytes(group) && rest % tile == of_tile * kDqPartBytes / 4, "a wrong part of dQ");
     require(found.kind == kDq && found.queries == rows, "what is added is not dQ of this tile");
-    copy_out({{part, part + bytes}}, [=] { dq_sums[{rows, group}].push_back({block, {found.keys}}); });
+    copy_out({{part, part + bytes}}, [=] { dq_sums[{rows, of_tile}].push_back({block, {found.keys}}); });
 }
 static void bulk_store(const float* target, unsigned part, int bytes) {
     const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
     const int row = at % (params->padded_q * kHeadDim) / (kTileM * kHeadDim) * kTileM;
     const Rows rows = rows_of(row, plane, params->heads_q);
-    require(dq_sums[{rows, (part - kOffsetDq) / kDqPartBytes}].empty(), "sums of dQ are overwritten");
+    require(dq_sums[{rows, (part - kOffsetDq) / kDqPartBytes % kDqParts}].empty(), "sums of dQ are overwritten");
     bulk_reduce(target, part, bytes);
 }
 

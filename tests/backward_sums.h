@@ -16,15 +16,15 @@ static void require_each(const std::vector<Sum>& sums, const std::vector<Rows>& 
 static void require_sums(const Params& p, bool ordered) {
     const int group = p.heads_q / p.heads_kv;
     for (int batch = 0; batch < p.batch; ++batch) {
-        for (int i = 0; i < p.heads_q * p.tiles_m * kConsumers; ++i) {
-            const int tile = i / kConsumers % p.tiles_m, head = i / kConsumers / p.tiles_m;
+        for (int i = 0; i < p.heads_q * p.tiles_m * kDqParts; ++i) {
+            const int tile = i / kDqParts % p.tiles_m, head = i / kDqParts / p.tiles_m;
             std::vector<Rows> keys;
             for (int n = 0; n < p.tiles_n; ++n) {
                 if (visits_of[n * p.tiles_m + tile] >= 0) {
                     keys.push_back({n * kTileN, head / group, batch});
                 }
             }
-            const std::vector<Sum>& sums = dq_sums[{{tile * kTileM, head, batch}, i % kConsumers}];
+            const std::vector<Sum>& sums = dq_sums[{{tile * kTileM, head, batch}, i % kDqParts}];
             require_each(sums, keys, "dQ has not the parts of all its key tiles, each once");
             require(!ordered || in_turn(sums), "parts of dQ are added out of turn");
         }

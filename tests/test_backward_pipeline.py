@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from backward_breaks import BREAKS, LAGGING, ORDERED, PLAIN, TRANSPOSED, Break
+from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, TRANSPOSED, Break
 from cpu_kernel import Params
 
 from attnforge.codegen.render import Source, render
@@ -201,11 +201,12 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
     ("source", "breaks"),
     [
         (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 0, 0), BREAKS | LAGGING),
-        (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | ORDERED),
+        (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | LAGGING | ORDERED),
+        (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 1, 0), BREAKS | ORDERED | BY_TURNS),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, tile_m=80), TRANSPOSED),
     ],
-    ids=["lagging", "ordered", "plain", "transposed"],
+    ids=["lagging", "lagging ordered", "ordered", "plain", "transposed"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     kernel = Simulated(source, tmp_path, breaks)
