@@ -205,7 +205,7 @@ def _hopper_forward(problem: Problem) -> Iterator[Tuning]:
 def _hopper_backward(problem: Problem) -> Iterator[Tuning]:
     # Narrow heads have registers for lag and for K and V; what does not fit is left out by the plan.
     narrow = problem.head_dim <= 80
-    stages = ((3, 3), (4, 4), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
+    stages = ((4, 4), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
     # 80 queries: a fifth fewer steps, and K and V are read less often from shared memory, for S and dP.
     tiles = (64, 80) if problem.head_dim == 128 and problem.mask is not Mask.DENSE else (64,)
     # Ordered ones last: they are for deterministic=True, which takes the first deterministic candidate.

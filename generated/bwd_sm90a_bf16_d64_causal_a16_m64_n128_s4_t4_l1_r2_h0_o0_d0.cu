@@ -1,13 +1,13 @@
-// attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0
+// attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask causal --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=3 --set lag=1
+//     --set tile_m=64 --set tile_n=128 --set stages=4 --set stages_dout=4 --set lag=1
 //     --set in_regs=2 --set split_heads=0 --set ordered=0 --set descending=0
 //
 //   tile_m        64   query rows per step of the main loop: 64, or 80 with head_dim 128
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages         3   shared-memory buffers for Q
-//   stages_dout    3   shared-memory buffers for dO
+//   stages         4   shared-memory buffers for Q
+//   stages_dout    4   shared-memory buffers for dO
 //   lag            1   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
 //   in_regs        2   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
 //   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
@@ -128,8 +128,8 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
-constexpr int kStagesQ = 3;  // buffers of Q
-constexpr int kStagesDo = 3;  // buffers of dO
+constexpr int kStagesQ = 4;  // buffers of Q
+constexpr int kStagesDo = 4;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
@@ -175,7 +175,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 181936, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 198872, "codegen/plan_sm90_backward.py disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
@@ -966,7 +966,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0(
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -1035,7 +1035,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2(e) of a tile's rows, then their delta), zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_prepare(const __grid_constant__ Params p) {
     let_next_kernel_start();
     constexpr int lanes = 8;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1098,7 +1098,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;

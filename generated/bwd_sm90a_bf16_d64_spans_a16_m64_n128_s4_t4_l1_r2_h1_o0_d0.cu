@@ -1,29 +1,29 @@
-// attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0
+// attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask full --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=3 --set lag=1
-//     --set in_regs=2 --set split_heads=0 --set ordered=0 --set descending=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 64 --mask spans --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=4 --set stages_dout=4 --set lag=1
+//     --set in_regs=2 --set split_heads=1 --set ordered=0 --set descending=0
 //
 //   tile_m        64   query rows per step of the main loop: 64, or 80 with head_dim 128
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages         3   shared-memory buffers for Q
-//   stages_dout    3   shared-memory buffers for dO
+//   stages         4   shared-memory buffers for Q
+//   stages_dout    4   shared-memory buffers for dO
 //   lag            1   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
 //   in_regs        2   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not the one with most work (ordered ones always do)
 //
 // S = scale Q K^T, P = exp(S - lse), dP = dO V^T, delta = row sums of dO * O, dS = P * (dP - delta);
 // dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
-// A block owns a key tile of one kv head and walks the query tiles that see it, for every q head of the group. dQ is
-// summed in fp32 memory.
+// A block owns a key tile of one q head and walks the query tiles that see it. dK and dV of the q heads that share a kv
+// head are summed in fp32 memory, as is dQ.
 // Consumers: two warpgroups, each with 64 of the keys and dQ of every other step. S and dP are computed transposed
 // (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
 // through shared memory, for dQ, which needs all keys of the tile.
 // Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add the parts of dQ to the sums.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
-// Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ).
+// Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ), _finish_dkv (dK and dV).
 //
 // All but _prepare may start while the kernel before them runs (programmatic dependent launch). Each of their blocks,
 // on every path, waits for the end of the kernel before, and until then touches nothing that any launch writes. That
@@ -32,7 +32,7 @@
 // mask and its schedule are there when a block of any launch starts, and may be read at once.
 // The next kernel may start once all blocks have said so or have ended. From then on its blocks take the room that
 // blocks leave; those that still run have theirs, so nobody waits for a block that has no room, in turns neither.
-// _prepare says so at once: it is short, and all of the next kernel's start is to be beside it.
+// _prepare and _finish say so at once: they are short, and all of the next kernel's start is to be beside them.
 // A block of the main kernel says so when it has nothing left to load: that hides the launch of _finish, and earlier
 // blocks of _finish, which do nothing but wait, would keep other streams from multiprocessors that have no work left.
 // The last launch never does: the kernel behind it in the stream may rely on more than the end of that launch.
@@ -117,7 +117,7 @@ struct alignas(64) TensorMap {
 
 // How the copy engine finds the tensors; encoded by the host for each call.
 struct TensorMaps {
-    TensorMap q, dout, k, v, dk, dv;
+    TensorMap q, dout, k, v;
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
-constexpr int kStagesQ = 3;  // buffers of Q
-constexpr int kStagesDo = 3;  // buffers of dO
+constexpr int kStagesQ = 4;  // buffers of Q
+constexpr int kStagesDo = 4;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
 constexpr int kColumns = 64;
 constexpr int kSpan = kColumns * 2;
@@ -175,10 +175,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 181936, "codegen/plan_sm90_backward.py disagrees");
-
-// Named barriers; 0 is __syncthreads.
-enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
+static_assert(kSharedBytes == 198872, "codegen/plan_sm90_backward.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -241,15 +238,6 @@ __device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int byt
         : "memory");
 }
 
-// Thread: start copying a box from shared memory; elements outside the tensor are dropped.
-__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head,
-                                          int batch) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
-        "r"(src), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
-        : "memory");
-}
-
 // Thread: close the group of stores issued since the last commit.
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -288,11 +276,6 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
 template <int groups>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
-}
-
-// Warps: named barrier `id` for `threads` threads: wait for all.
-__device__ __forceinline__ void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
@@ -337,6 +320,11 @@ __device__ __forceinline__ void let_next_kernel_start() {
 __device__ __forceinline__ void bulk_reduce(float* target, unsigned src, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(src), "r"(bytes)
                  : "memory");
+}
+
+// Thread: add four consecutive floats to device memory.
+__device__ __forceinline__ void add_to(float* target, float x, float y, float z, float w) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
 // Thread: an integer to and from shared memory.
@@ -399,24 +387,26 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned lo
     // clang-format on
 }
 
-// ---- Mask: full ----------------------------------------------------------------------------------------------------
+// ---- Mask: spans ---------------------------------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`?
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+// The queries that see key `key` are [x, y).
+__device__ __forceinline__ int2 span_of(const Params& p, int key) {
+    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+}
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return rank;
+    return __ldg(p.tile_order + rank);
 }
 
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m;
+    return __ldg(p.tile_count + tile);
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
+    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -433,7 +423,7 @@ struct Place {
 // Work starts in the order of its index. Heads come in sections whose operands fit the L2 cache together; in a section
 // all heads' largest tiles come first.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
-    const int heads = p.heads_kv;
+    const int heads = p.heads_q;
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
@@ -444,6 +434,164 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int rest = index - first * p.tiles_n;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
+
+constexpr int kScheduleThreads = 128;
+constexpr int kParts = 1;  // of a query tile
+constexpr unsigned kSomeParts = (1u << kParts) - 1;
+
+// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // nobody reads the last votes any more
+    const unsigned own = __ballot_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) {
+        votes[warp] = own;
+    }
+    __syncthreads();
+    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < kScheduleThreads / 32; ++w) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        total += __popc(votes[w]);
+    }
+    return before;
+}
+
+constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
+
+// The keys of a tile, as the threads of a block hold them.
+struct Keys {
+    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
+    int latest, earliest;       // start and end of all keys of the tile
+};
+
+// Block: the keys of a tile.
+__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
+    __shared__ int latest[kScheduleThreads / 32];
+    __shared__ int earliest[kScheduleThreads / 32];
+    Keys keys;
+    keys.latest = 0;
+    keys.earliest = p.seq_q;
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const int in_tile = i * kScheduleThreads + threadIdx.x;
+        keys.units[i] = make_int2(0, 0);
+        if (in_tile < kTileN) {
+            const int2 span = span_of(p, key_tile * kTileN + in_tile);
+            keys.latest = max(keys.latest, span.x);
+            keys.earliest = min(keys.earliest, span.y);
+            const int first = max(span.x, 0);
+            const int last = min(span.y, p.seq_q);
+            if (first < last) {
+                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
+            }
+        }
+    }
+    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
+    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
+    __syncthreads();
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        keys.latest = max(keys.latest, latest[warp]);
+        keys.earliest = min(keys.earliest, earliest[warp]);
+    }
+    return keys;
+}
+
+// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
+    constexpr int units = kScheduleThreads * kParts;
+    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int sums[kScheduleThreads / 32];
+    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
+        changes[i] = 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const unsigned first = keys.units[i].x - base * kParts;
+        const unsigned last = keys.units[i].y - base * kParts;
+        if (first < units && first != last) {
+            atomicAdd(&changes[first], 1);
+        }
+        if (last < units && first != last) {
+            atomicAdd(&changes[last], -1);
+        }
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    int sum = 0;
+    int parts[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        sum += changes[threadIdx.x * kParts + part];
+        parts[part] = sum;
+    }
+    int before = sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, before, distance);
+        before += lane >= distance ? other : 0;
+    }
+    if (lane == 31) {
+        sums[threadIdx.x / 32] = before;
+    }
+    __syncthreads();
+    before += seen - sum;
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
+        seen += sums[warp];
+    }
+    unsigned kind = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
+        const int last = min(first + kUnit, p.seq_q);
+        kind |= (before + parts[part] > 0) << part;
+        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
+    }
+    return kind & kSomeParts ? kind : 0;
+}
+
+// One block per owned tile: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned votes[kScheduleThreads / 32];
+    const int tile = blockIdx.x;
+    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
+    const Keys keys = load_keys(p, tile);
+    int seen = 0;
+    int total = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const int visited = base + threadIdx.x;
+        const unsigned kind = find_kind(p, keys, base, seen);
+        const int slot = count_before(kind != 0, votes, total);
+        if (kind != 0) {
+            list[slot] = visited << kParts | kind >> kParts;
+        }
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+}
+
+// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x;
+    const int work = p.tile_count[tile];
+    int rank = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[rank] = tile;
+    }
 }
 
 // ---- Work ----------------------------------------------------------------------------------------------------------
@@ -470,9 +618,9 @@ struct Work {
 __device__ __forceinline__ Work work_of(const Params& p, int block) {
     const Place place = place_of(p, block);
     Work work;
-    work.head_kv = place.head;
-    work.heads = p.heads_q / p.heads_kv;
-    work.first_head = work.head_kv * work.heads;
+    work.first_head = place.head;
+    work.heads = 1;
+    work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
     work.batch = place.batch;
     work.tile = owned_tile(p, place.rank);
     work.visits = visits(p, work.tile);
@@ -611,16 +759,20 @@ __device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned l
     }
 }
 
-// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
-__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
+// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
+__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
     const int first = query0 + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
+    for (int half = 0; half < 2; ++half) {
+        const int start = seen_by[half].x - first;
+        const int end = seen_by[half].y - first;
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int query = first + i * 2 + c;
-            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
-            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
+        for (int i = half * 2; i < kTileM / 2; i += 4) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int query = i / 4 * 8 + c;
+                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
+            }
         }
     }
 }
@@ -666,37 +818,11 @@ __device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqCol
     }
 }
 
-// Warpgroup: its 64 keys of dK or dV, times `factor`, to the panels at `part`.
-__device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadDim / 2], float factor) {
-    const int lane = threadIdx.x % 32;
-    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
-    const int twist = row / 1 % 8;
+// Warpgroup: add its 64 keys of dK or dV to the fp32 sums of the group, in fragment order.
+__device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim / 2]) {
 #pragma unroll
-    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
-        const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
-        stmatrix(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
-                 pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
-                 pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
-    }
-}
-
-// Thread: start copying 64 staged rows to device memory; TMA drops those past seq_k.
-__device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
-    tma_store(map, part, 0, row, 0, head, batch);
-}
-
-// Block: zeros for a key tile that no query sees.
-__device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head, int batch) {
-    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
-    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
-    for (int i = threadIdx.x; i < kTileN * kHeadDim / 8; i += kThreads) {
-        const int row = key0 + i / (kHeadDim / 8);
-        const int column = i % (kHeadDim / 8) * 8;
-        if (row < p.seq_k) {
-            *reinterpret_cast<uint4*>(dk + row * p.dk_row + column) = make_uint4(0, 0, 0, 0);
-            *reinterpret_cast<uint4*>(dv + row * p.dv_row + column) = make_uint4(0, 0, 0, 0);
-        }
+    for (int i = 0; i < kHeadDim / 2; i += 4) {
+        add_to(sums + i * 128 + threadIdx.x % 128 * 4, x[i], x[i + 1], x[i + 2], x[i + 3]);
     }
 }
 
@@ -749,10 +875,11 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned d
 
 // Warpgroup: work through the query tiles, for 64 of the keys. Tensor cores and scalar code overlap:
 // dS is computed beside dV, the next P beside dK and either dP or dQ.
-__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
+__device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
+    const int2 seen_by[2] = {span_of(p, key), span_of(p, key + 8)};
     const int steps = work.visits * work.heads;
     Ring q_ring = {0, 0};
     Ring do_ring = {0, 0};
@@ -776,7 +903,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     probabilities(s, base + kOffsetStats, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
     if (entry & 1) {
-        apply_mask(p, s, (entry >> 1) * kTileM, key);
+        apply_mask(s, (entry >> 1) * kTileM, seen_by);
     }
     barrier_wait(base + kFullV, 0);
     unsigned v[kSteps][4];
@@ -837,7 +964,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
                 probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
                 if (entry & 1) {
-                    apply_mask(p, s, (entry >> 1) * kTileM, key);
+                    apply_mask(s, (entry >> 1) * kTileM, seen_by);
                 }
             }
             barrier_wait(base + kEmptyDq + group * 8, (step >> 1) & 1 ^ 1);
@@ -906,7 +1033,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                 const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
                 probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
                 if (entry & 1) {
-                    apply_mask(p, s, (entry >> 1) * kTileM, key);
+                    apply_mask(s, (entry >> 1) * kTileM, seen_by);
                 }
             }
             wgmma_wait<0>();  // dP and dK are complete
@@ -938,26 +1065,18 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     accumulator_fence(dk);
     accumulator_fence(dv);
-    named_sync(kConsumersDone, kConsumers * 128);  // nobody reads K and V any more: dK and dV leave through them
-    const unsigned part = group * 64 * kRowBytes;
-    stage_dkv(base + kOffsetK + part, dk, p.scale);
-    stage_dkv(base + kOffsetV + part, dv, 1.0f);
-    proxy_fence();
-    named_sync(kStoreOfFirst + group, 128);
+    const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
+    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
     const int key0 = work.tile * kTileN + group * 64;
-    if (threadIdx.x % 128 == 0 && key0 < p.seq_k) {
-        store_tile(maps.dk, base + kOffsetK + part, key0, work.head_kv, work.batch);
-        store_tile(maps.dv, base + kOffsetV + part, key0, work.head_kv, work.batch);
-        tma_store_commit();
-        tma_store_wait();
-    }
+    add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
+    add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
 }
 
 // ---- Kernels -------------------------------------------------------------------------------------------------------
 
-// Grid: tiles_n x batch x heads_kv blocks.
+// Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0(
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -968,7 +1087,6 @@ attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0(
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
         wait_for_kernel_before();
-        store_no_dkv(p, work.tile * kTileN, work.head_kv, work.batch);
         return;
     }
     if (threadIdx.x == 0) {
@@ -1002,7 +1120,7 @@ attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0(
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume(p, maps, base, work, group - 1);
+        consume(p, base, work, group - 1);
     }
 }
 
@@ -1026,7 +1144,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2(e) of a tile's rows, then their delta), zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0_prepare(const __grid_constant__ Params p) {
     let_next_kernel_start();
     constexpr int lanes = 8;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1060,6 +1178,12 @@ attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_prepare(cons
     for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
         dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
+    float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
+    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
+    const long long step = static_cast<long long>(gridDim.x) * kHelperThreads;
+    for (long long i = static_cast<long long>(blockIdx.x) * kHelperThreads + threadIdx.x; i < quads; i += step) {
+        dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
 }
 
 constexpr int kPitch = kHeadDim / 2 + 4;  // words between rows of the transposition buffer: 16 bytes more than a row
@@ -1089,7 +1213,8 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0_finish(const __grid_constant__ Params p) {
+    let_next_kernel_start();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1101,4 +1226,26 @@ attnforge_bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t3_l1_r2_h0_o0_d0_finish(const
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
+}
+
+// Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
+    __shared__ __align__(16) unsigned rows[2][64][kPitch];
+    const int head = blockIdx.x % p.heads_kv;
+    const int batch = blockIdx.x / p.heads_kv % p.batch;
+    const int tile = blockIdx.x / (p.heads_kv * p.batch);
+    const long long plane = static_cast<long long>(batch) * p.heads_kv + head;
+    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
+    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
+    wait_for_kernel_before();
+    for (int key0 = tile * kTileN; key0 < min(p.seq_k, (tile + 1) * kTileN); key0 += 64) {
+        gather<kHeadDim>(rows[0], 0, p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, p.scale);
+        gather<kHeadDim>(rows[1], 0, p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, 1.0f);
+        __syncthreads();
+        scatter(dk + key0 * p.dk_row, p.dk_row, rows[0], min(64, p.seq_k - key0));
+        scatter(dv + key0 * p.dv_row, p.dv_row, rows[1], min(64, p.seq_k - key0));
+        __syncthreads();
+    }
 }
