@@ -147,41 +147,15 @@ def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
 
 
 def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
-    d = spec.problem.head_dim
-    panels = panels_of(d)
-    q_bytes, kv_bytes = t.tile_m * panels.row * 2, t.tile_n * panels.row * 2
-    require_tiles(q_bytes // consumers, kv_bytes)
-    spans = spec.problem.mask is Mask.SPANS
-    bounds = t.stages * t.tile_n * 8 if spans else 0
-    shared = 2 * t.stages * kv_bytes + bounds + 8 * 4 * t.stages
-    # With two, the next tile is begun before O of this one has left.
-    q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
-    shared += q_buffers * (q_bytes + 16)
-    if t.counter and (q_buffers < 2 or not spans):
-        raise Infeasible(
-            "counter: takes spans (the counter is part of their schedule), persistent, room for two Q"
-        )
-    order = _order(spec.problem.mask, t)
-    parts = order["parts"]
-    # A producer works ahead: it tells consumers what a piece of work is, so that they need not find out between two.
-    # That takes 16 bytes, and 16 for each part if there are several.
-    piece = 16 * (1 + parts if parts > 1 else 1)
-    fits = q_buffers > 1 and shared + q_buffers * piece <= SHARED_LIMIT[Arch.SM90]
-    told = t.counter or (fits and not spec.problem.mask.listed)
-    shared += q_buffers * piece if told else 0
-    require_shared(shared)
+    d, mask = spec.problem.head_dim, spec.problem.mask
+    order = _order(mask, t)
+    shared, q_buffers, told = _shared(spec, t, order["parts"])
     busy = told or t.cluster > 1
     producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
     require_registers(live, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
     grid = ("tiles_m", "batch", "heads_q")
-    # Panels go in one copy, except where the last reaches past head_dim: there only a copy of its own ends in time.
-    # O leaves from 64 rows of a tile, whose panels are not next to each other.
-    together = panels.count if panels.columns * panels.count <= d else 1
-    # A block of a cluster loads its share of the rows of K and V, whose panels are not next to each other either.
-    share = (t.tile_n // t.cluster, together if t.cluster == 1 else 1)
-    tiles = (("q", t.tile_m, together), ("k", *share), ("v", *share), ("out", 64, 1))
     return Plan(
         spec=spec,
         template="sm90a/forward.cu.jinja",
@@ -193,18 +167,13 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
-        bounds=spans,
-        bits="k" if spec.problem.mask is Mask.DENSE else "",
-        tensor_maps=sum((tensor_maps(name, d, *tile) for name, *tile in tiles), ()),
-        constants={
+        bounds=mask is Mask.SPANS,
+        bits="k" if mask is Mask.DENSE else "",
+        tensor_maps=_forward_maps(t, d),
+        constants=_panel_constants(d)
+        | {
             "consumers": consumers,
             "type": wgmma_type(spec.problem.dtype),
-            "columns": panels.columns,
-            "panels": panels.count,
-            "tail": panels.tail,
-            "copies": panels.count // together,
-            "swizzle": SWIZZLE_CODE[panels.columns * 2],
-            "tail_swizzle": SWIZZLE_CODE[panels.tail * 2] if panels.tail else 0,
             "shared_bytes": shared,
             "q_buffers": q_buffers,
             "told": told,
@@ -213,3 +182,54 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "consumer_registers": consumer_registers,
         },
     )
+
+
+def _shared(spec: Spec, t: Sm90Forward, parts: int) -> tuple[int, int, bool]:
+    """Bytes of shared memory, buffers of Q, and whether the producer tells consumers what a piece of work is."""
+    row, mask = panels_of(spec.problem.head_dim).row * 2, spec.problem.mask
+    q_bytes, kv_bytes = t.tile_m * row, t.tile_n * row
+    require_tiles(64 * row, kv_bytes)
+    bounds = t.stages * t.tile_n * 8 if mask is Mask.SPANS else 0
+    shared = 2 * t.stages * kv_bytes + bounds + 8 * 4 * t.stages
+    # With two, the next tile is begun before O of this one has left.
+    q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
+    shared += q_buffers * (q_bytes + 16)
+    if t.counter and (q_buffers < 2 or mask is not Mask.SPANS):
+        raise Infeasible(
+            "counter: takes spans (the counter is part of their schedule), persistent, room for two Q"
+        )
+    # A producer works ahead: it tells consumers what a piece of work is, so that they need not find out between two.
+    # That takes 16 bytes, and 16 for each part if there are several.
+    piece = 16 * (1 + parts if parts > 1 else 1)
+    fits = q_buffers > 1 and shared + q_buffers * piece <= SHARED_LIMIT[Arch.SM90]
+    told = t.counter or (fits and not mask.listed)
+    shared += q_buffers * piece if told else 0
+    require_shared(shared)
+    return shared, q_buffers, told
+
+
+def _together(panels: Panels, head_dim: int) -> int:
+    """Panels that go in one copy: all, except where the last reaches past head_dim: it takes one that ends in time."""
+    return panels.count if panels.columns * panels.count <= head_dim else 1
+
+
+def _forward_maps(t: Sm90Forward, head_dim: int) -> tuple[TensorMap, ...]:
+    together = _together(panels_of(head_dim), head_dim)
+    # O leaves from 64 rows of a tile, whose panels are not next to each other.
+    # A block of a cluster loads its share of the rows of K and V, whose panels are not next to each other either.
+    share = (t.tile_n // t.cluster, together if t.cluster == 1 else 1)
+    tiles = (("q", t.tile_m, together), ("k", *share), ("v", *share), ("out", 64, 1))
+    return sum((tensor_maps(name, head_dim, *tile) for name, *tile in tiles), ())
+
+
+def _panel_constants(head_dim: int) -> dict[str, int | str]:
+    """What the template is told of a row of a tile."""
+    panels = panels_of(head_dim)
+    return {
+        "columns": panels.columns,
+        "panels": panels.count,
+        "tail": panels.tail,
+        "copies": panels.count // _together(panels, head_dim),
+        "swizzle": SWIZZLE_CODE[panels.columns * 2],
+        "tail_swizzle": SWIZZLE_CODE[panels.tail * 2] if panels.tail else 0,
+    }

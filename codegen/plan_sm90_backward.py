@@ -104,29 +104,13 @@ def live_registers(t: Sm90Backward, head_dim: int) -> int:
 
 
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
-    d = spec.problem.head_dim
-    padded = -(-d // 16) * 16
-    columns = panel_columns(d)
-    panels = padded // columns
-    dq_part = d if t.lag else dq_columns(d)
-    transposed = t.tile_m != 64
-    buffers_ds = 1 if transposed else 4 if t.lag else 2  # why these do: kBuffersDs in the kernel
-    q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
-    require_tiles(q_bytes, kv_bytes)
-    ds_bytes, dq_bytes = t.tile_m * t.tile_n * 2, t.tile_m * d * 4 * (CONSUMERS if t.lag else 1)
-    dq_by_turns = t.ordered and not t.lag  # the warps that add dQ take every other tile, not a consumer each
-    stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
-    barriers = 8 * (
-        3 + 3 * transposed + 2 * (t.stages + t.stages_dout) + (3 if dq_by_turns else 2) * CONSUMERS
-    )
-    shared = 2 * kv_bytes + t.stages * (q_bytes + stat_bytes) + t.stages_dout * q_bytes
-    shared += buffers_ds * ds_bytes + dq_bytes + barriers
+    d, mask = spec.problem.head_dim, spec.problem.mask
+    shared = _shared_bytes(t, d)
     require_shared(shared)
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
     live = live_registers(t, d)
     require_registers(live, consumer_registers, "the tiles")
-    descending = t.descending or (t.ordered and spec.problem.mask is not Mask.FULL)
-    whole = 1 if d % 16 else panels  # a row that is padded must be copied panel by panel
+    descending = t.descending or (t.ordered and mask is not Mask.FULL)
     return Plan(
         spec=spec,
         template="sm90a/backward.cu.jinja",
@@ -135,44 +119,78 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         schedule=schedule_launches(spec, "tiles_n", t.ordered, descending),
         owner="n",
         registers=live + REGISTERS_BESIDES,
-        bits="q" if spec.problem.mask is Mask.DENSE else "",
+        bits="q" if mask is Mask.DENSE else "",
         dq_accum=True,
         dkv_accum=t.split_heads,
         ordered=t.ordered,
         descending=descending,
         deterministic=t.ordered,
-        tensor_maps=tuple(
-            TensorMap(name, columns, rows, whole)
-            for name, rows in (
-                ("q", t.tile_m),
-                ("dout", t.tile_m),
-                ("k", t.tile_n),
-                ("v", t.tile_n),
-                *(() if t.split_heads else (("dk", 64), ("dv", 64))),
-            )
-        ),
-        constants={
+        tensor_maps=_tensor_maps(t, d),
+        constants=_constants(t, d)
+        | {
             "type": wgmma_type(spec.problem.dtype),
-            "columns": columns,
-            "panels": panels,
-            "tail": 0,
-            "copies": panels // whole,
-            "swizzle": SWIZZLE_CODE[columns * 2],
-            "dq_columns": dq_part,
-            "buffers_ds": buffers_ds,
-            "uneven": not t.lag and 2 * dq_part != d,
-            "dq_by_turns": dq_by_turns,
-            "transposed": transposed,
-            "loaders": 2 if t.lag or t.ordered else 1,  # warps
-            "early_dv": EARLY_DV,
-            "late_dk": LATE_DK,
-            "row_lanes": 1 << (d // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
-            "helper_threads": HELPER_THREADS,
             "shared_bytes": shared,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
     )
+
+
+def _buffers_ds(t: Sm90Backward) -> int:
+    """Buffers of dS; why these do: kBuffersDs in the kernel."""
+    return 1 if t.tile_m != 64 else 4 if t.lag else 2
+
+
+def _dq_by_turns(t: Sm90Backward) -> bool:
+    """Do the two warps that add dQ take every other tile, and not a consumer each?"""
+    return t.ordered and not t.lag
+
+
+def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
+    """Shared memory of a block, in the order in which it lies there."""
+    padded = -(-head_dim // 16) * 16
+    q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
+    require_tiles(q_bytes, kv_bytes)
+    ds_bytes = t.tile_m * t.tile_n * 2
+    dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
+    stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
+    of_ds = 4 if t.tile_m != 64 else 1  # with dQ transposed: full for each consumer, empty, and the first P
+    barriers = 2 + of_ds + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_turns(t) else 2) * CONSUMERS
+    tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
+    return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers
+
+
+def _tensor_maps(t: Sm90Backward, head_dim: int) -> tuple[TensorMap, ...]:
+    columns = panel_columns(head_dim)
+    whole = 1 if head_dim % 16 else head_dim // columns  # a row that is padded must be copied panel by panel
+    rows = {"q": t.tile_m, "dout": t.tile_m, "k": t.tile_n, "v": t.tile_n}
+    if not t.split_heads:
+        rows |= {"dk": 64, "dv": 64}
+    return tuple(TensorMap(name, columns, count, whole) for name, count in rows.items())
+
+
+def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
+    """What the template is told of the tiles and of who computes what."""
+    columns = panel_columns(head_dim)
+    panels = -(-head_dim // 16) * 16 // columns
+    dq_part = head_dim if t.lag else dq_columns(head_dim)
+    return {
+        "columns": columns,
+        "panels": panels,
+        "tail": 0,
+        "copies": panels if head_dim % 16 else 1,
+        "swizzle": SWIZZLE_CODE[columns * 2],
+        "dq_columns": dq_part,
+        "buffers_ds": _buffers_ds(t),
+        "uneven": not t.lag and 2 * dq_part != head_dim,
+        "dq_by_turns": _dq_by_turns(t),
+        "transposed": t.tile_m != 64,
+        "loaders": 2 if t.lag or t.ordered else 1,  # warps
+        "early_dv": EARLY_DV,
+        "late_dk": LATE_DK,
+        "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
+        "helper_threads": HELPER_THREADS,
+    }
 
 
 def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
