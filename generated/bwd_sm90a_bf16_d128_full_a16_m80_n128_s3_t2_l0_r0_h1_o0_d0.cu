@@ -23,7 +23,7 @@
 // through shared memory, for dQ, which needs all keys of the tile.
 // dQ is computed transposed, too (head_dim x queries), for the rows of a product come 64 at a time, its columns by
 // eights. Here dK takes dS from shared memory as well: it runs into the next step, which needs those registers.
-// Producer warpgroup: a warp loads all tiles and row statistics, two add the parts of dQ to the sums.
+// Producer warpgroup: a warp loads all tiles and row statistics, two add dQ to the sums.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 // Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ), _finish_dkv (dK and dV).
 //
@@ -170,7 +170,7 @@ constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
 // takes one of each warp of a consumer, whose keys it is about; empty dS one of each consumer warp, for dQ needs the
 // keys of both consumers. Each consumer has a buffer of dQ: full with
-// its four warps empty when the warp that adds it has read it.
+// its four warps, empty when the warp that adds it has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullDs = kFullV + 8;

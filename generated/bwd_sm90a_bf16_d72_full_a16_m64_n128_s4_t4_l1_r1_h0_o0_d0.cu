@@ -21,7 +21,7 @@
 // Consumers: two warpgroups, each with 64 of the keys and dQ of every other step. S and dP are computed transposed
 // (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
 // through shared memory, for dQ, which needs all keys of the tile.
-// Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add the parts of dQ to the sums.
+// Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add dQ to the sums.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 // Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ).
 //
@@ -164,7 +164,7 @@ constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
 // takes one of each consumer warp in each step of a pair, for dQ needs the keys of both consumers. Each has a buffer of
 // dQ: full with
-// its four warps empty when the warp that adds it has read it.
+// its four warps, empty when the warp that adds it has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullDs = kFullV + 8;

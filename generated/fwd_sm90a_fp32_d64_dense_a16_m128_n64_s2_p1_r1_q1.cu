@@ -551,8 +551,9 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
 // The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
 // piece every time.
 __device__ __forceinline__ int work_index(const Params& p, int round) {
+    const int total = p.tiles_m * p.heads_q * p.batch;
     const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    return index < p.tiles_m * p.heads_q * p.batch ? index : -1;
+    return index < total ? index : -1;
 }
 
 // ---- Producer ------------------------------------------------------------------------------------------------------
