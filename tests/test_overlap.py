@@ -212,6 +212,14 @@ def test_the_argument_of_the_launch_is_cudas(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_launcher_exports_and_doctor_ask_for_the_same_driver() -> None:
+    major, minor = doctor.OVERLAP
+    number = major * 1000 + minor * 10
+    assert f"kOverlappingDriver = {number};" in sources()["launch_config.h"]
+    files = Tree(NAME, Arch.SM90A, (Item(plan_of().spec, 1024, "guess"),)).files(COMMAND)
+    assert f"version >= {number};" in files[f"{NAME}/{NAME}.cu"]
+
+
 @pytest.mark.parametrize(("version", "said"), [((12, 2), True), ((12, 3), False), ((13, 0), False)])
 def test_doctor_says_so(version: tuple[int, int], said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "driver_cuda", lambda: version)
