@@ -1,4 +1,4 @@
-"""The simulated schedule: its order is the template's, its arithmetic that of small cases worked out by hand."""
+"""The simulated schedule: its arithmetic is that of small cases worked out by hand; its order: test_order.py."""
 
 from __future__ import annotations
 
@@ -35,44 +35,13 @@ def test_the_cache_budget_is_the_templates() -> None:
     assert {FORWARD: int(match[1]) << 20, BACKWARD: int(match[2]) << 20} == CACHE_BYTES
 
 
-def place(
-    case: Case, direction: Direction, tiles: int, split: bool, index: int, rounds: bool = False
-) -> tuple[int, int]:
-    """(rank, plane) as the template's place_of computes it, one index at a time."""
-    forward = direction is FORWARD
-    heads = case.heads_q if forward or split else case.heads_kv
-    together = heads // case.heads_kv if forward else 1
-    size = 4 * case.head_dim * case.seq_k if forward else 8 * case.head_dim * case.seq_q
-    fits = max(((32 if forward else 40) << 20) // size, 1)
-    section = min(fits, heads // together * case.batch) * together
-    first = index // (section * tiles) * section
-    width = min(section, heads * case.batch - first)
-    rest = index - first * tiles
-    ascends = rounds and (heads * case.batch - 1 - first) // section & 1
-    return tiles - 1 - rest // width if ascends else rest // width, first + rest % width
-
-
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
-@pytest.mark.parametrize("pack", ["pretrain/0", "finetune/0", "full/3x8192"])
-def test_pieces_start_in_the_templates_order(pack: str, direction: Direction, split: bool) -> None:
-    case, tiles = make_case(pack, "7B", DType.BFLOAT16, CPU), 7
-    heads = case.heads_q if direction is FORWARD or split else case.heads_kv
-    places = [place(case, direction, tiles, split, index) for index in range(tiles * heads * case.batch)]
-    assert _ranks(case, direction, tiles, split).tolist() == [rank for rank, _ in places]
-    assert set(Counter(places).values()) == {1}
-    assert len(places) == tiles * heads * case.batch
-
-
 @pytest.mark.parametrize("name", ["causal/4x8192", "causal/1x65536", "causal/1x4096"])
 def test_causal_rounds_turn_every_other_section_around(name: str) -> None:
     case, tiles = make_case(name, "7B", DType.BFLOAT16, CPU), 7
-    places = [place(case, FORWARD, tiles, True, i, True) for i in range(tiles * 28 * case.batch)]
-    assert _ranks(case, FORWARD, tiles, True, rounds=True).tolist() == [rank for rank, _ in places]
-    assert len(set(places)) == len(places)
-    assert places[-1][0] == tiles - 1, "the last section ends with the smallest tiles"
-    jumps = [abs(a - b) for (a, _), (b, _) in pairwise(places)]
-    assert max(jumps) == 1, "sections meet at tiles of one size"
+    ranks = _ranks(case, FORWARD, tiles, True, rounds=True).tolist()
+    assert Counter(ranks) == dict.fromkeys(range(tiles), 28 * case.batch)
+    assert ranks[-1] == tiles - 1, "the last section ends with the smallest tiles"
+    assert max(abs(a - b) for a, b in pairwise(ranks)) == 1, "sections meet at tiles of one size"
 
 
 def test_causal_query_tiles_end_with_the_last_query() -> None:
@@ -84,13 +53,6 @@ def test_causal_query_tiles_end_with_the_last_query() -> None:
     assert found.busy == (30 / 2,)
     # Without parts 2, 6 and 10.
     assert simulate(case, FORWARD, 128, 32, "rounds", multiprocessors=1).busy == (18,)
-
-
-def test_last_tiles_that_are_not_full_start_last() -> None:
-    case = make_case("full/3x8192", "7B", DType.BFLOAT16, CPU)
-    pieces = 6 * 28 * 3
-    whole = [place(case, FORWARD, 6, True, index)[0] for index in range(pieces)]
-    assert _ranks(case, FORWARD, 7, True, last=True).tolist() == [*whole, *[6] * 28 * 3]
 
 
 @pytest.mark.parametrize(
