@@ -75,9 +75,7 @@ def simulate(
     A tile's rows may fall into `parts` that pass by what is hidden from them: a visited part is 1 / parts of a tile.
     """
     costs = costs or Costs()
-    kinds = _kinds(
-        case, tile_m, tile_n, parts, case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD
-    )
+    kinds = _kinds(case, tile_m, tile_n, parts, _causal_forward(case, direction))
     others = (1, 2) if direction is Direction.FORWARD else (0, 1)  # what a piece is summed over
     full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
@@ -98,6 +96,11 @@ def simulate(
         useful,
         tuple(busy.tolist()),
     )
+
+
+def _causal_forward(case: Case, direction: Direction) -> bool:
+    """Tiles then end with the last query, and the last one has most work."""
+    return case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD
 
 
 def _kinds(case: Case, tile_m: int, tile_n: int, parts: int, from_end: bool) -> Tensor:
@@ -131,7 +134,7 @@ def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
     if case.mask_kind is Mask.SPANS:
         return torch.argsort(visits, descending=True, stable=True)
     tile = torch.arange(visits.numel())
-    return tile.flip(0) if case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD else tile
+    return tile.flip(0) if _causal_forward(case, direction) else tile
 
 
 def _ranks(
@@ -153,7 +156,7 @@ def _ranks(
     first = index // (section * max(whole, 1)) * section
     width = (heads * case.batch - first).clamp(max=section)
     ranks = (index - first * whole) // width
-    if rounds and forward and case.mask_kind is Mask.CAUSAL:
+    if rounds and _causal_forward(case, direction):
         ascends = (heads * case.batch - 1 - first) // section % 2 == 1
         ranks = torch.where(ascends, whole - 1 - ranks, ranks)
     return torch.cat((ranks, ranks.new_full((last * heads * case.batch,), whole)))

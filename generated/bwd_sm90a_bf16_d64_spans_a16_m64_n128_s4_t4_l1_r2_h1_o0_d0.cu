@@ -723,7 +723,7 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
     }
     unsigned phase = 1;
 #pragma unroll 1
-    for (int i = group;; i += kConsumers) {
+    for (int i = group;; i += 2) {
         for (; i >= work.visits; i -= work.visits) {
             if (++plane == end) {
                 return;
