@@ -649,6 +649,11 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     return {owned_tile(p, place.rank), place.head, place.batch};
 }
 
+// Pieces of work, those that see nothing included.
+__device__ __forceinline__ int count_work(const Params& p) {
+    return p.tiles_m * p.heads_q * p.batch;
+}
+
 // Thread `thread` of `threads`: zeros for `rows` rows, from `query0` on, that see nothing.
 __device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
                                             int threads) {
@@ -665,9 +670,6 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
         lse[query0 + i] = __int_as_float(0xff800000);
     }
 }
-
-// Pieces of work, those that see nothing included.
-__device__ __forceinline__ int count_work(const Params& p) { return p.tiles_m * p.heads_q * p.batch; }
 
 // Warp: the results of all tiles whose rows see nothing; the producer gives consumers none of them.
 __device__ __forceinline__ void fill_empty(const Params& p) {

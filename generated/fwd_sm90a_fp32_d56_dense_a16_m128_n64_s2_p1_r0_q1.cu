@@ -548,10 +548,15 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     return {owned_tile(p, plane, place.rank), place.head, place.batch, plane};
 }
 
+// Pieces of work, those that see nothing included.
+__device__ __forceinline__ int count_work(const Params& p) {
+    return p.tiles_m * p.heads_q * p.batch;
+}
+
 // The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
 // piece every time.
 __device__ __forceinline__ int work_index(const Params& p, int round) {
-    const int total = p.tiles_m * p.heads_q * p.batch;
+    const int total = count_work(p);
     const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     return index < total ? index : -1;
 }

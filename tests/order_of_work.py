@@ -13,7 +13,7 @@ from attnforge.codegen.render import Source
 from attnforge.runtime.case import Case
 
 HERE = Path(__file__).parent
-ROUNDS = re.compile(r"^__device__ __forceinline__ int work_index\(.*?^}\n", re.MULTILINE | re.DOTALL)
+ROUNDS = re.compile(r"^__device__ __forceinline__ int (?:count_work|work_index)\(.*?^}\n", re.M | re.S)
 CALLS = """
 extern "C" void places(const Params* p, int pieces, int (*found)[3]) {
     for (int i = 0; i < pieces; ++i) {
@@ -36,13 +36,13 @@ class WorkOrder:
     def __init__(self, source: Source, directory: Path) -> None:
         head, *sections = re.split(r"(?=^// ---- )", source.text, flags=re.MULTILINE)
         kept = [part for part in sections if part.startswith(("// ---- Specialisation", "// ---- Order of"))]
-        rounds = ROUNDS.search(source.text)
+        rounds = "".join(ROUNDS.findall(source.text))
         text = (
             '#include "cuda_words.h"\nstatic struct { unsigned x; } blockIdx, gridDim;\n'
             + head
             + "".join(kept)
         )
-        text += CALLS + (rounds[0] + TURN if rounds else "")
+        text += CALLS + (rounds + TURN if "work_index" in rounds else "")
         path = directory / f"{source.spec.slug}.cpp"
         path.write_text(text)
         flags = ("-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}")
