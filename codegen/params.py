@@ -19,84 +19,80 @@ class Field:
     text: str
 
 
-def _fields() -> tuple[Field, ...]:
-    pointers = [Field("void*", name, "(batch, heads, seq, head_dim), strides below") for name in TENSORS]
-    pointers += [
-        Field("float*", "lse", "(batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row"),
-        Field(
-            "float*",
-            "delta",
-            "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse",
-        ),
-        Field(
-            "float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"
-        ),
-        Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
-        Field("const int*", "ends", "(seq_k)"),
-        Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
-        Field("const unsigned char*", "dense", "dense mask, 1 where query i sees key j; strides below"),
-        Field(
-            "unsigned*",
-            "bits",
-            "(mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word",
-        ),
-        Field("int*", "tile_count", "(mask_planes, tiles) visited tiles of each owned tile"),
-        Field("int*", "tile_order", "(mask_planes, tiles) owned tiles, the one with most work first"),
-        Field(
-            "int*",
-            "tile_list",
-            "(mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs",
-        ),
-        Field(
-            "int*",
-            "reach",
-            "(mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything",
-        ),
-        Field(
-            "float*",
-            "dkv_accum",
-            "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv",
-        ),
-        Field("int*", "turn", "(mask_planes, tiles, list_stride) ordered dq sums: each visit's turn"),
-        Field("int*", "pieces", "(2) pieces of work taken from the counter, and blocks that found none left"),
-        Field(
-            "int*",
-            "turns_taken",
-            "(batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far",
-        ),
-    ]
-    strides = [
+_POINTERS = (
+    *(Field("void*", name, "(batch, heads, seq, head_dim), strides below") for name in TENSORS),
+    Field("float*", "lse", "(batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row"),
+    Field(
+        "float*",
+        "delta",
+        "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse",
+    ),
+    Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"),
+    Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
+    Field("const int*", "ends", "(seq_k)"),
+    Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
+    Field("const unsigned char*", "dense", "dense mask, 1 where query i sees key j; strides below"),
+    Field(
+        "unsigned*",
+        "bits",
+        "(mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word",
+    ),
+    Field("int*", "tile_count", "(mask_planes, tiles) visited tiles of each owned tile"),
+    Field("int*", "tile_order", "(mask_planes, tiles) owned tiles, the one with most work first"),
+    Field(
+        "int*",
+        "tile_list",
+        "(mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs",
+    ),
+    Field(
+        "int*",
+        "reach",
+        "(mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything",
+    ),
+    Field(
+        "float*",
+        "dkv_accum",
+        "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv",
+    ),
+    Field("int*", "turn", "(mask_planes, tiles, list_stride) ordered dq sums: each visit's turn"),
+    Field("int*", "pieces", "(2) pieces of work taken from the counter, and blocks that found none left"),
+    Field(
+        "int*",
+        "turns_taken",
+        "(batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far",
+    ),
+)
+_STRIDES = (
+    *(
         Field("long long", f"{name}_{axis}", f"stride of {name} along {word}, in elements")
         for name in TENSORS
         for axis, word in (("batch", "batch"), ("head", "heads"), ("row", "the sequence"))
-    ]
-    strides += [
+    ),
+    *(
         Field("long long", f"dense_{axis}", f"stride of dense along {word}, 0 where it is the same for all")
         for axis, word in (("batch", "batch"), ("head", "heads_q"), ("row", "queries"), ("col", "keys"))
-    ]
-    scalars = [
-        Field("int", "batch", ""),
-        Field("int", "heads_q", ""),
-        Field("int", "heads_kv", "divides heads_q"),
-        Field("int", "seq_q", ""),
-        Field("int", "seq_k", ""),
-        Field("int", "tiles_m", "ceil(seq_q / tile_m)"),
-        Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
-        Field("int", "list_stride", "entries per row of tile_list"),
-        Field("int", "mask_batches", "batch if each entry has its own dense mask, else 1"),
-        Field("int", "mask_heads", "heads_q if each q head has its own dense mask, else 1"),
-        Field("int", "mask_planes", "mask_batches * mask_heads; 1 for other masks"),
-        Field("int", "bits_row", "words per row of bits"),
-        Field("int", "padded_q", "tiles_m * tile_m"),
-        Field("int", "padded_k", "tiles_n * tile_n"),
-        Field("int", "threads", "CPU threads to use"),
-        Field("float", "scale", "softmax scale, multiplies q k^T"),
-        Field("float", "scale_log2", "scale * log2(e)"),
-    ]
-    return (*pointers, *strides, *scalars)
-
-
-FIELDS = _fields()
+    ),
+)
+_SCALARS = (
+    Field("int", "batch", ""),
+    Field("int", "heads_q", ""),
+    Field("int", "heads_kv", "divides heads_q"),
+    Field("int", "seq_q", ""),
+    Field("int", "seq_k", ""),
+    Field("int", "tiles_m", "ceil(seq_q / tile_m)"),
+    Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
+    Field("int", "list_stride", "entries per row of tile_list"),
+    Field("int", "mask_batches", "batch if each entry has its own dense mask, else 1"),
+    Field("int", "mask_heads", "heads_q if each q head has its own dense mask, else 1"),
+    Field("int", "mask_planes", "mask_batches * mask_heads; 1 for other masks"),
+    Field("int", "bits_row", "words per row of bits"),
+    Field("int", "padded_q", "tiles_m * tile_m"),
+    Field("int", "padded_k", "tiles_n * tile_n"),
+    Field("int", "threads", "CPU threads to use"),
+    Field("float", "scale", "softmax scale, multiplies q k^T"),
+    Field("float", "scale_log2", "scale * log2(e)"),
+)
+FIELDS: tuple[Field, ...] = (*_POINTERS, *_STRIDES, *_SCALARS)
 
 
 def struct() -> str:

@@ -8,7 +8,9 @@ from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.plan_sm80 import (
     REGISTER_FILE,
     REGISTER_LIMIT,
+    REGISTERS_BESIDES,
     SHARED_LIMIT,
+    forward_plan,
     require_positive,
     require_split,
     require_words,
@@ -18,10 +20,11 @@ from attnforge.codegen.plan_sm80_backward import require_grids
 from attnforge.codegen.spec import Arch, Mask, Spec
 from attnforge.codegen.tuning import Fp32Backward, Fp32Forward
 
+# Arguments of one copy function of fp32_tile.cuh.jinja: its suffix, the names of the tile's rows and columns, copies
+# per row, threads that share a row.
+Load = tuple[str, str, str, int, int]
 # A multiprocessor has 1 KiB of shared memory more than one block may use, and keeps 1 KiB for itself per block.
 RESERVED = 1024
-# Addresses, loop counters, operands in flight: what a kernel of this family uses beyond its tiles.
-REGISTERS_BESIDES = 40
 MAX_HEAD_DIM = 256
 
 
@@ -50,8 +53,8 @@ def pitch(width: int) -> int:
     return padded(width) + 4
 
 
-def _load(spec: Spec, suffix: str, rows: str, width: int, warps: int) -> tuple[str, str, str, int, int]:
-    """Arguments of one copy function of fp32_tile.cuh.jinja: .., copies per row, threads that share a row.
+def _load(spec: Spec, suffix: str, rows: str, width: int, warps: int) -> Load:
+    """The copy function of a tile with rows of `width` floats.
 
     The threads are a power of two, so that no thread divides; as few as possible of their copies fall past the row.
     """
@@ -61,7 +64,7 @@ def _load(spec: Spec, suffix: str, rows: str, width: int, warps: int) -> tuple[s
     return suffix, rows, "kHeadDimV" if suffix in ("v_tile", "do_tile") else "kHeadDim", copies, threads
 
 
-def _common(spec: Spec, loads: tuple[tuple[str, str, str, int, int], ...], stages: int) -> dict[str, Any]:
+def _common(spec: Spec, loads: tuple[Load, ...], stages: int) -> dict[str, Any]:
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     return {
         "dim": dim,
@@ -93,24 +96,8 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
     # O and S, beside them the other sums of S or both of a part of O, and the parts of a left operand.
     registers = frags * 4 * (groups + t.tile_n // 8 + max(t.tile_n // 8, 2 * apart) + 2)
     _require_fit(spec, shared, registers, t.warps * 32, t.blocks)
-    loads = (
-        _load(spec, "q_tile", "kTileM", dim, t.warps),
-        _load(spec, "k_tile", "kTileN", dim, t.warps),
-        _load(spec, "v_tile", "kTileN", dim_v, t.warps),
-    )
-    constants = _common(spec, loads, t.stages)
-    return Plan(
-        spec=spec,
-        template="sm80/forward_fp32.cu.jinja",
-        suffix=".cu",
-        launches=(Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), t.warps * 32, shared),),
-        schedule=schedule_launches(spec, "tiles_m"),
-        owner="m",
-        registers=registers + REGISTERS_BESIDES,
-        bits="k" if spec.problem.mask is Mask.DENSE else "",
-        deterministic=True,
-        constants=constants | {"shared_bytes": shared, "frags_apart": apart},
-    )
+    constants = _common(spec, _qkv_loads(spec, t), t.stages) | {"shared_bytes": shared, "frags_apart": apart}
+    return forward_plan(spec, "forward_fp32", t.warps * 32, shared, registers, constants)
 
 
 def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
@@ -120,63 +107,30 @@ def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
     require_split("tile_m", t.tile_m, t.warps, 4, "warps")
     require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
     chunk = 32 if t.tile_n % 32 == 0 else 16
-    floats = t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)) + t.tile_m * (pitch(dim) + chunk + 8)
+    shared = 4 * (t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)) + t.tile_m * (pitch(dim) + chunk + 8))
     rows, keys, columns = t.tile_m // t.warps // 4, t.tile_n // 8, padded(dim_v) // 8
     # S, O, a maximum and a sum of each row; operands: four floats of each row and key, or of each row and a row of V.
     registers = rows * (keys + columns + 2) + max(4 * (rows + keys), 4 * rows + columns)
-    _require_fit(spec, 4 * floats, registers, t.warps * 32, t.blocks)
-    loads = (
+    _require_fit(spec, shared, registers, t.warps * 32, t.blocks)
+    constants = _common(spec, _qkv_loads(spec, t), t.stages)
+    constants |= {"shared_bytes": shared, "chunk": chunk, "tensor_cores": False}
+    return forward_plan(spec, "forward_ffma", t.warps * 32, shared, registers, constants)
+
+
+def _qkv_loads(spec: Spec, t: Fp32Forward) -> tuple[Load, ...]:
+    dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
+    return (
         _load(spec, "q_tile", "kTileM", dim, t.warps),
         _load(spec, "k_tile", "kTileN", dim, t.warps),
         _load(spec, "v_tile", "kTileN", dim_v, t.warps),
-    )
-    return Plan(
-        spec=spec,
-        template="sm80/forward_ffma.cu.jinja",
-        suffix=".cu",
-        launches=(Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), t.warps * 32, 4 * floats),),
-        schedule=schedule_launches(spec, "tiles_m"),
-        owner="m",
-        registers=registers + REGISTERS_BESIDES,
-        bits="k" if spec.problem.mask is Mask.DENSE else "",
-        deterministic=True,
-        constants=_common(spec, loads, t.stages)
-        | {"shared_bytes": 4 * floats, "chunk": chunk, "tensor_cores": False},
     )
 
 
 def _backward(spec: Spec, t: Fp32Backward) -> Plan:
-    dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     _check_grids(t)
-    spans = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
-    floats = (t.tile_n + t.stages * t.tile_m) * (pitch(dim) + pitch(dim_v)) + 2 * t.tile_m * (t.tile_n + 4)
-    shared = 4 * floats + t.stages * t.tile_m * 8 + spans
-    warps_d, warps_d_dq = t.warps // t.warps_dkv, t.warps // t.warps_dq
-    frags_dk, frags_dv = (-(-padded(width) // 8 // warps_d) for width in (dim, dim_v))
-    frags_dq = -(-padded(dim) // 8 // warps_d_dq)
-    _part("a gradient", max(frags_dk, frags_dv, frags_dq), t.parts)
-    apart = {name: -(-n // t.parts) for name, n in (("dk", frags_dk), ("dv", frags_dv), ("dq", frags_dq))}
-    frags_n, frags_m = t.tile_n // t.warps_dkv // 16, t.tile_m // t.warps_dq // 16
-    threads = t.warps * 32
-    # dK and dV, and beside them S, dP and its other sums, or both sums of a part of a gradient.
-    sdp = 3 * t.tile_m * t.tile_n // threads
-    sums = 8 * max(frags_n * max(apart["dk"], apart["dv"]), frags_m * apart["dq"])
-    registers = 4 * frags_n * (frags_dk + frags_dv) + max(sdp, sums)
+    frags, threads = _gradient_frags(spec, t), t.warps * 32
+    shared, registers = _backward_shared(spec, t), _backward_registers(t, frags)
     _require_fit(spec, shared, registers, threads, t.blocks)
-    loads = (
-        _load(spec, "q_tile", "kTileM", dim, t.warps),
-        _load(spec, "do_tile", "kTileM", dim_v, t.warps),
-        _load(spec, "k_tile", "kTileN", dim, t.warps),
-        _load(spec, "v_tile", "kTileN", dim_v, t.warps),
-    )
-    constants = _common(spec, loads, t.stages) | {
-        "shared_bytes": shared,
-        "frags_dk": frags_dk,
-        "frags_dv": frags_dv,
-        "frags_dq": frags_dq,
-        "vector_red": spec.problem.arch in (Arch.SM90, Arch.SM120) and dim % 2 == 0 and dim_v % 2 == 0,
-    }
-    constants |= {f"apart_{name}": number for name, number in apart.items()}
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     return Plan(
         spec=spec,
@@ -192,8 +146,54 @@ def _backward(spec: Spec, t: Fp32Backward) -> Plan:
         bits="k" if spec.problem.mask is Mask.DENSE else "",
         ordered=t.ordered,
         deterministic=t.ordered,
-        constants=constants,
+        constants=_backward_constants(spec, t, frags) | {"shared_bytes": shared},
     )
+
+
+def _gradient_frags(spec: Spec, t: Fp32Backward) -> dict[str, int]:
+    """n8 fragments in a warp's share of the columns of each gradient."""
+    groups, groups_v = (padded(width) // 8 for width in (spec.problem.head_dim, spec.problem.head_dim_v))
+    warps_dkv, warps_dq = t.warps // t.warps_dkv, t.warps // t.warps_dq
+    frags = {"dk": -(-groups // warps_dkv), "dv": -(-groups_v // warps_dkv), "dq": -(-groups // warps_dq)}
+    _part("a gradient", max(frags.values()), t.parts)
+    return frags
+
+
+def _apart(frags: dict[str, int], t: Fp32Backward) -> dict[str, int]:
+    """Those of them that a step computes in one turn."""
+    return {name: -(-number // t.parts) for name, number in frags.items()}
+
+
+def _backward_shared(spec: Spec, t: Fp32Backward) -> int:
+    """Bytes: K, V and buffers of Q and dO; P and dS; buffers of row statistics; the bounds of spans."""
+    pitches = pitch(spec.problem.head_dim) + pitch(spec.problem.head_dim_v)
+    floats = (t.tile_n + t.stages * t.tile_m) * pitches + 2 * t.tile_m * (t.tile_n + 4)
+    spans = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
+    return 4 * floats + t.stages * t.tile_m * 8 + spans
+
+
+def _backward_registers(t: Fp32Backward, frags: dict[str, int]) -> int:
+    """Of a thread: dK and dV, and beside them S, dP and its other sums, or both sums of a part of a gradient."""
+    frags_n, frags_m, apart = t.tile_n // t.warps_dkv // 16, t.tile_m // t.warps_dq // 16, _apart(frags, t)
+    sdp = 3 * t.tile_m * t.tile_n // (t.warps * 32)
+    sums = 8 * max(frags_n * max(apart["dk"], apart["dv"]), frags_m * apart["dq"])
+    return 4 * frags_n * (frags["dk"] + frags["dv"]) + max(sdp, sums)
+
+
+def _backward_constants(spec: Spec, t: Fp32Backward, frags: dict[str, int]) -> dict[str, Any]:
+    dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
+    loads = (
+        _load(spec, "q_tile", "kTileM", dim, t.warps),
+        _load(spec, "do_tile", "kTileM", dim_v, t.warps),
+        _load(spec, "k_tile", "kTileN", dim, t.warps),
+        _load(spec, "v_tile", "kTileN", dim_v, t.warps),
+    )
+    return {
+        **_common(spec, loads, t.stages),
+        **{f"frags_{name}": number for name, number in frags.items()},
+        **{f"apart_{name}": number for name, number in _apart(frags, t).items()},
+        "vector_red": spec.problem.arch in (Arch.SM90, Arch.SM120) and dim % 2 == 0 and dim_v % 2 == 0,
+    }
 
 
 def _check_grids(t: Fp32Backward) -> None:

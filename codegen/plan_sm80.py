@@ -133,16 +133,26 @@ def _forward(spec: Spec, t: Sm80Forward) -> Plan:
         "odd_pair": columns_v % 16 != 0,
         "writes": [write("store_pair", p.head_dim_v, own, columns_v)],
     }
+    return forward_plan(spec, "forward", t.warps * 32, shared, registers, constants)
+
+
+def forward_plan(
+    spec: Spec, template: str, threads: int, shared: int, registers: int, constants: dict[str, Any]
+) -> Plan:
+    """The plan of any forward kernel of this family: one launch, a block of `threads` for each query tile and head.
+
+    `registers`: of a thread, for its tiles.
+    """
     return Plan(
         spec=spec,
-        template="sm80/forward.cu.jinja",
+        template=f"sm80/{template}.cu.jinja",
         suffix=".cu",
-        launches=(Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), t.warps * 32, shared),),
+        launches=(Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), threads, shared),),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         registers=registers + REGISTERS_BESIDES,
         deterministic=True,
-        bits="k" if p.mask is Mask.DENSE else "",
+        bits="k" if spec.problem.mask is Mask.DENSE else "",
         constants=constants,
     )
 

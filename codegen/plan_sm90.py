@@ -11,7 +11,7 @@ from typing import Any
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.plan_sm80 import SHARED_LIMIT, require_words, schedule_launches
 from attnforge.codegen.spec import Arch, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Forward
+from attnforge.codegen.tuning import Sm90Forward, Sm90Fp32Forward
 
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
 # 65536 / threads (rounded down to 8) each; what the producer gives back, the consumers take.
@@ -32,15 +32,7 @@ def make_plan(spec: Spec) -> Plan:
     assert isinstance(t, Sm90Forward)
     require_hopper(p, "forward", 256)
     require_words(spec)
-    consumers = t.tile_m // 64
-    if t.tile_m % 64 or consumers not in REGISTERS:
-        raise Infeasible(f"tile_m {t.tile_m}: must be 64, 128 or 192")
-    if t.tile_n % 16 or not 16 <= t.tile_n <= 256:
-        raise Infeasible(f"tile_n {t.tile_n}: must be a multiple of 16 up to 256")
-    if t.stages < 1 or t.stages > 4:
-        raise Infeasible(f"stages {t.stages}: must be 1 to 4")
-    if t.ping_pong and consumers < 2:
-        raise Infeasible("ping_pong: takes at least two consumer warpgroups, tile_m 128 or more")
+    consumers = consumers_of(t)
     if t.cluster not in (1, 2):
         raise Infeasible(f"cluster {t.cluster}: must be 1 or 2")
     if t.cluster > 1 and p.mask is not Mask.FULL:
@@ -48,6 +40,20 @@ def make_plan(spec: Spec) -> Plan:
             f"cluster: its blocks must visit the same key tiles, which a {p.mask.value} mask denies"
         )
     return _forward(spec, t, consumers)
+
+
+def consumers_of(t: Sm90Forward | Sm90Fp32Forward) -> int:
+    """Consumer warpgroups of a forward kernel, or `Infeasible` if they do not make these tiles."""
+    consumers = t.tile_m // 64
+    if t.tile_m % 64 or consumers not in REGISTERS:
+        raise Infeasible(f"tile_m {t.tile_m}: must be 64, 128 or 192")
+    if t.tile_n % 16 or not 16 <= t.tile_n <= 256:
+        raise Infeasible(f"tile_n {t.tile_n}: must be a multiple of 16 up to 256")
+    if not 1 <= t.stages <= 4:
+        raise Infeasible(f"stages {t.stages}: must be 1 to 4")
+    if t.ping_pong and consumers < 2:
+        raise Infeasible("ping_pong: takes at least two consumer warpgroups, tile_m 128 or more")
+    return consumers
 
 
 def require_hopper(p: Problem, name: str, limit: int) -> None:
