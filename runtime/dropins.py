@@ -45,15 +45,9 @@ def flash_attn_func(
     """
     _refuse(dropout_p, softcap, alibi_slopes, return_attn_probs)
     expect_layout("(batch, seq, heads, head_dim)", q=q, k=k, v=v)
-    out = attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        band(q.shape[1], k.shape[1], sides_of(causal, window_size), q.device),
-        scale=softmax_scale,
-        deterministic=deterministic,
-    )
-    return out.transpose(1, 2)
+    mask = band(q.shape[1], k.shape[1], sides_of(causal, window_size), q.device)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return attention(q, k, v, mask, scale=softmax_scale, deterministic=deterministic).transpose(1, 2)
 
 
 def flash_attn_varlen_func(
@@ -91,15 +85,8 @@ def flash_attn_varlen_func(
         raise ValueError("block_table: paged keys are not supported; pass None")
     expect_layout("(tokens, heads, head_dim)", q=q, k=k, v=v)
     mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal, window_size)
-    out = attention(
-        q.transpose(0, 1)[None],
-        k.transpose(0, 1)[None],
-        v.transpose(0, 1)[None],
-        mask,
-        scale=softmax_scale,
-        deterministic=deterministic,
-    )
-    return out[0].transpose(0, 1)
+    q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    return attention(q, k, v, mask, scale=softmax_scale, deterministic=deterministic)[0].transpose(0, 1)
 
 
 def _refuse(

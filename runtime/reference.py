@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -41,32 +42,34 @@ def reference(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
     group = q.shape[1] // k.shape[1]
-    wide = [x.to(dtype) for x in (k, v)]
+    keys, values = k.to(dtype), v.to(dtype)
     queries = q[:, :, rows].to(dtype)
     gradient = None if dout is None else dout[:, :, rows].to(dtype)
     lse = queries.new_empty(queries.shape[:3])
     out = queries.new_zeros(*lse.shape, v.shape[3])
-    dq, (dk, dv) = torch.zeros_like(queries), (torch.zeros_like(x) for x in wide)
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     for chunk, planes in _chunks(rows, mask, q.shape[2], k.shape[2]):
-        for b in range(q.shape[0]):
-            for h in range(q.shape[1]):
-                seen = planes[b % planes.shape[0], h % planes.shape[1]]
-                key, value = wide[0][b, h // group], wide[1][b, h // group]
-                query = queries[b, h, chunk]
-                scores = (query @ key.T * scale).masked_fill_(~seen, -torch.inf)
-                lse[b, h, chunk] = scores.logsumexp(1)
-                # logsumexp of nothing is -inf, and -inf - -inf is not a number: such rows have no weights.
-                weights = (scores - lse[b, h, chunk, None]).exp().masked_fill_(~seen, 0)
-                out[b, h, chunk] = weights @ value
-                if gradient is None:
-                    continue
-                do = gradient[b, h, chunk]
-                dv[b, h // group] += weights.T @ do
-                delta = (do * out[b, h, chunk]).sum(1, keepdim=True)
-                ds = weights * (do @ value.T - delta) * scale
-                dq[b, h, chunk] = ds @ key
-                dk[b, h // group] += ds.T @ query
+        for b, h in product(range(q.shape[0]), range(q.shape[1])):
+            seen = planes[b % planes.shape[0], h % planes.shape[1]]
+            query, key, value = queries[b, h, chunk], keys[b, h // group], values[b, h // group]
+            weights, lse[b, h, chunk] = _softmax(query @ key.T * scale, seen)
+            out[b, h, chunk] = weights @ value
+            if gradient is None:
+                continue
+            do = gradient[b, h, chunk]
+            dv[b, h // group] += weights.T @ do
+            delta = (do * out[b, h, chunk]).sum(1, keepdim=True)
+            ds = weights * (do @ value.T - delta) * scale
+            dq[b, h, chunk] = ds @ key
+            dk[b, h // group] += ds.T @ query
     return Exact(out, lse) if gradient is None else Exact(out, lse, dq, dk, dv)
+
+
+def _softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (R, Sk) of the pairs that are `seen`, and the log of each row's denominator (R). Overwrites `scores`."""
+    lse = scores.masked_fill_(~seen, -torch.inf).logsumexp(1)
+    # logsumexp of nothing is -inf, and -inf - -inf is not a number: such rows have no weights.
+    return (scores - lse[:, None]).exp().masked_fill_(~seen, 0), lse
 
 
 def _chunks(
