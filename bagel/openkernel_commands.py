@@ -16,6 +16,8 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask
 if TYPE_CHECKING:  # imported where it is used: `attnforge --help` does without
     import torch
 
+    from attnforge.runtime.export import Shape
+
 console = Console(width=None if sys.stdout.isatty() else 140)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
@@ -44,7 +46,7 @@ def export(
     direction: str,
 ) -> None:
     """Write kernels as a package of their own into OUT. Sources, torch binding, setup.py, checks."""
-    from attnforge.bagel.openkernel import FINAL, NAME, OTHERS
+    from attnforge.bagel.openkernel import NAME
     from attnforge.codegen.tree import Tree
     from attnforge.runtime import export as exporting
 
@@ -53,19 +55,9 @@ def export(
     types = tuple(map(DType, dtypes)) or _dtypes(target, contract)
     if specs is not None:
         items = exporting.read_specs(specs)
-    elif contract is not None:
-        if masks not in ((), ("dense",)):
-            raise ValueError("--mask: the challenge's mask is dense")
-        wanted = exporting.read_shapes(shapes) if shapes else [*FINAL, *OTHERS]
-        items = exporting.collect(target, wanted, types, (Mask.DENSE,), directions)
     else:
-        wanted = exporting.read_shapes(shapes) if shapes else []
-        wanted += [exporting.Shape(1, 1, exporting.ROWS, dim) for dim in head_dims]
-        if not wanted:
-            raise ValueError("export: name what to export: --head-dim, --shapes, --specs or --contract")
-        items = exporting.collect(
-            target, wanted, types, tuple(map(Mask, masks)) or (Mask.FULL, Mask.CAUSAL), directions
-        )
+        kinds = _masks(masks, contract)
+        items = exporting.collect(target, _shapes(shapes, head_dims, contract), types, kinds, directions)
     tree = Tree(name or NAME, target, items, contract is not None)
     paths = exporting.write(tree, out, f"attnforge {' '.join(_arguments())}")
     console.print(f"{out}: {len(items)} kernels for {target.value} in {len(paths)} files", soft_wrap=True)
@@ -77,6 +69,29 @@ def export(
 def _arguments() -> list[str]:
     """The command line, for the provenance of what is written."""
     return ["export", *(word for word in sys.argv[2:] if sys.argv[1:2] == ["export"])]
+
+
+def _masks(named: tuple[str, ...], contract: str | None) -> tuple[Mask, ...]:
+    """Those of --mask; without it full and causal ones. The challenge has dense ones only."""
+    if contract is None:
+        return tuple(map(Mask, named)) or (Mask.FULL, Mask.CAUSAL)
+    if named not in ((), ("dense",)):
+        raise ValueError("--mask: the challenge's mask is dense")
+    return (Mask.DENSE,)
+
+
+def _shapes(file: Path | None, head_dims: tuple[int, ...], contract: str | None) -> list[Shape]:
+    """Those of --shapes; else the challenge's. Without the challenge, --head-dim adds one for each."""
+    from attnforge.bagel.openkernel import FINAL, OTHERS
+    from attnforge.runtime import export as exporting
+
+    wanted = exporting.read_shapes(file) if file else []
+    if contract is not None:
+        return wanted or [*FINAL, *OTHERS]
+    wanted += [exporting.Shape(1, 1, exporting.ROWS, dim) for dim in head_dims]
+    if not wanted:
+        raise ValueError("export: name what to export: --head-dim, --shapes, --specs or --contract")
+    return wanted
 
 
 def _dtypes(target: Arch, contract: str | None) -> tuple[DType, ...]:
