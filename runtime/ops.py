@@ -108,12 +108,7 @@ def attention(
     denominator, float32 (B, Hq, Sq), -inf for a row that sees no key, and not differentiable. Under autocast,
     inputs are cast as those of scaled_dot_product_attention.
     Raises ValueError or TypeError naming the argument; never falls back to something slow.
-
-    Memory: the forward keeps q, k, v, out and lse, 4 B Hq Sq bytes of float32. On a GPU the backward takes, besides
-    the gradients, until it returns: 4 B Hq n D bytes for sums of dq (n: Sq rounded up to the variant's tile, at most
-    128) and 8 B Hq n for row statistics; where dk and dv are summed over q heads (knob `split_heads`), 4 B Hkv m
-    (D + Dv) (m: Sk rounded up likewise); a deterministic one 4 B for each tile of a head. D rounded up to what warps
-    share for odd ones.
+    What the two passes keep and allocate: docs/training.md, "Memory".
     """
     if is_compiling():
         out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
