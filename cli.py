@@ -226,7 +226,8 @@ def cache_clear() -> None:
 def doctor() -> None:
     """Say what this machine has and lacks, and what to do about it."""
     from attnforge.bagel.report import doctor_table
-    from attnforge.runtime.doctor import FAILURE, report
+    from attnforge.runtime.doctor import report
+    from attnforge.runtime.findings import FAILURE
 
     findings = report()
     console.print(doctor_table(findings))

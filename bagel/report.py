@@ -12,7 +12,7 @@ from rich.table import Table
 from attnforge.bagel.bench import OURS, Row, best_peer
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.cache import Listing
-from attnforge.runtime.doctor import Finding
+from attnforge.runtime.findings import Finding
 from attnforge.runtime.journal import Result
 from attnforge.runtime.search import Finished
 from attnforge.runtime.verify import Error

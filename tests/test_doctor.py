@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from attnforge.runtime import doctor, nvrtc, toolchain
-from attnforge.runtime.doctor import FAILURE, INFO, OK, WARNING, Finding, report
+from attnforge.runtime import doctor, doctor_compilers, nvrtc, toolchain
+from attnforge.runtime.doctor import report
+from attnforge.runtime.findings import FAILURE, INFO, OK, WARNING, Finding
 from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT
 
 
@@ -87,16 +88,16 @@ def test_a_check_that_breaks_is_a_finding(cache_dir: Path, monkeypatch: pytest.M
 def test_a_compiler_newer_than_the_driver_is_reported(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "driver_cuda", lambda: (1, 1))
+    monkeypatch.setattr(doctor_compilers, "driver_cuda", lambda: (1, 1))
     troubles = [f for f in report() if f.name == "GPU kernels" and f.status == FAILURE]
     assert len(troubles) == 1
     assert "supports up to 1.1" in troubles[0].value
 
 
 def test_cuda_release() -> None:
-    assert doctor.cuda_release("Cuda compilation tools, release 13.0, V13.0.88") == (13, 0)
-    assert doctor.cuda_release("nvrtc 12.9, libnvrtc.so.12, 9 bytes") == (12, 9)
-    assert doctor.cuda_release("g++ 12.2") is None
+    assert doctor_compilers.cuda_release("Cuda compilation tools, release 13.0, V13.0.88") == (13, 0)
+    assert doctor_compilers.cuda_release("nvrtc 12.9, libnvrtc.so.12, 9 bytes") == (12, 9)
+    assert doctor_compilers.cuda_release("g++ 12.2") is None
 
 
 def test_file_system() -> None:

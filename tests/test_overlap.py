@@ -22,7 +22,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tree import Item, Tree
 from attnforge.codegen.tuning import Sm90Backward
-from attnforge.runtime import doctor
+from attnforge.runtime import doctor_compilers
 from attnforge.runtime.launcher import sources
 
 HERE = Path(__file__).parent
@@ -213,7 +213,7 @@ def test_the_argument_of_the_launch_is_cudas(tmp_path: Path) -> None:
 
 
 def test_launcher_exports_and_doctor_ask_for_the_same_driver() -> None:
-    major, minor = doctor.OVERLAP
+    major, minor = doctor_compilers.OVERLAP
     number = major * 1000 + minor * 10
     assert f"kOverlappingDriver = {number};" in sources()["launch_config.h"]
     files = Tree(NAME, Arch.SM90A, (Item(plan_of().spec, 1024, "guess"),)).files(COMMAND)
@@ -222,6 +222,6 @@ def test_launcher_exports_and_doctor_ask_for_the_same_driver() -> None:
 
 @pytest.mark.parametrize(("version", "said"), [((12, 2), True), ((12, 3), False), ((13, 0), False)])
 def test_doctor_says_so(version: tuple[int, int], said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "driver_cuda", lambda: version)
-    (finding,) = doctor._driver()
+    monkeypatch.setattr(doctor_compilers, "driver_cuda", lambda: version)
+    (finding,) = doctor_compilers.driver()
     assert ("overlap" in finding.value) is said
