@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import fakes
 import hypothesis
 import pytest
 
-from attnforge.codegen.spec import Arch
+from attnforge.codegen.spec import Arch, Spec
 from attnforge.runtime.errors import NoCompilerError
 from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT
 from attnforge.runtime.toolchain import toolchain
+
+if TYPE_CHECKING:  # a run that is all skipped does without
+    import torch
+    from torch import Tensor
 
 # Set to 1 where a GPU must be present: a gpu test that cannot run then fails instead of being skipped.
 REQUIRE_GPU = "ATTNFORGE_REQUIRE_GPU"
@@ -68,6 +75,53 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache"
     monkeypatch.setenv(CACHE_DIR, str(path))
     return path
+
+
+@pytest.fixture
+def no_schedules() -> None:
+    """The operators, loaded, with no schedule of a mask kept."""
+    import torch
+
+    from attnforge.runtime.launcher import launcher
+
+    launcher()
+    torch.ops.attnforge.forget_schedules()
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Spec]]:
+    """The specs that dispatch loads, in order. It has forgotten all choices, and forgets them again in the end."""
+    from attnforge.runtime import dispatch, kernels
+
+    specs: list[Spec] = []
+    load = kernels.load
+
+    def recording(spec: Spec, device: torch.device) -> int:
+        specs.append(spec)
+        return load(spec, device)
+
+    monkeypatch.setattr(kernels, "load", recording)
+    dispatch.forget()
+    yield specs
+    dispatch.forget()
+
+
+@pytest.fixture
+def masks_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], list[Any]]:
+    """A function that has the masks noted which a module calls our operator with."""
+
+    def watch(module: ModuleType) -> list[Any]:
+        seen: list[Any] = []
+
+        def spy(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **rest: Any) -> Any:
+            seen.append(mask)
+            return attention(q, k, v, mask, **rest)
+
+        attention = module.attention
+        monkeypatch.setattr(module, "attention", spy)
+        return seen
+
+    return watch
 
 
 @pytest.fixture

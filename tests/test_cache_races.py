@@ -164,9 +164,7 @@ def test_killed_at_every_step_the_next_run_is_right(env: dict[str, str], cache_d
 
 def swept(env: dict[str, str], cache_dir: Path) -> list[Path]:
     """What is left under tmp/ after the next process read or rebuilt, and built something new."""
-    begin = time.monotonic()
     finish(start(obtain, env, SOURCES[0], fakes.source(f"void g{time.monotonic_ns()}();\n")))
-    assert time.monotonic() - begin < 5
     return list((cache_dir / "tmp").iterdir())
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import attnforge
 from attnforge.runtime import ops
-from attnforge.runtime.launcher import launcher
 from attnforge.runtime.reference import reference
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -26,12 +25,7 @@ targets = pytest.mark.parametrize(
 )
 SEQ_Q, SEQ_K = 300, 261
 SHAPE = Shape(seq_q=SEQ_Q, seq_k=SEQ_K, group=2, batch=2)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    launcher()
-    torch.ops.attnforge.forget_schedules()
+pytestmark = pytest.mark.usefixtures("no_schedules")
 
 
 def schedules() -> int:

@@ -264,6 +264,20 @@ def test_command_writes_what_was_asked_for(tmp_path: Path) -> None:
     assert "is not an empty directory" in again.output
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "name what to export: --head-dim, --shapes, --specs or --contract"),
+        (("--contract", "openkernel", "--mask", "causal"), "the challenge's mask is dense"),
+    ],
+)
+def test_command_says_what_it_lacks(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ("export", "--arch", "cpu", *words, str(tmp_path / "out")))
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_command_takes_specs(tree: Tree, tmp_path: Path) -> None:
     path = tmp_path / "specs.json"
     path.write_text(json.dumps([tree.items[0].spec.to_json()]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,15 +44,8 @@ def qwen() -> Any:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    seen: list[Any] = []
-
-    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **rest: Any) -> Any:
-        seen.append(mask)
-        return attnforge.attention(q, k, v, mask, **rest)
-
-    monkeypatch.setattr(huggingface, "attention", spy)
-    return seen
+def calls(masks_from: Callable[[ModuleType], list[Any]]) -> list[Any]:
+    return masks_from(huggingface)
 
 
 def results_of(model: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:

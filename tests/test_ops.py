@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import attnforge
 from attnforge.runtime import ops
-from attnforge.runtime.launcher import launcher
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16
 KINDS = ("full", "causal", "spans")
+pytestmark = pytest.mark.usefixtures("no_schedules")
 
 
 class Seen(TorchDispatchMode):
@@ -33,12 +33,6 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(op))
         return op(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    launcher()
-    torch.ops.attnforge.forget_schedules()
 
 
 @devices

@@ -11,17 +11,11 @@ from oracle import Shape, draw, spans
 from torch import Tensor
 
 import attnforge
-from attnforge.runtime.launcher import launcher
 from attnforge.runtime.reference import reference
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    launcher()
-    torch.ops.attnforge.forget_schedules()
+pytestmark = pytest.mark.usefixtures("no_schedules")
 
 
 def schedules() -> int:

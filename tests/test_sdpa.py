@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,16 +35,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def calls(masks_from: Callable[[ModuleType], list[Any]]) -> list[Any]:
     """The masks of the calls that our operator gets."""
-    seen: list[Any] = []
-
-    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **rest: Any) -> Any:
-        seen.append(mask)
-        return attnforge.attention(q, k, v, mask, **rest)
-
-    monkeypatch.setattr(module, "attention", spy)
-    return seen
+    return masks_from(module)
 
 
 def inputs(

@@ -76,17 +76,11 @@ def test_each_bucket_is_a_class_of_its_own(asked: Asked) -> None:
     assert asked == both(0) * 2
 
 
-def test_results_do_not_depend_on_it(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_it(
+    loaded: list[Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A table with one variant for sparse masks and another for dense ones: other kernels, the same answer."""
     monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
-    loaded: list[Spec] = []
-    load = kernels.load
-
-    def recording(spec: Spec, device: torch.device) -> int:
-        loaded.append(spec)
-        return load(spec, device)
-
-    monkeypatch.setattr(kernels, "load", recording)
     chosen = {}
     for direction in Direction:
         problem = Problem(direction, Arch.CPU, DType.FLOAT32, DIM, Mask.SPANS, 4)
@@ -207,20 +201,11 @@ def test_no_host_synchronisation() -> None:
 
 
 @pytest.mark.gpu
-def test_a_sparse_pack_runs_the_block_per_kv_head_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sparse_pack_runs_the_block_per_kv_head_on_hopper(loaded: list[Spec]) -> None:
     """BAGEL-7B's heads; a pack of short documents against the same rows as one document, which differ in it alone."""
     device = torch.device("cuda")
     if kernels.targets(device) != HOPPER:
         pytest.skip("not a Hopper GPU")
-    loaded: list[Spec] = []
-    load = kernels.load
-
-    def recording(spec: Spec, where: torch.device) -> int:
-        loaded.append(spec)
-        return load(spec, where)
-
-    monkeypatch.setattr(kernels, "load", recording)
-    dispatch.forget()
     rows, document = 32768, 1024
     q = torch.randn(1, 28, rows, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
     k = torch.randn(1, 4, rows, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -228,7 +213,6 @@ def test_a_sparse_pack_runs_the_block_per_kv_head_on_hopper(monkeypatch: pytest.
     sparse = attnforge.bagel.PackedMask(lengths, lengths, ["causal"] * len(lengths), device)
     unsaid = attnforge.Spans(sparse.starts, sparse.ends)
     grads = [torch.autograd.grad(attnforge.attention(q, k, k, m).sum(), (q, k)) for m in (sparse, unsaid)]
-    dispatch.forget()
     owners = [spec.tuning.split_heads for spec in loaded if isinstance(spec.tuning, Sm90Backward)]
     assert owners == [False, True]
     for ours, theirs in zip(*grads, strict=True):
