@@ -129,6 +129,18 @@ class Problem:
         fp32 = self.dtype is DType.FLOAT32 and self.arch.is_gpu
         return self.arch.family + ("_fp32" if fp32 else "")
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON value: what a spec's begins with."""
+        return {
+            "direction": self.direction.value,
+            "arch": self.arch.value,
+            "dtype": self.dtype.value,
+            "head_dim": self.head_dim,
+            **({"head_dim_v": self.dim_v} if self.dim_v else {}),
+            "mask": self.mask.value,
+            "align": self.align,
+        }
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -184,17 +196,8 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` inverts it."""
-        p = self.problem
-        return {
-            "direction": p.direction.value,
-            "arch": p.arch.value,
-            "dtype": p.dtype.value,
-            "head_dim": p.head_dim,
-            **({"head_dim_v": p.dim_v} if p.dim_v else {}),
-            "mask": p.mask.value,
-            "align": p.align,
-            "tuning": {f.name: int(getattr(self.tuning, f.name)) for f in dataclasses.fields(self.tuning)},
-        }
+        tuning = {f.name: int(getattr(self.tuning, f.name)) for f in dataclasses.fields(self.tuning)}
+        return {**self.problem.to_json(), "tuning": tuning}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Spec:

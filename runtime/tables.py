@@ -42,14 +42,12 @@ class Tuned:
     @property
     def cls(self) -> dict[str, Any]:
         """The problem class: a later winner of it replaces this one. Octaves are log2, of the size and visible keys."""
-        p = self.spec.problem
+        problem = self.spec.problem.to_json()
+        del problem[
+            "align"
+        ]  # calls of another alignment take the same tuning with their own, if it is feasible
         return {
-            "direction": p.direction.value,
-            "arch": p.arch.value,
-            "dtype": p.dtype.value,
-            "head_dim": p.head_dim,
-            **({"head_dim_v": p.dim_v} if p.dim_v else {}),
-            "mask": p.mask.value,
+            **problem,
             "group": self.group,
             "octave": self.size.bit_length() - 1,
             **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
