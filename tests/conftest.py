@@ -112,12 +112,12 @@ def masks_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], list[A
 
     def watch(module: ModuleType) -> list[Any]:
         seen: list[Any] = []
+        attention = module.attention
 
         def spy(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **rest: Any) -> Any:
             seen.append(mask)
             return attention(q, k, v, mask, **rest)
 
-        attention = module.attention
         monkeypatch.setattr(module, "attention", spy)
         return seen
 

@@ -1,3 +1,5 @@
+"""The cache: hits, refusals, loading, directories, listing and clearing."""
+
 from __future__ import annotations
 
 import ctypes

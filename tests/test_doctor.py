@@ -1,3 +1,5 @@
+"""What `doctor` reports, of machines that lack something too."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -22,6 +22,7 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"
 
 SUFFIXES = {".py", ".cpp", ".h", ".jinja"}
 LIMIT = 320  # lines
+LONGEST = 50  # lines of a function, signature and docstring included
 
 # Each package may import those to its right: cli.py -> bagel -> runtime -> codegen.
 ARROW = ("cli", "bagel", "runtime", "codegen")
@@ -83,6 +84,19 @@ def test_no_file_is_long() -> None:
     assert len(texts) > 200
     sizes = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in texts}
     assert {path: size for path, size in sizes.items() if size > LIMIT} == {}
+
+
+def test_no_function_is_long() -> None:
+    """What takes more than about 40 lines holds two things, but for one with many arguments to explain."""
+    paths = [*FILES, *(path for room in ("benchmarks", "examples") for path in (ROOT / room).glob("*.py"))]
+    sizes = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(sizes) > 500
+    assert {name: size for name, size in sizes.items() if size > LONGEST} == {}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "runtime").glob("*.[ch]*")), ids=lambda path: path.name)

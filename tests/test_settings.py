@@ -1,3 +1,5 @@
+"""Environment variables: what is accepted, and what is said of the rest."""
+
 from __future__ import annotations
 
 from pathlib import Path

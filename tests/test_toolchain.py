@@ -1,3 +1,5 @@
+"""Compilers: which is found and chosen, how it is run, and what its log says."""
+
 from __future__ import annotations
 
 import copy
