@@ -11,10 +11,11 @@ from attnforge.codegen.plan_sm80 import (
     REGISTERS_BESIDES,
     SHARED_LIMIT,
     forward_plan,
+    require_fp32,
     require_positive,
     require_split,
-    require_words,
     schedule_launches,
+    up,
 )
 from attnforge.codegen.plan_sm80_backward import require_grids
 from attnforge.codegen.spec import Arch, Mask, Spec
@@ -25,18 +26,11 @@ from attnforge.codegen.tuning import Fp32Backward, Fp32Forward
 Load = tuple[str, str, str, int, int]
 # A multiprocessor has 1 KiB of shared memory more than one block may use, and keeps 1 KiB for itself per block.
 RESERVED = 1024
-MAX_HEAD_DIM = 256
 
 
 def make_plan(spec: Spec) -> Plan:
     """Plan of a spec of this family, or `Infeasible`."""
-    p = spec.problem
-    for name, dim in (("head_dim", p.head_dim), ("head_dim of v", p.head_dim_v)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise Infeasible(f"{name} {dim}: the {p.arch.value} fp32 kernels take 1 to {MAX_HEAD_DIM}")
-    if p.align not in (4, 8, 16):
-        raise Infeasible(f"align {p.align}: must be 4, 8 or 16 bytes")
-    require_words(spec)
+    require_fp32(spec)
     if isinstance(spec.tuning, Fp32Forward):
         return _forward(spec, spec.tuning)
     assert isinstance(spec.tuning, Fp32Backward)
@@ -45,7 +39,7 @@ def make_plan(spec: Spec) -> Plan:
 
 def padded(width: int) -> int:
     """Columns of a tile `width` columns wide, in whole groups of 8."""
-    return (width + 7) // 8 * 8
+    return up(width, 8)
 
 
 def pitch(width: int) -> int:

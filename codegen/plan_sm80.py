@@ -47,6 +47,17 @@ def require_problem(spec: Spec) -> None:
     require_words(spec)
 
 
+def require_fp32(spec: Spec) -> None:
+    """Infeasible for what no GPU kernel does in float32, this family's or Hopper's."""
+    p = spec.problem
+    for name, dim in (("head_dim", p.head_dim), ("head_dim of v", p.head_dim_v)):
+        if not 1 <= dim <= HEAD_DIM_LIMIT:
+            raise Infeasible(f"{name} {dim}: the {p.arch.value} fp32 kernels take 1 to {HEAD_DIM_LIMIT}")
+    if p.align not in (4, 8, 16):
+        raise Infeasible(f"align {p.align}: must be 4, 8 or 16 bytes")
+    require_words(spec)
+
+
 def pitch(width: int, swizzled: bool = True) -> tuple[int, bool]:
     """Bytes between rows of a 16-bit tile `width` columns wide, and whether it is swizzled.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.plan_sm80 import require_words, schedule_launches, up
+from attnforge.codegen.plan import Launch, Plan
+from attnforge.codegen.plan_sm80 import require_fp32, schedule_launches, up
 from attnforge.codegen.plan_sm90 import (
     ALIGNMENT,
     REGISTERS_BESIDES,
@@ -18,22 +18,15 @@ from attnforge.codegen.tuning import Sm90Fp32Forward
 
 PARTS = 3  # bf16 that a float is the sum of
 PREPARE_THREADS = 256  # of a block of _prepare
-MAX_HEAD_DIM = 256
 # Registers of a producer and of a consumer thread by number of consumer warpgroups; with fewer, producers spill.
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (56, 152)}
 
 
 def make_plan(spec: Spec) -> Plan:
     """Plan of a spec of this family, or `Infeasible`."""
-    p, t = spec.problem, spec.tuning
-    assert isinstance(t, Sm90Fp32Forward)
-    for name, dim in (("head_dim", p.head_dim), ("head_dim of v", p.head_dim_v)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise Infeasible(f"{name} {dim}: the sm90a fp32 kernel takes 1 to {MAX_HEAD_DIM}")
-    if p.align not in (4, 8, 16):
-        raise Infeasible(f"align {p.align}: must be 4, 8 or 16 bytes")
-    require_words(spec)
-    return _plan(spec, t, consumers_of(t))
+    assert isinstance(spec.tuning, Sm90Fp32Forward)
+    require_fp32(spec)
+    return _plan(spec, spec.tuning, consumers_of(spec.tuning))
 
 
 def span(head_dim: int) -> int:
