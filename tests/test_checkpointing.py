@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from functorch.compile import (  # type: ignore[import-untyped]
     make_boxed_func,
     min_cut_rematerialization_partition,
@@ -214,14 +211,6 @@ def test_compiled(device: str, policy: bool) -> None:
 
 
 # ---- FSDP2
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("wrap", "forwards"), [(plain, 2), (full, 4), (selective, 2)])

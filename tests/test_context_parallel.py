@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import torchrun
 
 import attnforge
 from attnforge.runtime.exchange import _cut
@@ -79,7 +78,4 @@ def test_pieces_cover_the_heads(heads_q: int, heads_kv: int, pieces: int) -> Non
 
 def test_four_processes_are_one() -> None:
     """Meshes of two and of four ranks, all masks, both dtypes: see the worker."""
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", WORKER)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    assert "4 ranks, torch.bfloat16" in done.stdout
+    assert "4 ranks, torch.bfloat16" in torchrun(4, WORKER)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from oracle import Inputs, Shape, draw, spans
+from ranks import torchrun
 from torch import Tensor
 
 import attnforge
@@ -27,16 +25,7 @@ def several_gpus(count: int) -> None:
 
 
 def run_ranks(device: str, ranks: int) -> None:
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    done = subprocess.run(
-        (*command, str(WORKER), device),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    assert f"{ranks} ranks agree on {device}" in done.stdout
+    assert f"{ranks} ranks agree on {device}" in torchrun(ranks, WORKER, device)
 
 
 def test_ranks_under_ddp_and_fsdp2() -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from click import UsageError
+from ranks import torchrun
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -26,13 +23,8 @@ Rows = list[dict[str, float]]
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Packs are too small to share, and the order of sums depends on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Packs are too small to share, and the order of sums depends on the number of threads.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(**changes: object) -> Rows:
@@ -43,18 +35,6 @@ def assert_close(ours: Rows, theirs: Rows, tolerance: float = TOLERANCE) -> None
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert a == pytest.approx(b, rel=tolerance)
-
-
-def torchrun(ranks: int, *arguments: str) -> None:
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    done = subprocess.run(
-        (*command, str(EXAMPLES / "train_mot.py"), *arguments),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +75,7 @@ def test_two_ranks_are_one(tmp_path: Path, expected: Rows) -> None:
     """The same losses on two ranks; and one rank goes on from their checkpoint."""
     losses, saved = tmp_path / "losses.jsonl", tmp_path / "saved"
     options = "--tokens 128 --steps 4 --precision fp32 --device cpu --checkpointing selective --save-every 4"
-    torchrun(2, *options.split(), "--losses", str(losses), "--save", str(saved))
+    torchrun(2, EXAMPLES / "train_mot.py", *options.split(), "--losses", str(losses), "--save", str(saved))
     assert_close([json.loads(line) for line in losses.read_text().splitlines()], expected[:4])
     assert_close(run(save=saved, steps=6), expected[4:])
 
