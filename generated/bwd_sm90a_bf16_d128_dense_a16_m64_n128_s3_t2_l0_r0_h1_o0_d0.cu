@@ -249,7 +249,8 @@ __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Thread: order its shared-memory writes before later reads by TMA or wgmma.
+// Thread: order shared-memory writes, its own and those that it has waited for, before later reads by TMA or wgmma.
+// Readers call it, not writers: these would wait until their writes are done, which products in flight delay.
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -670,6 +671,7 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
             barrier_wait(base + kFullDq + group * 8, phase);
             phase ^= 1;
             if (acts) {
+                proxy_fence();
                 float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
                 const unsigned part = base + kOffsetDq + group * kDqPartBytes;
                 const int bytes = kDqPartBytes;
@@ -848,7 +850,6 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         accumulator_fence(dp);
         score_gradients(ds_frags, s, dp, delta);
         store_ds(ds, ds_frags, group);
-        proxy_fence();
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(base + kFullDs);
@@ -878,6 +879,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
             }
         }
         barrier_wait(base + kFullDs, step & 1);  // dS of the other consumer is there, too
+        proxy_fence();
         wgmma_wait<0>();  // dK is complete
         if (lane == 0) {
             // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarp above.
@@ -890,7 +892,6 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         wgmma_wait<0>();
         accumulator_fence(dq);
         store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-        proxy_fence();
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(base + kFullDq + group * 8);

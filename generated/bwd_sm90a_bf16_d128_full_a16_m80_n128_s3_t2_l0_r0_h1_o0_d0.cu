@@ -256,7 +256,8 @@ __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Thread: order its shared-memory writes before later reads by TMA or wgmma.
+// Thread: order shared-memory writes, its own and those that it has waited for, before later reads by TMA or wgmma.
+// Readers call it, not writers: these would wait until their writes are done, which products in flight delay.
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -579,6 +580,7 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
             barrier_wait(base + kFullDq + group * 8, phase);
             phase ^= 1;
             if (acts) {
+                proxy_fence();
                 float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
                 const unsigned part = base + kOffsetDq + group * kDqPartBytes;
                 const int bytes = kDqPartBytes;
@@ -793,7 +795,6 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
             barrier_arrive(q_before_empty);
         }
         store_ds(base + kOffsetDs, ds_frags, group);
-        proxy_fence();
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(base + kFullDs + group * 8);
@@ -820,6 +821,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
             }
         }
         barrier_wait(base + kFullDs + group * 8, step & 1);  // the warpgroup's own dS is there
+        proxy_fence();
         wgmma_wait<0>();  // dV is complete
         if (lane == 0) {
             barrier_arrive(empty_do);
@@ -828,6 +830,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         const unsigned panel = base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan);
         start_dq(dq, own_ds, panel + group * 64 * kSpan, 0);
         barrier_wait(base + kFullDs + (group ^ 1) * 8, step & 1);  // dS of the other consumer is there, too
+        proxy_fence();
         wgmma_fence();
         start_dq(dq, base + kOffsetDs + (group ^ 1) * kTileM * kSpanDs, panel + (group ^ 1) * 64 * kSpan, 1);
         wgmma_commit();
@@ -837,7 +840,6 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         wgmma_wait<1>();
         accumulator_fence(dq);
         store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-        proxy_fence();
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(base + kEmptyDs);

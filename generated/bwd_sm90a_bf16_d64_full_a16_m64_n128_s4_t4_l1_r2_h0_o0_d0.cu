@@ -260,7 +260,8 @@ __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Thread: order its shared-memory writes before later reads by TMA or wgmma.
+// Thread: order shared-memory writes, its own and those that it has waited for, before later reads by TMA or wgmma.
+// Readers call it, not writers: these would wait until their writes are done, which products in flight delay.
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -586,6 +587,7 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
         barrier_wait(base + kFullDq + group * 8, phase);
         phase ^= 1;
         if (acts) {
+            proxy_fence();
             float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
             const unsigned part = base + kOffsetDq + group * kDqPartBytes;
             const int bytes = kDqPartBytes;
@@ -805,8 +807,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             score_gradients(ds_frags, s, dp, delta);
             // Both have arrived with dS of the pair before: from here on arrivals count for this one.
             barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);
-            store_ds(ds, ds_frags, group);
             proxy_fence();
+            store_ds(ds, ds_frags, group);
             __syncwarp();
             if (lane == 0) {
                 barrier_arrive(base + kFullDs);
@@ -851,7 +853,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             wgmma_fence();
             start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
             wgmma_commit();
-            proxy_fence();
             __syncwarp();
             if (lane == 0) {
                 barrier_arrive(base + kFullDq + group * 8);
@@ -877,7 +878,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             wgmma_commit();
             score_gradients(ds_frags, s, dp, delta);
             store_ds(ds, ds_frags, group);
-            proxy_fence();
             __syncwarp();
             if (lane == 0) {
                 barrier_arrive(base + kFullDs);
@@ -924,6 +924,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     const int pairs = (steps + 1) / 2;
     barrier_wait(base + kFullDs, pairs & 1 ^ 1);
+    proxy_fence();
     wgmma_fence();
     start_dq(dq, base + kOffsetDs + (pairs * 2 - 2 + group & 3) * kDsBytes, base + kOffsetK);
     wgmma_commit();
@@ -931,7 +932,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_wait<0>();
     accumulator_fence(dq);
     store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-    proxy_fence();
     __syncwarp();
     if (lane == 0) {
         barrier_arrive(base + kFullDq + group * 8);
@@ -942,10 +942,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     const unsigned part = group * 64 * kRowBytes;
     stage_dkv(base + kOffsetK + part, dk, p.scale);
     stage_dkv(base + kOffsetV + part, dv, 1.0f);
-    proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
     const int key0 = work.tile * kTileN + group * 64;
     if (threadIdx.x % 128 == 0 && key0 < p.seq_k) {
+        proxy_fence();
         store_tile(maps.dk, base + kOffsetK + part, key0, work.head_kv, work.batch);
         store_tile(maps.dv, base + kOffsetV + part, key0, work.head_kv, work.batch);
         tma_store_commit();

@@ -253,7 +253,8 @@ __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Thread: order its shared-memory writes before later reads by TMA or wgmma.
+// Thread: order shared-memory writes, its own and those that it has waited for, before later reads by TMA or wgmma.
+// Readers call it, not writers: these would wait until their writes are done, which products in flight delay.
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -723,9 +724,9 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
     }
     constexpr int last = kHeadDim / 2 - 4;
     stmatrix_half(q + chunk_at(row, last / 4, kTileM), pack(o[last], o[last + 1]), pack(o[last + 2], o[last + 3]));
-    proxy_fence();
     named_sync(kStoreOfFirst + group, 128);
     if (threadIdx.x % 128 == 0 && query0 < p.seq_q) {
+        proxy_fence();
         store_rows(maps.out, q, group * 64, query0, work.head, work.batch, kTileM);
     }
 }

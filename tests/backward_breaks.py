@@ -119,10 +119,18 @@ TRANSPOSED: dict[str, Break] = {
         "dK or dV with a wrong tile",
     ),
 }
+WAIT_FOR_DS = "barrier_wait(base + kFullDs, step & 1);"
 TOO_EARLY = ("Q is handed back too early", A_VISIT)
 PLAIN: dict[str, Break] = {
     **{name: (BREAKS[name][0], "something overwrites what a product reads") for name in TOO_EARLY},
     "one buffer of dS": ({"(step & 1) * kDsBytes": "(broken == n ? 0 : step & 1) * kDsBytes"}, "overwrites"),
+    "dS is fenced before it is waited for": (
+        {
+            WAIT_FOR_DS: f"if (broken != n) {WAIT_FOR_DS}",
+            "wgmma_wait<0>();  // dK is complete": f"if (broken == n) {WAIT_FOR_DS} wgmma_wait<0>();",
+        },
+        "an asynchronous read of what has not been fenced",
+    ),
     "dK goes where K is still read": (
         {"named_sync(kConsumersDone": "if (broken != n) named_sync(kConsumersDone"},
         "something overwrites what a product reads",

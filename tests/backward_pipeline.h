@@ -21,7 +21,7 @@ static Rows rows_of(int row, long long plane, int heads) {
 struct Write {
     int kind;
     Rows queries, keys;
-    bool fenced;  // for the copy engine and wgmma
+    bool copied;  // here by the copy engine, so that it and wgmma may read it without a fence
     bool same(const Write& o) const { return kind == o.kind && queries == o.queries && keys == o.keys; }
 };
 struct Cell {
@@ -55,7 +55,7 @@ struct State {
     std::deque<Read> reads;
     int group = 0, complete = 0;  // of products: the one being issued, the first that may be in flight
     std::map<const void*, Value> registers;
-    std::vector<int> unfenced;  // its writes
+    int fenced = 0;  // writes before this one were there at its last fence
     int reading = 0, storing = 0, adding = 0;  // on their way: bulk copies that still read, all of them, other sums
     const int* polled = nullptr;
     int seen = 0;
@@ -102,9 +102,6 @@ static void require_before_ended() {
 
 static Cell& cell(unsigned slot, unsigned address) { return blocks[slot].cells[address / 16]; }
 static int new_write(Write write) {
-    if (!write.fenced) {
-        current->unfenced.push_back(writes.size());
-    }
     writes.push_back(write);
     return writes.size() - 1;
 }
@@ -137,15 +134,11 @@ static std::vector<int> snapshot(unsigned slot, const std::vector<Range>& ranges
 }
 static void require_fenced(Range range) {
     for (unsigned address = range.from; address < range.to; address += 16) {
-        require(writes[cell(blockIdx.x, address).write].fenced, "an asynchronous read of what has not been fenced");
+        const int write = cell(blockIdx.x, address).write;
+        require(writes[write].copied || write < current->fenced, "an asynchronous read of what has not been fenced");
     }
 }
-static void proxy_fence() {
-    for (const int write : current->unfenced) {
-        writes[write].fenced = true;
-    }
-    current->unfenced.clear();
-}
+static void proxy_fence() { current->fenced = writes.size(); }
 static void store_int(unsigned address, int x) {
     give_way();
     here().words[address] = x;
