@@ -14,14 +14,11 @@ from attnforge.codegen.plan_sm90 import (
     require_tiles,
     wgmma_type,
 )
-from attnforge.codegen.spec import Mask, Problem, Spec
+from attnforge.codegen.spec import Mask, Spec
 from attnforge.codegen.tuning import Sm90Backward
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
-# With dQ transposed, of the products of 16 queries each: those of dV that start before dS is computed, as many as there
-# are registers for (they hold P packed while P is needed in fp32, too), and those of dK that run in the next step.
-EARLY_DV, LATE_DK = 1, 2
 
 
 def panel_columns(head_dim: int) -> int:
@@ -38,7 +35,7 @@ def make_plan(spec: Spec) -> Plan:
     if p.mask is Mask.DENSE and not t.split_heads:
         raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
     if t.tile_m != 64:
-        _require_transposed(p, t)
+        raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
     if t.tile_n != 64 * CONSUMERS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {64 * CONSUMERS}, 64 keys for each consumer warpgroup")
     for name in ("stages", "stages_dout"):
@@ -59,26 +56,6 @@ def make_plan(spec: Spec) -> Plan:
     return _plan(spec, t)
 
 
-def _require_transposed(p: Problem, t: Sm90Backward) -> None:
-    """Infeasible where dQ cannot be computed transposed, as it must if tile_m is not 64."""
-    if t.tile_m != 80:
-        raise Infeasible(
-            f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ, or 80"
-        )
-    if p.head_dim != 64 * CONSUMERS:
-        raise Infeasible(
-            f"tile_m 80: takes head_dim {64 * CONSUMERS}, 64 rows of dQ transposed for each consumer"
-        )
-    if p.mask is Mask.DENSE:
-        raise Infeasible("tile_m 80: must be a multiple of 32, the pairs of a word of a dense mask")
-    if t.lag:
-        raise Infeasible("tile_m 80: has no lag, for which there are no registers")
-    if t.stages < 3:
-        raise Infeasible(
-            f"stages {t.stages}: with tile_m 80 the Q of the step before is in use too, which takes 3"
-        )
-
-
 def dq_columns(head_dim: int) -> int:
     """Columns of dQ that one consumer computes, a multiple of 8.
 
@@ -92,11 +69,9 @@ def dq_columns(head_dim: int) -> int:
 def live_registers(t: Sm90Backward, head_dim: int) -> int:
     """Registers of a consumer thread that tiles take where most are live: in one of three places of a step."""
     scores, packed = t.tile_m // 2, t.tile_m // 4
-    transposed = t.tile_m != 64
-    dq = scores if transposed else (head_dim if t.lag else dq_columns(head_dim)) // 2
+    dq = (head_dim if t.lag else dq_columns(head_dim)) // 2
     throughout = head_dim + -(-head_dim // 16) * 4 * t.in_regs  # dK and dV; K and V as fragments
-    # P and dP, and of P packed what dV is running with.
-    gradient = 2 * scores + (4 * EARLY_DV if transposed else packed)
+    gradient = 2 * scores + packed  # P and dP, and P packed, as dV is running
     # The next S, and P and dS packed; with lag also the next dP, or dQ, and what ptxas needs beside these so as not to
     # serialise the products (C7512): more than 8 registers, at most 20, as found by trying.
     issue = scores + 2 * packed + (max(scores, dq) + packed if t.lag else 0)
@@ -138,7 +113,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
 
 def _buffers_ds(t: Sm90Backward) -> int:
     """Buffers of dS; why these do: kBuffersDs in the kernel."""
-    return 1 if t.tile_m != 64 else 4 if t.lag else 2
+    return 4 if t.lag else 2
 
 
 def _dq_by_turns(t: Sm90Backward) -> bool:
@@ -154,8 +129,7 @@ def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
     ds_bytes = t.tile_m * t.tile_n * 2
     dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
     stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
-    of_ds = 4 if t.tile_m != 64 else 1  # with dQ transposed: full for each consumer, empty, and the first P
-    barriers = 2 + of_ds + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_turns(t) else 2) * CONSUMERS
+    barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_turns(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers
 
@@ -184,10 +158,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "buffers_ds": _buffers_ds(t),
         "uneven": not t.lag and 2 * dq_part != head_dim,
         "dq_by_turns": _dq_by_turns(t),
-        "transposed": t.tile_m != 64,
         "loaders": 2 if t.lag or t.ordered else 1,  # warps
-        "early_dv": EARLY_DV,
-        "late_dk": LATE_DK,
         "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
         "helper_threads": HELPER_THREADS,
     }

@@ -146,7 +146,7 @@ def _tunings(problem: Problem) -> Iterator[Tuning]:
         yield from space_fp32.hopper_forward(problem)
     elif problem.arch.family == "sm90a":
         forward = problem.direction is Direction.FORWARD
-        yield from _hopper_forward(problem) if forward else _hopper_backward(problem)
+        yield from _hopper_forward(problem) if forward else _hopper_backward(problem.head_dim)
     elif problem.direction is Direction.FORWARD:
         yield from (tuning for limit, tuning in _forward_guesses(problem) if problem.largest_dim <= limit)
         for tile_m, tile_n, warps, stages, q_in_regs in product(
@@ -202,20 +202,17 @@ def _hopper_forward(problem: Problem) -> Iterator[Tuning]:
         yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs, cluster)
 
 
-def _hopper_backward(problem: Problem) -> Iterator[Tuning]:
+def _hopper_backward(head_dim: int) -> Iterator[Tuning]:
     # Narrow heads have registers for lag and for K and V; what does not fit is left out by the plan.
-    narrow = problem.head_dim <= 80
+    narrow = head_dim <= 80
     stages = ((4, 4), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
-    # 80 queries: a fifth fewer steps, and K and V are read less often from shared memory, for S and dP.
-    tiles = (64, 80) if problem.head_dim == 128 and problem.mask is not Mask.DENSE else (64,)
     # Ordered ones last: they are for deterministic=True, which takes the first deterministic candidate.
-    for ordered, lag, in_regs, (of_q, of_dout), tile_m, split in product(
+    for ordered, lag, in_regs, (of_q, of_dout), split in product(
         (False, True),
         (True, False) if narrow else (False,),
         (2, 1, 0) if narrow else (0, 1),
         stages,
-        tiles,
         (False, True) if narrow else (True, False),
     ):
         for descending in (False,) if ordered else (False, True):
-            yield Sm90Backward(tile_m, 128, of_q, of_dout, lag, in_regs, split, ordered, descending)
+            yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, ordered, descending)

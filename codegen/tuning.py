@@ -85,7 +85,7 @@ class Sm90Forward:
 class Sm90Backward:
     """Tuning of the Hopper backward kernel (one block owns a key tile and walks the query tiles)."""
 
-    tile_m: int = knob("m", "query rows per step of the main loop: 64, or 80 with head_dim 128")
+    tile_m: int = knob("m", "query rows per step of the main loop; always 64, the rows of a product for dQ")
     tile_n: int = knob("n", "keys per block; always 128, 64 for each of two consumer warpgroups")
     stages: int = knob("s", "shared-memory buffers for Q")
     stages_dout: int = knob("t", "shared-memory buffers for dO")

@@ -4,7 +4,7 @@
 //     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
 //     --set in_regs=0 --set split_heads=0 --set ordered=0 --set descending=0
 //
-//   tile_m        64   query rows per step of the main loop: 64, or 80 with head_dim 128
+//   tile_m        64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
 //   stages         3   shared-memory buffers for Q
 //   stages_dout    2   shared-memory buffers for dO

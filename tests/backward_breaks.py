@@ -85,40 +85,6 @@ BY_TURNS: dict[str, Break] = {
         "the kernel before has not ended",
     ),
 }
-HAND_BACK_BEFORE = "barrier_arrive(q_before_empty);"
-WAIT_FOR_DK = "wgmma_wait<0>();  // dK of the step before is complete, too"
-TRANSPOSED: dict[str, Break] = {
-    name: BREAKS[name]
-    for name in (
-        "nobody waits for EmptyDq",
-        "lanes do not wait for each other",
-        "writes are not fenced",
-        "statistics are loaded before they are there",
-        "blocks without work do not wait",
-    )
-} | {
-    "nobody waits for EmptyDs": (
-        {"barrier_wait(base + kEmptyDs": "if (broken != n) barrier_wait(base + kEmptyDs"},
-        "something overwrites what a product reads",
-    ),
-    "dS is overwritten beside dK": (
-        {WAIT_FOR_DK: "if (broken != n) " + WAIT_FOR_DK},
-        "something overwrites what a product reads",
-    ),
-    "dS of the other consumer is not waited for": (
-        {
-            "barrier_wait(base + kFullDs + (group ^ 1)": "if (broken != n) barrier_wait(base + kFullDs + (group ^ 1)"
-        },
-        "what is added is not dQ of this tile",
-    ),
-    "Q is handed back before the last of dK": (
-        {
-            HAND_BACK_BEFORE: "if (broken != n) " + HAND_BACK_BEFORE,
-            "q_before = q;": "q_before = q; if (broken == n && lane == 0) barrier_arrive(empty_q);",
-        },
-        "dK or dV with a wrong tile",
-    ),
-}
 WAIT_FOR_DS = "barrier_wait(base + kFullDs, step & 1);"
 TOO_EARLY = ("Q is handed back too early", A_VISIT)
 PLAIN: dict[str, Break] = {

@@ -48,7 +48,6 @@ struct Value {
     bool masked = false;
     bool touched = false;  // since the last wgmma_fence
     int written = -1, read = -1;  // the last group of products that does so
-    int steps = 0;  // of the last visit that dK or dV has
     std::vector<Rows> sum;  // visits that dK or dV has
 };
 struct State {

@@ -27,11 +27,11 @@ static void require_masked(const Value& p) {
     const int entry = visit_of(p.keys, p.queries);
     require(p.kind == kP && entry >= 0 && p.masked == (entry & 1), "P is not masked as its visit says");
 }
-template <int kFrom = 0, int kTo = kStepsM, class F, class S>
+template <class F, class S>
 static void pack_scores(F& frags, S& s) {
     const Value p = use(s);
     require_masked(p);
-    Value& value = define(frags + kFrom);
+    Value& value = define(frags);
     value.kind = kP;
     value.queries = p.queries;
     value.keys = p.keys;
@@ -57,17 +57,11 @@ static void store_ds(unsigned ds, const F& frags, int group) {
     sync_warp();
     const Value& value = use(frags);
     const int write = new_write({kDs, value.queries, value.keys, false});
-    if (kTransposed) {  // two chunks of 8 keys of each query
-        for (const Range& range : own_chunks(ds + group * kTileM * kSpanDs, half() * 8, 9)) {
-            fill(blockIdx.x, range, write, range.from - ds);
-        }
-    } else {
-        const unsigned from = (group * 64 + warp() % 4 * 16 + half() * 8) * kSpanDs;
-        fill(blockIdx.x, {ds + from, ds + from + 8 * kSpanDs}, write, from);
-    }
+    const unsigned from = (group * 64 + warp() % 4 * 16 + half() * 8) * kSpanDs;
+    fill(blockIdx.x, {ds + from, ds + from + 8 * kSpanDs}, write, from);
 }
 static int part_bytes(int group) {
-    return kTransposed || kDqParts == 1 || group == 0 ? kDqPartBytes : 64 * 4 * (kHeadDim - kDqColumns);
+    return kDqParts == 1 || group == 0 ? kDqPartBytes : 64 * 4 * (kHeadDim - kDqColumns);
 }
 template <class D, class... Group>
 static void store_dq(unsigned part, const D& dq, Group...) {

@@ -43,7 +43,7 @@ PROBLEMS = [
     Problem(BACKWARD, Arch.SM120, DType.FLOAT32, 52, Mask.CAUSAL, 8, 9),
 ]
 # Knobs with one feasible value so far.
-ONE_VALUE = {("sm90a", Direction.BACKWARD, "tile_n")}
+ONE_VALUE = {("sm90a", Direction.BACKWARD, name) for name in ("tile_m", "tile_n")}
 RENDERED = 40  # of a problem's candidates, evenly spread
 
 
@@ -98,11 +98,7 @@ def changed(problem: Problem, knob: str) -> tuple[Spec, Spec] | None:
     for spec in specs(problem):
         value = int(getattr(spec.tuning, knob))
         # Booleans turn; numbers go by what lanes, tiles and stages are made of.
-        for step in (
-            (1 - value,)
-            if value < 2
-            else (value * 2, value // 2, value + 1, value - 1, value + 16, value + 48)
-        ):
+        for step in (1 - value,) if value < 2 else (value * 2, value // 2, value + 1, value - 1, value + 48):
             other = retuned(spec, knob, step)
             if other is not None and other != spec:
                 return spec, other

@@ -37,7 +37,6 @@ PROBLEMS = [
     )
     for mask in Mask
 ]
-TRANSPOSED = Sm90Backward(80, 128, 3, 2, False, 0, True, False, False)
 
 
 def specs(problem: Problem) -> list[Spec]:
@@ -47,8 +46,6 @@ def specs(problem: Problem) -> list[Spec]:
         tuning = spec.tuning
         assert isinstance(tuning, Sm90Backward)
         found.setdefault((tuning.split_heads, tuning.ordered), spec)
-    if problem.head_dim == 128 and problem.mask is not Mask.DENSE:
-        return [*found.values(), Spec(problem, TRANSPOSED)]
     return list(found.values())
 
 

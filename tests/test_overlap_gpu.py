@@ -25,7 +25,7 @@ VARIANTS = [
     (72, Mask.CAUSAL, Sm90Backward(64, 128, 4, 4, True, 1, False, False, False)),
     (128, Mask.SPANS, Sm90Backward(64, 128, 3, 2, False, 0, False, False, False)),
     (128, Mask.DENSE, Sm90Backward(64, 128, 3, 2, False, 0, True, True, False)),
-    (128, Mask.FULL, Sm90Backward(80, 128, 3, 2, False, 0, True, False, False)),
+    (128, Mask.FULL, Sm90Backward(64, 128, 3, 2, False, 0, True, False, False)),
 ]
 variants = pytest.mark.parametrize(
     ("head_dim", "mask", "tuning"),

@@ -26,8 +26,6 @@ VARIANTS: dict[str, tuple[Direction, Arch, Any]] = {
     "64x144": (FORWARD, Arch.SM90A, Sm90Forward(64, 144, 2, False, True, False, False)),
     "sm80": (FORWARD, Arch.SM80, Sm80Forward(128, 64, 4, 2, False)),
     "backward": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, False, False)),
-    "backward80": (BACKWARD, Arch.SM90A, Sm90Backward(80, 128, 3, 2, False, 0, True, False, False)),
-    "ordered80": (BACKWARD, Arch.SM90A, Sm90Backward(80, 128, 3, 2, False, 0, True, True, False)),
     "ordered": (BACKWARD, Arch.SM80, Sm80Backward(64, 64, 4, 2, 2, 2, 2, False, True)),
     "descending": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, True, True)),
 }
@@ -37,8 +35,7 @@ SIZES = [(1, 1), (701, 431), (8300, 140), (65, 10300)]
 
 def spec_of(name: str, mask: Mask) -> Spec:
     direction, arch, tuning = VARIANTS[name]
-    head_dim = 128 if tuning.tile_m == 80 else 64
-    return Spec(Problem(direction, arch, DType.BFLOAT16, head_dim, mask), tuning)
+    return Spec(Problem(direction, arch, DType.BFLOAT16, 64, mask), tuning)
 
 
 def pad(x: Tensor, rows: int, columns: int) -> Tensor:

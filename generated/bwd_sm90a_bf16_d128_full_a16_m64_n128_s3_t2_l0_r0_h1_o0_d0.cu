@@ -1,10 +1,10 @@
-// attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0
+// attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
-//     --set tile_m=80 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
+//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
 //     --set in_regs=0 --set split_heads=1 --set ordered=0 --set descending=0
 //
-//   tile_m        80   query rows per step of the main loop: 64, or 80 with head_dim 128
+//   tile_m        64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
 //   stages         3   shared-memory buffers for Q
 //   stages_dout    2   shared-memory buffers for dO
@@ -21,8 +21,6 @@
 // Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are computed transposed
 // (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
 // through shared memory, for dQ, which needs all keys of the tile.
-// dQ is computed transposed, too (head_dim x queries), for the rows of a product come 64 at a time, its columns by
-// eights. Here dK takes dS from shared memory as well: it runs into the next step, which needs those registers.
 // Producer warpgroup: a warp loads all tiles and row statistics, two add dQ to the sums.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 // Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ), _finish_dkv (dK and dV).
@@ -125,12 +123,9 @@ struct TensorMaps {
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDim = 128;
-constexpr int kTileM = 80;  // query rows of a step
+constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
-// Of the products of dV and dK, 16 queries each:
-constexpr int kEarly = 1;  // those of dV that start before dS is computed
-constexpr int kLate = kTileM / 16 - 2;  // dK: those from this one on run in the next step
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
 constexpr int kStagesQ = 3;  // buffers of Q
@@ -143,16 +138,17 @@ constexpr int kPanels = 2;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
-// dQ: a consumer computes 64 columns of head_dim, a panel, for all keys of the block: the rows of its product.
-constexpr int kDqColumns = kTileM;  // of the product
-constexpr int kDqSecond = 64;  // where the second consumer's part of head_dim starts
+// dQ: a consumer computes half of the columns, for all keys of the block.
+constexpr int kDqColumns = 64;
+constexpr int kDqSecond = kDqColumns;
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
-// dS is stored as [consumer][query][key], the chunks of a consumer's 64 keys swizzled within 128 bytes.
+// dS is stored as [key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
-// There is room for one buffer: a barrier says that it is empty, once both are done with dQ.
-constexpr int kBuffersDs = 1;
+// A consumer writes dS of step i once both have arrived with that of step i - 1. Then both are done with dQ of step
+// i - 2: two buffers, and no barrier to say that one is empty.
+constexpr int kBuffersDs = 2;
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
 constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
@@ -168,22 +164,19 @@ constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query til
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
 // arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
-// takes one of each warp of a consumer, whose keys it is about; empty dS one of each consumer warp, for dQ needs the
-// keys of both consumers. Each consumer has a buffer of dQ: full with
+// takes one of each consumer warp, for dQ needs the keys of both consumers. Each consumer has a buffer of dQ: full with
 // its four warps, empty when the warp that adds it has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullDs = kFullV + 8;
-constexpr int kEmptyDs = kFullDs + 8 * kConsumers;
-constexpr int kFullQ = kEmptyDs + 8;
+constexpr int kFullQ = kFullDs + 8;
 constexpr int kEmptyQ = kFullQ + 8 * kStagesQ;
 constexpr int kFullDo = kEmptyQ + 8 * kStagesQ;
 constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
-constexpr int kFirstP = kEmptyDq + 8 * kConsumers;  // the first consumer has its first P: the second one may start
-constexpr int kSharedBytes = kFirstP + 8;
-static_assert(kSharedBytes == 231480, "codegen/plan_sm90_backward.py disagrees");
+constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
+static_assert(kSharedBytes == 214688, "codegen/plan_sm90_backward.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -287,15 +280,6 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
-// Thread: what makes the operand `a` may not move past this point. Costs nothing.
-template <int n>
-__device__ __forceinline__ void operand_fence(unsigned (&a)[n][4]) {
-#pragma unroll
-    for (int i = 0; i < n * 4; ++i) {
-        asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
-    }
-}
-
 // Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -313,13 +297,6 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-                 : "memory");
-}
-
-// Warp: the same for the transposes of the matrices.
-__device__ __forceinline__ void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2,
-                                                    unsigned r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 
@@ -371,29 +348,18 @@ __device__ __forceinline__ float2 unpack(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
 }
 
-// Warpgroup: S or dP (64 keys x 80 queries) = or += A B^T over 16 columns of head_dim, both from shared memory.
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of head_dim, both from shared memory.
 __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: dK (64 keys x head_dim) = or += A B over 16 queries, A and B as they lie in memory.
-__device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], unsigned long long a, unsigned long long b,
-                                          int add) {
-    // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "l"(a), "l"(b), "r"(add));
-    // clang-format on
-}
-
-// Warpgroup: dV (64 keys x head_dim) = or += A B over 16 queries, A from registers, B as it lies in memory.
+// Warpgroup: dK or dV (64 keys x head_dim) = or += A B over 16 queries, A from registers, B as it lies in memory.
 __device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
@@ -404,13 +370,13 @@ __device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// Warpgroup: dQ^T (64 columns x 80 queries) = or += K^T dS^T over 16 keys, K as it lies in memory.
+// Warpgroup: dQ (64 queries x 64 columns) = or += dS K over 16 keys, both as they lie in memory.
 __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned long long a, unsigned long long b,
                                          int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 1, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
@@ -622,10 +588,9 @@ __device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 
 }
 
 // Thread: P in the registers and precision that wgmma takes as its A operand.
-template <int kFrom, int kTo>  // for these steps along the queries
 __device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2]) {
 #pragma unroll
-    for (int i = kFrom * 4; i < kTo * 4; ++i) {
+    for (int i = 0; i < kTileM / 4; ++i) {
         frags[i / 4][i % 4] = pack(s[i * 2], s[i * 2 + 1]);
     }
 }
@@ -646,15 +611,12 @@ __device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4
 // Warpgroup: its 64 keys of dS to the tile at `ds`.
 __device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
     const int lane = threadIdx.x % 32;
-    // Of the four 8 x 8 matrices of a step, which stmatrix transposes, the second and the fourth have the later keys,
-    // the third and the fourth the later queries. Row q of the tile has its chunk c at place c ^ q % 8.
-    const int query = lane / 16 * 8 + lane % 8;
-    const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2 ^ lane % 8;
-    const unsigned place = ds + group * kTileM * kSpanDs + query * kSpanDs + chunk * 16;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
+    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
     for (int step = 0; step < kTileM / 16; ++step) {
-        const unsigned(&x)[4] = frags[step];
-        stmatrix_transposed(place + step * 16 * kSpanDs, x[0], x[1], x[2], x[3]);
+        stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
     }
 }
 
@@ -686,43 +648,30 @@ __device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned ke
     }
 }
 
-// Warpgroup: start dV += P^T dO, for its keys; the sum is overwritten if `add` is 0.
-template <int kFrom, int kTo>  // for these steps along the queries
+// Warpgroup: start dV += P^T dO or dK += dS^T Q, for its keys; the sum is overwritten if `add` is 0.
 __device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsigned (&frags)[kTileM / 16][4],
                                           unsigned queries, int add) {
     const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
 #pragma unroll
-    for (int step = kFrom; step < kTo; ++step) {
+    for (int step = 0; step < kTileM / 16; ++step) {
         wgmma_dkv(sum, frags[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
     }
 }
 
-// Warpgroup: start dK += dS^T Q, for its keys, with its dS as it lies at `ds`, for these steps along the queries.
-template <int kFrom, int kTo>
-__device__ __forceinline__ void start_dk(float (&sum)[kHeadDim / 2], unsigned ds, unsigned queries, int add) {
+// Warpgroup: start dQ = dS K over all keys of the block, for the kDqColumns columns that start at `k`.
+__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
     const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
-    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
+    const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
 #pragma unroll
-    for (int step = kFrom; step < kTo; ++step) {
-        wgmma_dkv(sum, a + (step * 16 * kSpanDs >> 4), b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
-    }
-}
-
-// Warpgroup: start dQ^T (+)= K^T dS^T over the 64 keys of a consumer: its dS at `ds`, its rows of a panel of K at `k`.
-__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k, int add) {
-    const unsigned long long a = descriptor(k, 0, 8 * kSpan, kSwizzle);
-    const unsigned long long b = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-        wgmma_dq(dq, a + (step * 16 * kSpan >> 4), b + (step * 32 >> 4), step > 0 ? 1 : add);
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_dq(dq, a + (step * 16 * kSpanDs >> 4), b + (step * 16 * kSpan >> 4), step > 0);
     }
 }
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
 // Warpgroup: work through the query tiles, for 64 of the keys. Tensor cores and scalar code overlap:
-// dS is computed beside the last of dK of the step before and the first of dV, the next P beside the rest of dV; dQ
-// leaves beside the first of dK.
+// dS is computed beside dV, the next P beside dK.
 __device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
@@ -741,9 +690,6 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     barrier_wait(base + kFullK, 0);
     const unsigned k = base + kOffsetK + group * 64 * kSpan;
     barrier_wait(base + kFullQ, 0);
-    if (group == 1) {  // starts late: scalar work of one then meets products of the other
-        barrier_wait(base + kFirstP, 0);
-    }
     wgmma_fence();
     start_scores(s, k, base + kOffsetQ);
     wgmma_commit();
@@ -754,50 +700,32 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     if (entry & 1) {
         apply_mask(p, s, (entry >> 1) * kTileM, key);
     }
-    if (group == 0 && lane == 0) {
-        barrier_arrive(base + kFirstP);
-    }
     barrier_wait(base + kFullV, 0);
     const unsigned v = base + kOffsetV + group * 64 * kSpan;
 
-    const unsigned own_ds = base + kOffsetDs + group * kTileM * kSpanDs;
-    unsigned q_before = base + kOffsetQ;
-    unsigned q_before_empty = 0;
     for (int step = 0; step < steps; ++step) {
         const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
         const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
         const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
+        const unsigned ds = base + kOffsetDs + (step & 1) * kDsBytes;
         const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
         const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
         const bool more = step + 1 < steps;
 
         barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
-        pack_scores<0, kEarly>(p_frags, s);
+        pack_scores(p_frags, s);
         wgmma_fence();
         start_scores(dp, v, dout);
         wgmma_commit();
-        // In the first step this multiplies what lies there, and its first products afterwards overwrite the result.
-        start_dk<kLate, kTileM / 16>(dk, own_ds, q_before, 1);
+        start_dkv(dv, p_frags, dout, step > 0);
         wgmma_commit();
-        start_dkv<0, kEarly>(dv, p_frags, dout, step > 0);
-        wgmma_commit();
-        wgmma_wait<2>();  // dP is complete
+        wgmma_wait<1>();  // dP is complete
         accumulator_fence(dp);
-        pack_scores<kEarly, kTileM / 16>(p_frags, s);
         score_gradients(ds_frags, s, dp, delta);
-        operand_fence(ds_frags);
-        barrier_wait(base + kEmptyDs, step & 1 ^ 1);  // dQ of the step before is complete, the other consumer's too
-        wgmma_wait<0>();  // dK of the step before is complete, too
-        // No barrier among the four warps before they write: a group of wgmma is the warpgroup's, complete for all or
-        // for none; and a warp overwrites only its own keys of dS, rows of dK's A that no other warp reads.
-        if (lane == 0 && step > 0) {
-            // Every warp for itself: with Q go the row statistics, which it has read before the last __syncwarp.
-            barrier_arrive(q_before_empty);
-        }
-        store_ds(base + kOffsetDs, ds_frags, group);
+        store_ds(ds, ds_frags, group);
         __syncwarp();
         if (lane == 0) {
-            barrier_arrive(base + kFullDs + group * 8);
+            barrier_arrive(base + kFullDs);
         }
 
         q_ring.advance(kStagesQ);
@@ -809,10 +737,13 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         // After the last step this multiplies old data, and nobody looks at the result.
         start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
         wgmma_commit();
-        start_dkv<kEarly, kTileM / 16>(dv, p_frags, dout, 1);
+        start_dkv(dk, ds_frags, q, step > 0);
         wgmma_commit();
-        wgmma_wait<1>();  // S is complete
+        wgmma_wait<1>();  // dV and S are complete
         accumulator_fence(s);
+        if (lane == 0) {
+            barrier_arrive(empty_do);
+        }
         if (more) {
             const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
             probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
@@ -820,38 +751,25 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
                 apply_mask(p, s, (entry >> 1) * kTileM, key);
             }
         }
-        barrier_wait(base + kFullDs + group * 8, step & 1);  // the warpgroup's own dS is there
+        barrier_wait(base + kFullDs, step & 1);  // dS of the other consumer is there, too
         proxy_fence();
-        wgmma_wait<0>();  // dV is complete
+        wgmma_wait<0>();  // dK is complete
         if (lane == 0) {
-            barrier_arrive(empty_do);
+            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarp above.
+            barrier_arrive(empty_q);
         }
         wgmma_fence();
-        const unsigned panel = base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan);
-        start_dq(dq, own_ds, panel + group * 64 * kSpan, 0);
-        barrier_wait(base + kFullDs + (group ^ 1) * 8, step & 1);  // dS of the other consumer is there, too
-        proxy_fence();
-        wgmma_fence();
-        start_dq(dq, base + kOffsetDs + (group ^ 1) * kTileM * kSpanDs, panel + (group ^ 1) * 64 * kSpan, 1);
-        wgmma_commit();
-        start_dk<0, kLate>(dk, own_ds, q, step > 0);
+        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
         wgmma_commit();
         barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
-        wgmma_wait<1>();
+        wgmma_wait<0>();
         accumulator_fence(dq);
         store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
         __syncwarp();
         if (lane == 0) {
-            barrier_arrive(base + kEmptyDs);
             barrier_arrive(base + kFullDq + group * 8);
         }
-        q_before = q;
-        q_before_empty = empty_q;
     }
-    wgmma_fence();
-    start_dk<kLate, kTileM / 16>(dk, own_ds, q_before, 1);
-    wgmma_commit();
-    wgmma_wait<0>();
     accumulator_fence(dk);
     accumulator_fence(dv);
     const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
@@ -865,7 +783,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
 
 // Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0(
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -881,8 +799,7 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0(
     if (threadIdx.x == 0) {
         barrier_init(base + kFullK, 1);
         barrier_init(base + kFullV, 1);
-        barrier_init(base + kEmptyDs, kConsumers * 4);  // warps
-        barrier_init(base + kFirstP, 4);
+        barrier_init(base + kFullDs, kConsumers * 4);  // warps
         for (int i = 0; i < kStagesQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
             barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
@@ -893,7 +810,6 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0(
         }
         for (int i = 0; i < kConsumers; ++i) {
             barrier_init(base + kFullDq + i * 8, 4);  // warps
-            barrier_init(base + kFullDs + i * 8, 4);
             barrier_init(base + kEmptyDq + i * 8, 1);
         }
         barrier_init_fence();
@@ -933,7 +849,7 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2(e) of a tile's rows, then their delta), zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
     let_next_kernel_start();
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -990,24 +906,6 @@ __device__ __forceinline__ void gather(unsigned (*rows)[kPitch], int column0, co
     }
 }
 
-// Block: 64 columns x kTileM queries of dQ in fragment order, times `factor`, to rows and columns of the buffer.
-__device__ __forceinline__ void gather_transposed(unsigned (*rows)[kPitch], int column0, const float* sums,
-                                                  float factor) {
-    for (int i = threadIdx.x; i < 64 * kTileM / 4; i += kHelperThreads) {
-        const float4 x = reinterpret_cast<const float4*>(sums)[i];
-        const int thread = i % 128;
-        const int query = i / 128 * 8 + thread % 4 * 2;
-        const int column = column0 + thread / 32 * 16 + thread % 32 / 4;
-        const unsigned first = pack(x.x * factor, x.z * factor);
-        const unsigned second = pack(x.y * factor, x.w * factor);
-        unsigned short* row = reinterpret_cast<unsigned short*>(rows[query]) + column;
-        row[0] = static_cast<unsigned short>(first);
-        row[8] = static_cast<unsigned short>(first >> 16);
-        row[kPitch * 2] = static_cast<unsigned short>(second);
-        row[kPitch * 2 + 8] = static_cast<unsigned short>(second >> 16);
-    }
-}
-
 // Block: the first `count` rows of the buffer to device memory.
 __device__ __forceinline__ void scatter(element* target, long long stride, const unsigned (*rows)[kPitch], int count) {
     for (int i = threadIdx.x; i < count * (kHeadDim / 8); i += kHelperThreads) {
@@ -1020,7 +918,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish(const __grid_constant__ Params p) {
     let_next_kernel_start();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
@@ -1029,8 +927,8 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0_finish(cons
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
     wait_for_kernel_before();
-    gather_transposed(rows, 0, sums, p.scale);
-    gather_transposed(rows, kDqSecond, sums + kDqPartBytes / 4, p.scale);
+    gather<kDqColumns>(rows, 0, sums, p.scale);
+    gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
@@ -1038,7 +936,7 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0_finish(cons
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m80_n128_s3_t2_l0_r0_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
