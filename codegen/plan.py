@@ -59,6 +59,7 @@ class Plan:
     schedule: tuple[Launch, ...]  # fill tile_count, tile_order, tile_list (and bits) of spans and dense masks
     owner: str  # which tiles own lists: "m" (forward) or "n" (backward)
     registers: int  # 32-bit registers a thread needs at least, by count of live tiles; 0 on the CPU
+    statistics: int = 2  # floats of row statistics that a backward keeps for each query row and head
     dq_accum: bool = False  # needs the fp32 dq workspace
     dkv_accum: bool = False  # needs the fp32 dk and dv workspace; a forward keeps parts of k and v in it
     ordered: bool = False  # needs turn and turns_taken

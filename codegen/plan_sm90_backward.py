@@ -18,6 +18,7 @@ from attnforge.codegen.spec import Mask, Spec
 from attnforge.codegen.tuning import Sm90Backward
 
 CONSUMERS = 2  # warpgroups, 64 keys each
+STATISTICS = 8  # floats of row statistics: lse and delta, as 8 bf16 each
 HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
 
 
@@ -95,6 +96,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         owner="n",
         registers=live + REGISTERS_BESIDES,
         bits="q" if mask is Mask.DENSE else "",
+        statistics=STATISTICS,
         dq_accum=True,
         dkv_accum=t.split_heads,
         ordered=t.ordered,
@@ -128,7 +130,7 @@ def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
     require_tiles(q_bytes, kv_bytes)
     ds_bytes = t.tile_m * t.tile_n * 2
     dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
-    stat_bytes = t.tile_m * 8 + 8  # lse and delta of each row; the visit
+    stat_bytes = t.tile_m * STATISTICS * 4 + 8  # of each row; the visit
     barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_turns(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers

@@ -205,7 +205,7 @@ def _hopper_forward(problem: Problem) -> Iterator[Tuning]:
 def _hopper_backward(head_dim: int) -> Iterator[Tuning]:
     # Narrow heads have registers for lag and for K and V; what does not fit is left out by the plan.
     narrow = head_dim <= 80
-    stages = ((4, 4), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
+    stages = ((4, 4), (4, 3), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
     # Ordered ones last: they are for deterministic=True, which takes the first deterministic candidate.
     for ordered, lag, in_regs, (of_q, of_dout), split in product(
         (False, True),

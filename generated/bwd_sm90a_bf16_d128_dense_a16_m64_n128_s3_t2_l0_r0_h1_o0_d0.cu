@@ -108,7 +108,7 @@ struct Params {
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e)
+    float scale_log2;  // scale * log2(e), but 1e-30 for a scale that is nearer to 0
 };
 
 struct alignas(64) TensorMap {
@@ -151,7 +151,10 @@ constexpr int kDsBytes = kTileM * kTileN * 2;
 constexpr int kBuffersDs = 2;
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
-constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
+// Row statistics enter S and dP by one product more: rows of Q go on with 8 columns that sum up to -lse / scale, rows
+// of dO with 8 for -delta, and rows of K and V with ones. So no lane loads any: what lanes read of shared memory keeps
+// products waiting that read it, too.
+constexpr int kStatBytes = kTileM * 32;  // lse of the rows, then delta
 // Shared memory.
 constexpr int kOffsetK = 0;
 constexpr int kOffsetV = kOffsetK + kTileBytesN;
@@ -176,7 +179,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 214688, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 219296, "codegen/plan_sm90_backward.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -331,16 +334,16 @@ __device__ __forceinline__ int load_int(unsigned address) {
     return x;
 }
 
-// Thread: two consecutive floats from shared memory.
-__device__ __forceinline__ float2 load_pair(unsigned address) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
-    return x;
-}
-
 // Thread: four consecutive floats to shared memory.
 __device__ __forceinline__ void store_quad(unsigned address, float x, float y, float z, float w) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
 }
 
 // Thread: both elements of a register as floats.
@@ -356,6 +359,17 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "l"(a), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of row statistics.
+__device__ __forceinline__ void wgmma_statistics(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
+                                                 int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
@@ -623,7 +637,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     Ring do_ring = {0, 1};
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
-        const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 2;
+        const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 8;
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
             const int entry = visit(p, work.plane, work.tile, i);
@@ -635,7 +649,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
                 barrier_expect(full_q, kTileBytesM + kStatBytes);
                 load_tile(base + kOffsetQ + q_ring.stage * kTileBytesM, maps.q, full_q, query0, head,
                           work.batch, kTileM);
-                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full_q);
+                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * 8, kStatBytes, full_q);
             }
             q_ring.advance(kStagesQ);
             if (acts && h + i == 0) {  // after the first Q, with which the consumers begin
@@ -686,15 +700,11 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
 
 // ---- Softmax and its gradient --------------------------------------------------------------------------------------
 
-// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
-__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
+// Warpgroup: S - lse / scale becomes P = 2^(scale log2(e) (S - lse / scale)).
+__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
-        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
-        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
-        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
+    for (int i = 0; i < kTileM / 2; ++i) {
+        s[i] = exp2_approx(s[i] * scale_log2);
     }
 }
 
@@ -722,14 +732,12 @@ __device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], c
     }
 }
 
-// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
+// Thread: dS = P (dP - delta), likewise packed; `dp` is that difference.
 __device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
-                                                const float (&dp)[kTileM / 2], unsigned delta) {
+                                                const float (&dp)[kTileM / 2]) {
 #pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
-        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
+    for (int i = 0; i < kTileM / 4; ++i) {
+        frags[i / 4][i % 4] = pack(s[i * 2] * dp[i * 2], s[i * 2 + 1] * dp[i * 2 + 1]);
     }
 }
 
@@ -764,6 +772,24 @@ __device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim /
 }
 
 // ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warp: A of the product of row statistics: ones (of bf16) in the first three of 16 columns.
+__device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
+    const int thread = threadIdx.x % 4;  // its columns: 2 * thread, the next, and those 8 further
+    ones[0] = thread == 0 ? 0x3f803f80 : thread == 1 ? 0x3f80 : 0;
+    ones[1] = ones[0];
+    ones[2] = 0;
+    ones[3] = 0;
+    // Made anew before each product, they would have to be fenced; so ptxas may not know what they are.
+    asm volatile("" : "+r"(ones[0]), "+r"(ones[1]), "+r"(ones[2]), "+r"(ones[3]));
+}
+
+// Warpgroup: start adding to S or dP the row statistics whose columns are at `statistics`.
+__device__ __forceinline__ void start_statistics(float (&s)[kTileM / 2], const unsigned (&ones)[4],
+                                                 unsigned statistics) {
+    // Eight rows are 128 bytes, without a swizzle. The last 8 columns, whose factors are 0, are the first 8 once more.
+    wgmma_statistics(s, ones, descriptor(statistics, 0, 128, 0), 1);
+}
 
 // Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
 __device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned keys, unsigned queries) {
@@ -813,16 +839,19 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     float dq[kDqColumns / 2];
     unsigned p_frags[kTileM / 16][4];
     unsigned ds_frags[kTileM / 16][4];
+    unsigned ones[4];
+    set_ones(ones);
 
     barrier_wait(base + kFullK, 0);
     const unsigned k = base + kOffsetK + group * 64 * kSpan;
     barrier_wait(base + kFullQ, 0);
     wgmma_fence();
     start_scores(s, k, base + kOffsetQ);
+    start_statistics(s, ones, base + kOffsetStats);
     wgmma_commit();
     wgmma_wait<0>();
     accumulator_fence(s);
-    probabilities(s, base + kOffsetStats, p.scale_log2);
+    probabilities(s, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
     if (entry & 1) {
         apply_mask(p, work.plane, s, (entry >> 1) * kTileM, key);
@@ -833,7 +862,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     for (int step = 0; step < steps; ++step) {
         const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
         const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
-        const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
+        const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kStatBytes / 2;
         const unsigned ds = base + kOffsetDs + (step & 1) * kDsBytes;
         const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
         const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
@@ -843,12 +872,13 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         pack_scores(p_frags, s);
         wgmma_fence();
         start_scores(dp, v, dout);
+        start_statistics(dp, ones, delta);
         wgmma_commit();
         start_dkv(dv, p_frags, dout, step > 0);
         wgmma_commit();
         wgmma_wait<1>();  // dP is complete
         accumulator_fence(dp);
-        score_gradients(ds_frags, s, dp, delta);
+        score_gradients(ds_frags, s, dp);
         store_ds(ds, ds_frags, group);
         __syncwarp();
         if (lane == 0) {
@@ -863,6 +893,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         wgmma_fence();
         // After the last step this multiplies old data, and nobody looks at the result.
         start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+        start_statistics(s, ones, base + kOffsetStats + q_ring.stage * kStatBytes);
         wgmma_commit();
         start_dkv(dk, ds_frags, q, step > 0);
         wgmma_commit();
@@ -873,7 +904,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         }
         if (more) {
             const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
-            probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
+            probabilities(s, p.scale_log2);
             if (entry & 1) {
                 apply_mask(p, work.plane, s, (entry >> 1) * kTileM, key);
             }
@@ -882,7 +913,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
         proxy_fence();
         wgmma_wait<0>();  // dK is complete
         if (lane == 0) {
-            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarp above.
+            // Every warp for itself: with Q goes the visit, which it has read before the __syncwarp above.
             barrier_arrive(empty_q);
         }
         wgmma_fence();
@@ -974,7 +1005,16 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
     return sum;
 }
 
-// Grid: tiles_m x batch x heads_q. Row statistics (lse * log2(e) of a tile's rows, then their delta), zeros for sums.
+// Thread: what rounding to bf16 leaves of x.
+__device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(pack_bf16(x, 0.0f) << 16); }
+
+// Thread: the 8 columns, in bf16, with which a row of Q or dO goes on: three that sum up to x, and zeros.
+__device__ __forceinline__ uint4 columns_of(float x) {
+    const float rest = rest_of(x);
+    return make_uint4(pack_bf16(x, rest), pack_bf16(rest_of(rest), 0.0f), 0, 0);
+}
+
+// Grid: tiles_m x batch x heads_q. Row statistics, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
 attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
     let_next_kernel_start();
@@ -985,7 +1025,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_prepare(co
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
     const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
-    float* stats = p.delta + (plane * p.padded_q + tile * kTileM) * 2;
+    uint4* statistics = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * 2;
     for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
         const int row = tile * kTileM + i;
         const int chunk = threadIdx.x % lanes;
@@ -998,12 +1038,13 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_prepare(co
             sum += __shfl_xor_sync(~0u, sum, step);
         }
         if (chunk == 0) {
-            // 2^(x - inf) = 0: rows that see nothing, and rows past the end, get P = 0.
+            // Rows that see nothing, and rows past the end, get P = 0 by the largest lse there is: with infinity the
+            // zeros of the product would make NaN.
             const float log2e = 1.4426950408889634f;
             const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
             const bool empty = lse == __int_as_float(0xff800000);
-            stats[i] = empty ? __int_as_float(0x7f800000) : lse * log2e;
-            stats[kTileM + i] = sum;
+            statistics[i] = columns_of(empty ? copysignf(3e38f, -p.scale_log2) : -lse * log2e / p.scale_log2);
+            statistics[kTileM + i] = columns_of(-sum);
         }
     }
     float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);

@@ -120,6 +120,7 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
         tile_n=tuning.tile_n,
         owner_n=plan.owner == "n",
         parts=plan.parts,
+        statistics=plan.statistics,
         dq_accum=plan.dq_accum,
         dkv_accum=plan.dkv_accum,
         ordered=plan.ordered,

@@ -33,9 +33,9 @@ TORCH_LIBRARY(attnforge, m) {
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
           "int head_dim, int head_dim_v, int mask, int align, int tile_m, int tile_n, bool owner_n, int parts, "
-          "bool dq_accum, bool dkv_accum, bool ordered, int columns, int columns_v, bool bounds, str bits, "
-          "bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, int[] persistent, "
-          "int[] cluster, int[] overlaps, int launches, str[] mapped, int[] boxes) -> int");
+          "int statistics, bool dq_accum, bool dkv_accum, bool ordered, int columns, int columns_v, bool bounds, "
+          "str bits, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, "
+          "int[] persistent, int[] cluster, int[] overlaps, int launches, str[] mapped, int[] boxes) -> int");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count() -> int", [] { return schedules().size(); });
     m.def("forget_schedules() -> ()", [] { schedules().clear(); });

@@ -65,7 +65,7 @@ inline BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Te
     ATTNFORGE_SET(params, dk, dk);
     ATTNFORGE_SET(params, dv, dv);
     const int64_t rows_q = q.size(0) * q.size(1) * params.padded_q;
-    const Scratch delta(q, rows_q * 2 * 4);
+    const Scratch delta(q, rows_q * variant.statistics * 4);
     params.delta = delta.data<float>();
     const Scratch dkv_accum = dkv_accum_of(k, variant, params);
     Scratch dq_accum, turns_taken;

@@ -46,6 +46,7 @@ struct Variant {
     int64_t tile_n = 0;
     bool owner_n = false;  // schedules list query tiles for each key tile instead of the reverse
     int64_t parts = 1;     // of a query tile, each with a reach of its own
+    int64_t statistics = 0;  // floats of row statistics for each query row and head
     bool dq_accum = false;   // which workspaces the launches need
     bool dkv_accum = false;
     bool ordered = false;
@@ -174,9 +175,10 @@ inline VariantTable& variants() {
 // Loads a variant and returns its handle; the arguments are those of runtime/kernels.py.
 inline int64_t add_variant(const at::Tensor& binary, std::string path, std::string name, at::Device device,
                            bool backward, at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v, int64_t mask,
-                           int64_t align, int64_t tile_m, int64_t tile_n, bool owner_n, int64_t parts, bool dq_accum,
-                           bool dkv_accum, bool ordered, int64_t columns, int64_t columns_v, bool bounds,
-                           std::string bits, bool deterministic, std::vector<std::string> symbols,
+                           int64_t align, int64_t tile_m, int64_t tile_n, bool owner_n, int64_t parts,
+                           int64_t statistics, bool dq_accum, bool dkv_accum, bool ordered, int64_t columns,
+                           int64_t columns_v, bool bounds, std::string bits, bool deterministic,
+                           std::vector<std::string> symbols,
                            std::vector<std::string> grids, std::vector<int64_t> threads,
                            std::vector<int64_t> shared_bytes, std::vector<int64_t> persistent,
                            std::vector<int64_t> cluster, std::vector<int64_t> overlaps, int64_t launches,
@@ -194,6 +196,7 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
     v.tile_n = tile_n;
     v.owner_n = owner_n;
     v.parts = parts;
+    v.statistics = statistics;
     v.dq_accum = dq_accum;
     v.dkv_accum = dkv_accum;
     v.ordered = ordered;

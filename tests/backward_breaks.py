@@ -5,6 +5,7 @@ from __future__ import annotations
 HAND_BACK = "barrier_arrive(empty_q);"
 STORE_DS = "store_ds(ds, ds_frags, group);"
 WAIT = "wait_for_kernel_before();"
+OF_THE_NEXT = "start_statistics(s, ones, base + kOffsetStats + q_ring.stage * kStatBytes"
 FIRST_VISIT = "const int entry = load_int(base + kOffsetVisit);"
 # Breaks of the protocol: what the text becomes if `broken` is n, and what is then found (among other things).
 Break = tuple[dict[str, str], str]
@@ -34,6 +35,12 @@ BREAKS: dict[str, Break] = {
     "writes are not fenced": (
         {"proxy_fence();": "if (broken != n) proxy_fence();"},
         "an asynchronous read of what has not been fenced",
+    ),
+    "S has the delta of its rows": (
+        {
+            OF_THE_NEXT: f"{OF_THE_NEXT} + (broken == n ? kStatBytes / 2 : 0)",
+        },
+        "P with wrong row statistics",
     ),
     "statistics are loaded before they are there": (
         {f"{WAIT}  // for the statistics": f"if (broken != n) {WAIT}  // for the statistics"},

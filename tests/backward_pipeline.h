@@ -5,7 +5,7 @@
 
 #include "cuda_words.h"
 
-enum Kind { kNothing, kTensorQ, kTensorDo, kTensorK, kTensorV, kTensorDk, kTensorDv, kStats, kUnderWay,
+enum Kind { kNothing, kTensorQ, kTensorDo, kTensorK, kTensorV, kTensorDk, kTensorDv, kStats, kOnes, kUnderWay,
             kS, kP, kDp, kDs, kDq, kDk, kDv };
 
 // Rows of a tensor: a tile's first row, its head and batch.
@@ -49,6 +49,7 @@ struct Value {
     bool touched = false;  // since the last wgmma_fence
     int written = -1, read = -1;  // the last group of products that does so
     std::vector<Rows> sum;  // visits that dK or dV has
+    bool statistics = false;  // S or dP has those of its rows
 };
 struct State {
     std::deque<Read> reads;
@@ -173,8 +174,8 @@ static void tma_load(unsigned to, const Box& map, unsigned barrier, int column, 
 }
 static void bulk_load(unsigned to, const float* stats, int bytes, unsigned barrier) {
     require_before_ended();
-    const long long at = stats - params->delta, plane = at / (params->padded_q * 2LL);
-    const Rows rows = rows_of(at % (params->padded_q * 2LL) / 2, plane, params->heads_q);
+    const long long at = stats - params->delta, plane = at / (params->padded_q * 8LL);
+    const Rows rows = rows_of(at % (params->padded_q * 8LL) / 8, plane, params->heads_q);
     copy({to, to + bytes}, barrier, {kStats, rows, rows, true}, 0);
 }
 // The source of a bulk copy stays until it has been read; then `arrive`, some time later.

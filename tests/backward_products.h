@@ -102,6 +102,21 @@ static void start_scores(S& s, const unsigned (&keys)[n][4], unsigned queries) {
     const Value& value = issue(keys, &Value::read);
     set_scores(s, {value.kind, {}, value.keys, true}, queries);
 }
+template <class Ones>
+static void set_ones(Ones& ones) {
+    define(ones).kind = kOnes;
+}
+template <class S, class Ones>
+static void start_statistics(S& s, const Ones& ones, unsigned statistics) {
+    const unsigned offset = (statistics - kOffsetStats) % kStatBytes;  // lse, then delta
+    const Range range{statistics, statistics + kStatBytes / 2};
+    const Write found = origin({range}, statistics - offset);
+    require(issue(ones, &Value::read).kind == kOnes, "row statistics times what is not one");
+    Value& value = issue(s, &Value::written);
+    const bool of_rows = found.kind == kStats && found.queries == value.queries;
+    value.statistics = of_rows && offset == (value.kind == kDp ? kStatBytes / 2 : 0);
+    note_read({range});
+}
 template <class S, class F>
 static void start_dkv(S& sum, const F& frags, unsigned queries, int add) {
     const Range range{queries, queries + kTileBytesM};

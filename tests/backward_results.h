@@ -5,12 +5,10 @@
 // ---- Scalar work ----------------------------------------------------------------------------------------------------
 
 template <class S>
-static void probabilities(S& s, unsigned lse, float) {
-    give_way();
-    const Write stats = origin({{lse, lse + kTileM * 4}}, lse);
+static void probabilities(S& s, float) {
     Value& value = define(s);
     require(value.kind == kS, "P of what is no S");
-    require(stats.kind == kStats && stats.queries == value.queries, "P with wrong row statistics");
+    require(value.statistics, "P with wrong row statistics");
     value.kind = kP;
 }
 template <class S>
@@ -37,12 +35,10 @@ static void pack_scores(F& frags, S& s) {
     value.keys = p.keys;
 }
 template <class F, class S, class D>
-static void score_gradients(F& frags, S& s, D& dp, unsigned delta) {
-    give_way();
+static void score_gradients(F& frags, S& s, D& dp) {
     const Value p = use(s), gradient = use(dp);
-    const Write stats = origin({{delta, delta + kTileM * 4}}, delta - kTileM * 4);
     require_masked(p);
-    require(stats.kind == kStats && stats.queries == p.queries, "dS with wrong row statistics");
+    require(gradient.statistics, "dS with wrong row statistics");
     require(gradient.kind == kDp && gradient.queries == p.queries && gradient.keys == p.keys, "dS with a wrong dP");
     Value& value = define(frags);
     value.kind = kDs;

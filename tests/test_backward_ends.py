@@ -20,6 +20,7 @@ PRELUDE = """#include "emulator.h"
 static void wait_for_kernel_before() {}
 static void let_next_kernel_start() {}
 static unsigned pack(float low, float high) { return narrow_pair(low, high); }
+static unsigned pack_bf16(float low, float high) { return narrow_pair(low, high); }
 static float2 unpack(unsigned x) { return {widen(x & 0xffff), widen(x >> 16)}; }
 """
 
@@ -70,7 +71,7 @@ class Ends:
         given = {"q": self.out, "k": kv, "v": kv, "out": self.out, "dout": self.dout}
         self.params = self.emulated._params(given | {"dq": self.dq, "dk": self.dk, "dv": self.dv}, None)
         p = self.params
-        self.stats = torch.full((BATCH, HEADS_Q, p.tiles_m, 2, spec.tuning.tile_m), math.nan)
+        self.stats = torch.full((BATCH, HEADS_Q, p.tiles_m, 2, spec.tuning.tile_m, 8), math.nan).bfloat16()
         self.sums = torch.full((BATCH, HEADS_Q, p.padded_q * d), math.nan)
         self.sums_kv = torch.full((2, BATCH, HEADS_KV, p.padded_k * d), math.nan)
         self.turns = torch.full(
@@ -100,12 +101,18 @@ def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_before(ends: Ends) -> None:
     """Statistics of every row, zeros for what is added to."""
     ends.run("_prepare")
-    rows = ends.stats.transpose(2, 3).flatten(3)  # (batch, heads, lse or delta, padded_q)
+    rows = (
+        -ends.stats.double().sum(-1).transpose(2, 3).flatten(3)
+    )  # (batch, heads, lse / scale or delta, padded_q)
     delta = (ends.out.double() * ends.dout.double()).sum(-1)
-    lse = torch.where(ends.lse == -math.inf, math.inf, ends.lse / math.log(2))
-    torch.testing.assert_close(rows[:, :, 0, :SEQ_Q], lse, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(rows[:, :, 1, :SEQ_Q].double(), delta, rtol=1e-5, atol=1e-5)
-    assert (rows[:, :, 0, SEQ_Q:] == math.inf).all()
+    scores = rows[:, :, 0] * ends.params.scale_log2  # what is taken from those of base 2
+    seen = ends.lse > -math.inf
+    torch.testing.assert_close(
+        scores[..., :SEQ_Q][seen], ends.lse[seen].double() / math.log(2), rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(rows[:, :, 1, :SEQ_Q], delta, rtol=1e-5, atol=1e-5)
+    assert (scores[..., :SEQ_Q][~seen] > 1e30).all()
+    assert (scores[..., SEQ_Q:] > 1e30).all()
     assert not rows[:, :, 1, SEQ_Q:].any()
     plan = ends.emulated.plan
     if plan.ordered:

@@ -24,7 +24,7 @@ def workspace(plan: Plan) -> int:
     tuning = plan.spec.tuning
     tiles_m, tiles_n = -(-SEQ_Q // tuning.tile_m), -(-SEQ_K // tuning.tile_n)
     rows = BATCH * HEADS_Q * tiles_m * tuning.tile_m
-    total = 4 * rows * HEAD_DIM + 8 * rows
+    total = 4 * rows * HEAD_DIM + (32 if isinstance(tuning, Sm90Backward) else 8) * rows
     if plan.dkv_accum:
         total += 4 * BATCH * HEADS_KV * tiles_n * tuning.tile_n * 2 * HEAD_DIM
     if plan.ordered:

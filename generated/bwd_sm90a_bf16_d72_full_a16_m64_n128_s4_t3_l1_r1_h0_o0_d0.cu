@@ -1,29 +1,29 @@
-// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0
+// attnforge_bwd_sm90a_bf16_d72_full_a16_m64_n128_s4_t3_l1_r1_h0_o0_d0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2 --set lag=0
-//     --set in_regs=0 --set split_heads=1 --set ordered=0 --set descending=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 72 --mask full --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=4 --set stages_dout=3 --set lag=1
+//     --set in_regs=1 --set split_heads=0 --set ordered=0 --set descending=0
 //
 //   tile_m        64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages         2   shared-memory buffers for Q
-//   stages_dout    2   shared-memory buffers for dO
-//   lag            0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
-//   in_regs        0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   stages         4   shared-memory buffers for Q
+//   stages_dout    3   shared-memory buffers for dO
+//   lag            1   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
+//   in_regs        1   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
+//   split_heads    0   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not the one with most work (ordered ones always do)
 //
 // S = scale Q K^T, P = exp(S - lse), dP = dO V^T, delta = row sums of dO * O, dS = P * (dP - delta);
 // dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
-// A block owns a key tile of one q head and walks the query tiles that see it. dK and dV of the q heads that share a kv
-// head are summed in fp32 memory, as is dQ.
-// Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are computed transposed
+// A block owns a key tile of one kv head and walks the query tiles that see it, for every q head of the group. dQ is
+// summed in fp32 memory.
+// Consumers: two warpgroups, each with 64 of the keys and dQ of every other step. S and dP are computed transposed
 // (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
 // through shared memory, for dQ, which needs all keys of the tile.
-// Producer warpgroup: a warp loads all tiles and row statistics, two add dQ to the sums.
+// Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add dQ to the sums.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
-// Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ), _finish_dkv (dK and dV).
+// Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ).
 //
 // All but _prepare may start while the kernel before them runs (programmatic dependent launch). Each of their blocks,
 // on every path, waits for the end of the kernel before, and until then touches nothing that any launch writes. That
@@ -32,7 +32,7 @@
 // mask and its schedule are there when a block of any launch starts, and may be read at once.
 // The next kernel may start once all blocks have said so or have ended. From then on its blocks take the room that
 // blocks leave; those that still run have theirs, so nobody waits for a block that has no room, in turns neither.
-// _prepare and _finish say so at once: they are short, and all of the next kernel's start is to be beside them.
+// _prepare says so at once: it is short, and all of the next kernel's start is to be beside it.
 // A block of the main kernel says so when it has nothing left to load: that hides the launch of _finish, and earlier
 // blocks of _finish, which do nothing but wait, would keep other streams from multiprocessors that have no work left.
 // The last launch never does: the kernel behind it in the stream may rely on more than the end of that launch.
@@ -108,7 +108,7 @@ struct Params {
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e)
+    float scale_log2;  // scale * log2(e), but 1e-30 for a scale that is nearer to 0
 };
 
 struct alignas(64) TensorMap {
@@ -117,41 +117,42 @@ struct alignas(64) TensorMap {
 
 // How the copy engine finds the tensors; encoded by the host for each call.
 struct TensorMaps {
-    TensorMap q, dout, k, v;
+    TensorMap q, dout, k, v, dk, dv;
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 128;
+constexpr int kHeadDim = 72;
 constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
-constexpr int kStagesQ = 2;  // buffers of Q
-constexpr int kStagesDo = 2;  // buffers of dO
+constexpr int kStagesQ = 4;  // buffers of Q
+constexpr int kStagesDo = 3;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
-constexpr int kColumns = 64;
+constexpr int kColumns = 16;
 constexpr int kSpan = kColumns * 2;
-constexpr unsigned kSwizzle = 1;  // wgmma's code for it
-constexpr int kPanels = 2;
-constexpr int kMain = kColumns * kPanels;  // columns of a stored row
+constexpr unsigned kSwizzle = 3;  // wgmma's code for it
+constexpr int kPanels = 5;
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row, zeros past head_dim
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
-// dQ: a consumer computes half of the columns, for all keys of the block.
-constexpr int kDqColumns = 64;
-constexpr int kDqSecond = kDqColumns;
+constexpr int kDqColumns = kHeadDim;  // of dQ that a consumer computes: a product with fewer takes as long
 constexpr int kDqPartBytes = 64 * kDqColumns * 4;
 // dS is stored as [key][query], chunks swizzled within 128 bytes.
 constexpr int kSpanDs = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
-// A consumer writes dS of step i once both have arrived with that of step i - 1. Then both are done with dQ of step
-// i - 2: two buffers, and no barrier to say that one is empty.
-constexpr int kBuffersDs = 2;
+// Steps go in pairs. A consumer writes dS of a pair once both have arrived with that of the pair before. Then both are
+// done with dQ of the pair before that one: buffers for two pairs, and no barrier to say that one is empty.
+constexpr int kBuffersDs = 4;
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
-constexpr int kStatBytes = kTileM * 8;  // lse * log2(e) of the rows, then delta
+// Row statistics enter S and dP by one product more: rows of Q go on with 8 columns that sum up to -lse / scale, rows
+// of dO with 8 for -delta, and rows of K and V with ones. So no lane loads any: what lanes read of shared memory keeps
+// products waiting that read it, too.
+constexpr int kStatBytes = kTileM * 32;  // lse of the rows, then delta
 // Shared memory.
 constexpr int kOffsetK = 0;
 constexpr int kOffsetV = kOffsetK + kTileBytesN;
@@ -159,12 +160,13 @@ constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
 constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
-constexpr int kOffsetStats = kOffsetDq + kTileM * kHeadDim * 4;
+constexpr int kOffsetStats = kOffsetDq + kConsumers * kDqPartBytes;
 constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
 // arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
-// takes one of each consumer warp, for dQ needs the keys of both consumers. Each consumer has a buffer of dQ: full with
+// takes one of each consumer warp in each step of a pair, for dQ needs the keys of both consumers. Each has a buffer of
+// dQ: full with
 // its four warps, empty when the warp that adds it has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
@@ -176,7 +178,10 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 197768, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 223432, "codegen/plan_sm90_backward.py disagrees");
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -239,6 +244,15 @@ __device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int byt
         : "memory");
 }
 
+// Thread: start copying a box from shared memory; elements outside the tensor are dropped.
+__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head,
+                                          int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(src), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
 // Thread: close the group of stores issued since the last commit.
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -280,6 +294,11 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
+// Warps: named barrier `id` for `threads` threads: wait for all.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -294,10 +313,23 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
+// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
+}
+
+// Warp: the same for two matrices; lanes 0-15 give the addresses.
+__device__ __forceinline__ void stmatrix_half(unsigned address, unsigned r0, unsigned r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1) : "memory");
 }
 
 // Thread: wait until the kernel before has ended and its writes are there. Nothing to wait for if launched after that.
@@ -316,11 +348,6 @@ __device__ __forceinline__ void bulk_reduce(float* target, unsigned src, int byt
                  : "memory");
 }
 
-// Thread: add four consecutive floats to device memory.
-__device__ __forceinline__ void add_to(float* target, float x, float y, float z, float w) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
-}
-
 // Thread: an integer to and from shared memory.
 __device__ __forceinline__ void store_int(unsigned address, int x) {
     asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
@@ -331,16 +358,16 @@ __device__ __forceinline__ int load_int(unsigned address) {
     return x;
 }
 
-// Thread: two consecutive floats from shared memory.
-__device__ __forceinline__ float2 load_pair(unsigned address) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
-    return x;
-}
-
 // Thread: four consecutive floats to shared memory.
 __device__ __forceinline__ void store_quad(unsigned address, float x, float y, float z, float w) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
 }
 
 // Thread: both elements of a register as floats.
@@ -359,48 +386,68 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
     // clang-format on
 }
 
-// Warpgroup: dK or dV (64 keys x head_dim) = or += A B over 16 queries, A from registers, B as it lies in memory.
-__device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
-                                          int add) {
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of head_dim, A from registers.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
+                                             int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: dQ (64 queries x 64 columns) = or += dS K over 16 keys, both as they lie in memory.
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of row statistics.
+__device__ __forceinline__ void wgmma_statistics(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
+                                                 int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: dK or dV (64 keys x head_dim) = or += A B over 16 queries, A from registers, B as it lies in memory.
+__device__ __forceinline__ void wgmma_dkv(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %41, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, {%36, %37, %38, %39}, %40, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: dQ (64 queries x 72 columns) = or += dS K over 16 keys, both as they lie in memory.
 __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned long long a, unsigned long long b,
                                          int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %38, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, %36, %37, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------------------------------
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
 
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+    return rank;
 }
 
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_m;
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -417,7 +464,7 @@ struct Place {
 // Work starts in the order of its index. Heads come in sections whose operands fit the L2 cache together; in a section
 // all heads' largest tiles come first.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
-    const int heads = p.heads_q;
+    const int heads = p.heads_kv;
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
@@ -428,164 +475,6 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int rest = index - first * p.tiles_n;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
-}
-
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // of a query tile
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
-
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
-__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
-    const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
-    const unsigned own = __ballot_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0) {
-        votes[warp] = own;
-    }
-    __syncthreads();
-    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < kScheduleThreads / 32; ++w) {
-        before += w < warp ? __popc(votes[w]) : 0;
-        total += __popc(votes[w]);
-    }
-    return before;
-}
-
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
-constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
-
-// The keys of a tile, as the threads of a block hold them.
-struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
-};
-
-// Block: the keys of a tile.
-__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
-    __shared__ int latest[kScheduleThreads / 32];
-    __shared__ int earliest[kScheduleThreads / 32];
-    Keys keys;
-    keys.latest = 0;
-    keys.earliest = p.seq_q;
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const int in_tile = i * kScheduleThreads + threadIdx.x;
-        keys.units[i] = make_int2(0, 0);
-        if (in_tile < kTileN) {
-            const int2 span = span_of(p, key_tile * kTileN + in_tile);
-            keys.latest = max(keys.latest, span.x);
-            keys.earliest = min(keys.earliest, span.y);
-            const int first = max(span.x, 0);
-            const int last = min(span.y, p.seq_q);
-            if (first < last) {
-                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
-            }
-        }
-    }
-    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
-    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
-    __syncthreads();
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        keys.latest = max(keys.latest, latest[warp]);
-        keys.earliest = min(keys.earliest, earliest[warp]);
-    }
-    return keys;
-}
-
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
-__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
-    __shared__ int sums[kScheduleThreads / 32];
-    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
-        changes[i] = 0;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kParts;
-        const unsigned last = keys.units[i].y - base * kParts;
-        if (first < units && first != last) {
-            atomicAdd(&changes[first], 1);
-        }
-        if (last < units && first != last) {
-            atomicAdd(&changes[last], -1);
-        }
-    }
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    int sum = 0;
-    int parts[kParts];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        sum += changes[threadIdx.x * kParts + part];
-        parts[part] = sum;
-    }
-    int before = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, before, distance);
-        before += lane >= distance ? other : 0;
-    }
-    if (lane == 31) {
-        sums[threadIdx.x / 32] = before;
-    }
-    __syncthreads();
-    before += seen - sum;
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
-        seen += sums[warp];
-    }
-    unsigned kind = 0;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
-        const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + parts[part] > 0) << part;
-        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
-    }
-    return kind & kSomeParts ? kind : 0;
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned votes[kScheduleThreads / 32];
-    const int tile = blockIdx.x;
-    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
-    const Keys keys = load_keys(p, tile);
-    int seen = 0;
-    int total = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int visited = base + threadIdx.x;
-        const unsigned kind = find_kind(p, keys, base, seen);
-        const int slot = count_before(kind != 0, votes, total);
-        if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
-        }
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-}
-
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
-    }
 }
 
 // ---- Work ----------------------------------------------------------------------------------------------------------
@@ -612,9 +501,9 @@ struct Work {
 __device__ __forceinline__ Work work_of(const Params& p, int block) {
     const Place place = place_of(p, block);
     Work work;
-    work.first_head = place.head;
-    work.heads = 1;
-    work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
+    work.head_kv = place.head;
+    work.heads = p.heads_q / p.heads_kv;
+    work.first_head = work.head_kv * work.heads;
     work.batch = place.batch;
     work.tile = owned_tile(p, place.rank);
     work.visits = visits(p, work.tile);
@@ -637,7 +526,10 @@ __device__ __forceinline__ constexpr int step_at(int step, int rows) {
 // Thread: start copying `rows` rows of a head, from `row` on, to a tile.
 __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
                                           int batch, int rows) {
-    tma_load(tile, map, barrier, 0, row, 0, head, batch);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load(tile + panel * rows * kSpan, map, barrier, panel * kColumns, row, 0, head, batch);
+    }
 }
 
 // ---- Producers -----------------------------------------------------------------------------------------------------
@@ -645,8 +537,8 @@ __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, u
 // The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
 // are few others); their first lane alone acts. All walk the visits in the same order as the consumers.
 
-// Warp: feed the consumers with K and V, and with Q, what goes with it, and dO.
-__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+// Warp: feed the consumers with K, then Q and what goes with it.
+__device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
     const bool acts = threadIdx.x % 32 == 0;
     if (acts) {
         barrier_expect(base + kFullK, kTileBytesN);
@@ -655,10 +547,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     }
     wait_for_kernel_before();  // for the statistics; consumers add nothing to dK and dV before they have them
     Ring q_ring = {0, 1};  // fresh barriers count as empty
-    Ring do_ring = {0, 1};
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
-        const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 2;
+        const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 8;
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
             const int entry = visit(p, work.tile, i);
@@ -670,14 +561,29 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
                 barrier_expect(full_q, kTileBytesM + kStatBytes);
                 load_tile(base + kOffsetQ + q_ring.stage * kTileBytesM, maps.q, full_q, query0, head,
                           work.batch, kTileM);
-                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * 2, kStatBytes, full_q);
+                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * 8, kStatBytes, full_q);
             }
             q_ring.advance(kStagesQ);
-            if (acts && h + i == 0) {  // after the first Q, with which the consumers begin
-                barrier_expect(base + kFullV, kTileBytesN);
-                load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
-                          work.batch, kTileN);
-            }
+        }
+    }
+    let_next_kernel_start();
+}
+
+// Warp: feed the consumers with V, then dO.
+__device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+    const bool acts = threadIdx.x % 32 == 0;
+    if (acts) {
+        barrier_expect(base + kFullV, kTileBytesN);
+        load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
+                  work.batch, kTileN);
+    }
+    Ring do_ring = {0, 1};  // fresh barriers count as empty
+    for (int h = 0; h < work.heads; ++h) {
+        const int head = work.first_head + h;
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const int entry = visit(p, work.tile, i);
+            const int query0 = (entry >> 1) * kTileM;
             const unsigned full_do = base + kFullDo + do_ring.stage * 8;
             barrier_wait(base + kEmptyDo + do_ring.stage * 8, do_ring.phase);
             if (acts) {
@@ -688,65 +594,64 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             do_ring.advance(kStagesDo);
         }
     }
-    let_next_kernel_start();
 }
 
-// Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory, which have the
-// order of fragments too.
+// Warp: add what consumer `group` leaves in its dQ buffer, dQ of every other visit, to the sums in device memory, which
+// have the order of fragments too.
 __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
     wait_for_kernel_before();  // for the zeros
     const bool acts = threadIdx.x % 32 == 0;
-    unsigned phase = 0;
-    for (int h = 0; h < work.heads; ++h) {
-        const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
-        float* sums = p.dq_accum + plane * p.padded_q * kHeadDim + group * (kDqPartBytes / 4);
+    long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head;
+    const long long end = plane + work.heads;
+    barrier_wait(base + kFullDq + group * 8, 0);  // dQ is a pair of steps late: in the first one it is none
+    if (acts) {
+        barrier_arrive(base + kEmptyDq + group * 8);
+    }
+    unsigned phase = 1;
 #pragma unroll 1
-        for (int i = 0; i < work.visits; ++i) {
-            const int tile = visit(p, work.tile, i) >> 1;
-            barrier_wait(base + kFullDq + group * 8, phase);
-            phase ^= 1;
-            if (acts) {
-                proxy_fence();
-                float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
-                const unsigned part = base + kOffsetDq + group * kDqPartBytes;
-                const int bytes = kDqPartBytes;
-                bulk_reduce(target, part, bytes);
-                tma_store_commit();
-                tma_store_wait();
-                barrier_arrive(base + kEmptyDq + group * 8);
+    for (int i = group;; i += 2) {
+        for (; i >= work.visits; i -= work.visits) {
+            if (++plane == end) {
+                return;
             }
+        }
+        float* sums = p.dq_accum + plane * p.padded_q * kHeadDim;
+        const int tile = visit(p, work.tile, i) >> 1;
+        barrier_wait(base + kFullDq + group * 8, phase);
+        phase ^= 1;
+        if (acts) {
+            proxy_fence();
+            float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
+            const unsigned part = base + kOffsetDq + group * kDqPartBytes;
+            const int bytes = kDqPartBytes;
+            bulk_reduce(target, part, bytes);
+            tma_store_commit();
+            tma_store_wait();
+            barrier_arrive(base + kEmptyDq + group * 8);
         }
     }
 }
 
 // ---- Softmax and its gradient --------------------------------------------------------------------------------------
 
-// Warpgroup: S becomes P = 2^(scale log2(e) S - lse log2(e)); `lse` is where the tile's values of the latter are.
-__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], unsigned lse, float scale_log2) {
+// Warpgroup: S - lse / scale becomes P = 2^(scale log2(e) (S - lse / scale)).
+__device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(lse + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        s[i] = exp2_approx(s[i] * scale_log2 - x.x);
-        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - x.y);
-        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - x.x);
-        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - x.y);
+    for (int i = 0; i < kTileM / 2; ++i) {
+        s[i] = exp2_approx(s[i] * scale_log2);
     }
 }
 
-// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
+// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
     const int first = query0 + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int start = seen_by[half].x - first;
-        const int end = seen_by[half].y - first;
+    for (int i = 0; i < kTileM / 2; i += 4) {
 #pragma unroll
-        for (int i = half * 2; i < kTileM / 2; i += 4) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int query = i / 4 * 8 + c;
-                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
-            }
+        for (int c = 0; c < 2; ++c) {
+            const int query = first + i * 2 + c;
+            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
+            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
         }
     }
 }
@@ -759,14 +664,12 @@ __device__ __forceinline__ void pack_scores(unsigned (&frags)[kTileM / 16][4], c
     }
 }
 
-// Thread: dS = P (dP - delta), likewise packed; `delta` is where the tile's values are.
+// Thread: dS = P (dP - delta), likewise packed; `dp` is that difference.
 __device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4], const float (&s)[kTileM / 2],
-                                                const float (&dp)[kTileM / 2], unsigned delta) {
+                                                const float (&dp)[kTileM / 2]) {
 #pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-        const float2 x = load_pair(delta + (i * 2 + threadIdx.x % 4 * 2) * 4);
-        frags[i / 8][i / 2 % 4] = pack(s[i] * (dp[i] - x.x), s[i + 1] * (dp[i + 1] - x.y));
-        frags[i / 8][i / 2 % 4 + 1] = pack(s[i + 2] * (dp[i + 2] - x.x), s[i + 3] * (dp[i + 3] - x.y));
+    for (int i = 0; i < kTileM / 4; ++i) {
+        frags[i / 4][i % 4] = pack(s[i * 2] * dp[i * 2], s[i * 2 + 1] * dp[i * 2 + 1]);
     }
 }
 
@@ -792,15 +695,68 @@ __device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqCol
     }
 }
 
-// Warpgroup: add its 64 keys of dK or dV to the fp32 sums of the group, in fragment order.
-__device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim / 2]) {
+// Warpgroup: its 64 keys of dK or dV, times `factor`, to the panels at `part`.
+__device__ __forceinline__ void stage_dkv(unsigned part, const float (&x)[kHeadDim / 2], float factor) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // The swizzle of TMA: 16-byte chunk index XOR the row's place in the pattern.
+    const int twist = row / 4 % 2;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i += 4) {
-        add_to(sums + i * 128 + threadIdx.x % 128 * 4, x[i], x[i + 1], x[i + 2], x[i + 3]);
+    for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
+        const int chunk = i / 4 % (kColumns / 8) + lane / 16 ^ twist;
+        stmatrix(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
+                 pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor),
+                 pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
+    }
+    {
+        constexpr int i = kHeadDim / 2 - 4;
+        const int chunk = i / 4 % (kColumns / 8) ^ twist;
+        stmatrix_half(part + i * 2 / kColumns * 64 * kSpan + row * kSpan + chunk * 16,
+                      pack(x[i] * factor, x[i + 1] * factor), pack(x[i + 2] * factor, x[i + 3] * factor));
+    }
+}
+
+// Thread: start copying 64 staged rows to device memory; TMA drops those past seq_k.
+__device__ __forceinline__ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_store(map, part + panel * 64 * kSpan, panel * kColumns, row, 0, head, batch);
+    }
+}
+
+// Block: zeros for a key tile that no query sees.
+__device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head, int batch) {
+    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
+    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
+    for (int i = threadIdx.x; i < kTileN * kHeadDim / 8; i += kThreads) {
+        const int row = key0 + i / (kHeadDim / 8);
+        const int column = i % (kHeadDim / 8) * 8;
+        if (row < p.seq_k) {
+            *reinterpret_cast<uint4*>(dk + row * p.dk_row + column) = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(dv + row * p.dv_row + column) = make_uint4(0, 0, 0, 0);
+        }
     }
 }
 
 // ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warp: A of the product of row statistics: ones (of bf16) in the first three of 16 columns.
+__device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
+    const int thread = threadIdx.x % 4;  // its columns: 2 * thread, the next, and those 8 further
+    ones[0] = thread == 0 ? 0x3f803f80 : thread == 1 ? 0x3f80 : 0;
+    ones[1] = ones[0];
+    ones[2] = 0;
+    ones[3] = 0;
+    // Made anew before each product, they would have to be fenced; so ptxas may not know what they are.
+    asm volatile("" : "+r"(ones[0]), "+r"(ones[1]), "+r"(ones[2]), "+r"(ones[3]));
+}
+
+// Warpgroup: start adding to S or dP the row statistics whose columns are at `statistics`.
+__device__ __forceinline__ void start_statistics(float (&s)[kTileM / 2], const unsigned (&ones)[4],
+                                                 unsigned statistics) {
+    // Eight rows are 128 bytes, without a swizzle. The last 8 columns, whose factors are 0, are the first 8 once more.
+    wgmma_statistics(s, ones, descriptor(statistics, 0, 128, 0), 1);
+}
 
 // Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
 __device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned keys, unsigned queries) {
@@ -809,6 +765,29 @@ __device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned ke
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         wgmma_scores(s, a + step_at(step, kTileN), b + step_at(step, kTileM), step > 0);
+    }
+}
+
+// Warp: its 16 of the warpgroup's 64 rows at `keys` in a tile of keys, as fragments of wgmma's A.
+__device__ __forceinline__ void load_fragments(unsigned (&fragments)[kSteps][4], unsigned keys) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int twist = row / 4 % 2;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        const int chunk = step * 2 + lane / 16;
+        ldmatrix(fragments[step], keys + chunk / (kColumns / 8) * kTileN * kSpan + row * kSpan +
+                                      (chunk % (kColumns / 8) ^ twist) * 16);
+    }
+}
+
+// Warpgroup: start S = K Q^T or dP = V dO^T, with its keys in registers.
+__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], const unsigned (&keys)[kSteps][4],
+                                             unsigned queries) {
+    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        wgmma_scores(s, keys[step], b + step_at(step, kTileM), step > 0);
     }
 }
 
@@ -835,12 +814,11 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned d
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
 // Warpgroup: work through the query tiles, for 64 of the keys. Tensor cores and scalar code overlap:
-// dS is computed beside dV, the next P beside dK.
-__device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
+// dS is computed beside dV, the next P beside dK and either dP or dQ.
+__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
                                         int group) {
     const int lane = threadIdx.x % 32;
     const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
-    const int2 seen_by[2] = {span_of(p, key), span_of(p, key + 8)};
     const int steps = work.visits * work.heads;
     Ring q_ring = {0, 0};
     Ring do_ring = {0, 0};
@@ -851,104 +829,204 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     float dq[kDqColumns / 2];
     unsigned p_frags[kTileM / 16][4];
     unsigned ds_frags[kTileM / 16][4];
+    unsigned ones[4];
+    set_ones(ones);
 
     barrier_wait(base + kFullK, 0);
-    const unsigned k = base + kOffsetK + group * 64 * kSpan;
+    unsigned k[kSteps][4];
+    load_fragments(k, base + kOffsetK + group * 64 * kSpan);
     barrier_wait(base + kFullQ, 0);
     wgmma_fence();
     start_scores(s, k, base + kOffsetQ);
+    start_statistics(s, ones, base + kOffsetStats);
     wgmma_commit();
     wgmma_wait<0>();
     accumulator_fence(s);
-    probabilities(s, base + kOffsetStats, p.scale_log2);
+    probabilities(s, p.scale_log2);
     const int entry = load_int(base + kOffsetVisit);
     if (entry & 1) {
-        apply_mask(s, (entry >> 1) * kTileM, seen_by);
+        apply_mask(p, s, (entry >> 1) * kTileM, key);
     }
     barrier_wait(base + kFullV, 0);
     const unsigned v = base + kOffsetV + group * 64 * kSpan;
 
+    barrier_wait(base + kFullDo, 0);
+    wgmma_fence();
+    start_scores(dp, v, base + kOffsetDo);
+    start_statistics(dp, ones, base + kOffsetStats + kStatBytes / 2);
+    wgmma_commit();
+    wgmma_wait<0>();
+    accumulator_fence(dp);
     for (int step = 0; step < steps; ++step) {
-        const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
-        const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
-        const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kTileM * 4;
-        const unsigned ds = base + kOffsetDs + (step & 1) * kDsBytes;
-        const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
-        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
-        const bool more = step + 1 < steps;
+        {
+            const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
+            const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
+            const unsigned ds = base + kOffsetDs + (step & 3) * kDsBytes;
+            const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+            const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
+            const bool more = step + 1 < steps;
 
-        barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
-        pack_scores(p_frags, s);
-        wgmma_fence();
-        start_scores(dp, v, dout);
-        wgmma_commit();
-        start_dkv(dv, p_frags, dout, step > 0);
-        wgmma_commit();
-        wgmma_wait<1>();  // dP is complete
-        accumulator_fence(dp);
-        score_gradients(ds_frags, s, dp, delta);
-        store_ds(ds, ds_frags, group);
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(base + kFullDs);
-        }
+            pack_scores(p_frags, s);
+            wgmma_fence();
+            start_dkv(dv, p_frags, dout, step > 0);
+            wgmma_commit();
+            score_gradients(ds_frags, s, dp);
+            // Both have arrived with dS of the pair before: from here on arrivals count for this one.
+            barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);
+            proxy_fence();
+            store_ds(ds, ds_frags, group);
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(base + kFullDs);
+            }
 
-        q_ring.advance(kStagesQ);
-        do_ring.advance(kStagesDo);
-        if (more) {
-            barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+            q_ring.advance(kStagesQ);
+            do_ring.advance(kStagesDo);
+            if (more) {
+                barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+                barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+            }
+            wgmma_fence();
+            // After the last step this multiplies old data, and nobody looks at the result.
+            start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+            start_statistics(s, ones, base + kOffsetStats + q_ring.stage * kStatBytes);
+            wgmma_commit();
+            // In the first pair it multiplies what lies there, and reduce_dq drops the result: a branch would make
+            // ptxas wait for registers of the wgmma in flight.
+            start_dq(dq, base + kOffsetDs + (step - 2 + group & 3) * kDsBytes, base + kOffsetK);
+            wgmma_commit();
+            start_dkv(dk, ds_frags, q, step > 0);
+            wgmma_commit();
+            wgmma_wait<2>();  // dV and S are complete
+            accumulator_fence(s);
+            if (lane == 0) {
+                barrier_arrive(empty_do);
+            }
+            if (more) {
+                const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
+                probabilities(s, p.scale_log2);
+                if (entry & 1) {
+                    apply_mask(p, s, (entry >> 1) * kTileM, key);
+                }
+            }
+            barrier_wait(base + kEmptyDq + group * 8, (step >> 1) & 1 ^ 1);
+            wgmma_wait<0>();  // dQ and dK are complete
+            accumulator_fence(dq);
+            if (lane == 0) {
+                // Every warp for itself: with Q goes the visit, which it has read before the __syncwarp above.
+                barrier_arrive(empty_q);
+            }
+            store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+            wgmma_fence();
+            start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+            start_statistics(dp, ones, base + kOffsetStats + q_ring.stage * kStatBytes + kStatBytes / 2);
+            wgmma_commit();
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(base + kFullDq + group * 8);
+            }
+            wgmma_wait<0>();  // dP is complete
+            accumulator_fence(dp);
         }
-        wgmma_fence();
-        // After the last step this multiplies old data, and nobody looks at the result.
-        start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
-        wgmma_commit();
-        start_dkv(dk, ds_frags, q, step > 0);
-        wgmma_commit();
-        wgmma_wait<1>();  // dV and S are complete
-        accumulator_fence(s);
-        if (lane == 0) {
-            barrier_arrive(empty_do);
+        if (++step == steps) {
+            break;
         }
-        if (more) {
-            const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
-            probabilities(s, base + kOffsetStats + q_ring.stage * kStatBytes, p.scale_log2);
-            if (entry & 1) {
-                apply_mask(s, (entry >> 1) * kTileM, seen_by);
+        {
+            const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
+            const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
+            const unsigned ds = base + kOffsetDs + (step & 3) * kDsBytes;
+            const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
+            const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
+            const bool more = step + 1 < steps;
+
+            pack_scores(p_frags, s);
+            wgmma_fence();
+            start_dkv(dv, p_frags, dout, step > 0);
+            wgmma_commit();
+            score_gradients(ds_frags, s, dp);
+            store_ds(ds, ds_frags, group);
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(base + kFullDs);
+            }
+
+            q_ring.advance(kStagesQ);
+            do_ring.advance(kStagesDo);
+            if (more) {
+                barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+                barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+            }
+            wgmma_fence();
+            // After the last step this multiplies old data, and nobody looks at the result.
+            start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+            start_statistics(s, ones, base + kOffsetStats + q_ring.stage * kStatBytes);
+            wgmma_commit();
+            start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+            start_statistics(dp, ones, base + kOffsetStats + q_ring.stage * kStatBytes + kStatBytes / 2);
+            wgmma_commit();
+            start_dkv(dk, ds_frags, q, step > 0);
+            wgmma_commit();
+            wgmma_wait<2>();  // dV and S are complete
+            accumulator_fence(s);
+            if (lane == 0) {
+                barrier_arrive(empty_do);
+            }
+            if (more) {
+                const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
+                probabilities(s, p.scale_log2);
+                if (entry & 1) {
+                    apply_mask(p, s, (entry >> 1) * kTileM, key);
+                }
+            }
+            wgmma_wait<0>();  // dP and dK are complete
+            accumulator_fence(dp);
+            if (lane == 0) {
+                // Every warp for itself: with Q goes the visit, which it has read before the __syncwarp above.
+                barrier_arrive(empty_q);
             }
         }
-        barrier_wait(base + kFullDs, step & 1);  // dS of the other consumer is there, too
-        proxy_fence();
-        wgmma_wait<0>();  // dK is complete
-        if (lane == 0) {
-            // Every warp for itself: with Q go the row statistics, which it has read before the __syncwarp above.
-            barrier_arrive(empty_q);
-        }
-        wgmma_fence();
-        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
-        wgmma_commit();
-        barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
-        wgmma_wait<0>();
-        accumulator_fence(dq);
-        store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(base + kFullDq + group * 8);
-        }
+    }
+    // dQ of the last pair. If it is but one step, its barrier waits for arrivals of a second one, and what the second
+    // consumer leaves is no dQ: nobody adds it.
+    if (steps % 2 == 1 && lane == 0) {
+        barrier_arrive(base + kFullDs);
+    }
+    const int pairs = (steps + 1) / 2;
+    barrier_wait(base + kFullDs, pairs & 1 ^ 1);
+    proxy_fence();
+    wgmma_fence();
+    start_dq(dq, base + kOffsetDs + (pairs * 2 - 2 + group & 3) * kDsBytes, base + kOffsetK);
+    wgmma_commit();
+    barrier_wait(base + kEmptyDq + group * 8, pairs & 1 ^ 1);
+    wgmma_wait<0>();
+    accumulator_fence(dq);
+    store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
+    __syncwarp();
+    if (lane == 0) {
+        barrier_arrive(base + kFullDq + group * 8);
     }
     accumulator_fence(dk);
     accumulator_fence(dv);
-    const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
-    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+    named_sync(kConsumersDone, kConsumers * 128);  // nobody reads K and V any more: dK and dV leave through them
+    const unsigned part = group * 64 * kRowBytes;
+    stage_dkv(base + kOffsetK + part, dk, p.scale);
+    stage_dkv(base + kOffsetV + part, dv, 1.0f);
+    named_sync(kStoreOfFirst + group, 128);
     const int key0 = work.tile * kTileN + group * 64;
-    add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
-    add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+    if (threadIdx.x % 128 == 0 && key0 < p.seq_k) {
+        proxy_fence();
+        store_tile(maps.dk, base + kOffsetK + part, key0, work.head_kv, work.batch);
+        store_tile(maps.dv, base + kOffsetV + part, key0, work.head_kv, work.batch);
+        tma_store_commit();
+        tma_store_wait();
+    }
 }
 
 // ---- Kernels -------------------------------------------------------------------------------------------------------
 
-// Grid: tiles_n x batch x heads_q blocks.
+// Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0(
+attnforge_bwd_sm90a_bf16_d72_full_a16_m64_n128_s4_t3_l1_r1_h0_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -959,12 +1037,13 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0(
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
         wait_for_kernel_before();
+        store_no_dkv(p, work.tile * kTileN, work.head_kv, work.batch);
         return;
     }
     if (threadIdx.x == 0) {
         barrier_init(base + kFullK, 1);
         barrier_init(base + kFullV, 1);
-        barrier_init(base + kFullDs, kConsumers * 4);  // warps
+        barrier_init(base + kFullDs, kConsumers * 8);  // warps, twice
         for (int i = 0; i < kStagesQ; ++i) {
             barrier_init(base + kFullQ + i * 8, 1);
             barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
@@ -984,13 +1063,15 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
         if (warp == 0) {
-            produce(p, maps, base, work);
-        } else if (warp > 1) {
+            produce_q(p, maps, base, work);
+        } else if (warp == 1) {
+            produce_dout(p, maps, base, work);
+        } else {
             reduce_dq(p, base, work, warp - 2);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume(p, base, work, group - 1);
+        consume(p, maps, base, work, group - 1);
     }
 }
 
@@ -1012,9 +1093,18 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
     return sum;
 }
 
-// Grid: tiles_m x batch x heads_q. Row statistics (lse * log2(e) of a tile's rows, then their delta), zeros for sums.
+// Thread: what rounding to bf16 leaves of x.
+__device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(pack_bf16(x, 0.0f) << 16); }
+
+// Thread: the 8 columns, in bf16, with which a row of Q or dO goes on: three that sum up to x, and zeros.
+__device__ __forceinline__ uint4 columns_of(float x) {
+    const float rest = rest_of(x);
+    return make_uint4(pack_bf16(x, rest), pack_bf16(rest_of(rest), 0.0f), 0, 0);
+}
+
+// Grid: tiles_m x batch x heads_q. Row statistics, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d72_full_a16_m64_n128_s4_t3_l1_r1_h0_o0_d0_prepare(const __grid_constant__ Params p) {
     let_next_kernel_start();
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1023,7 +1113,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_prepare(co
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
     const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
-    float* stats = p.delta + (plane * p.padded_q + tile * kTileM) * 2;
+    uint4* statistics = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * 2;
     for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
         const int row = tile * kTileM + i;
         const int chunk = threadIdx.x % lanes;
@@ -1036,23 +1126,18 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_prepare(co
             sum += __shfl_xor_sync(~0u, sum, step);
         }
         if (chunk == 0) {
-            // 2^(x - inf) = 0: rows that see nothing, and rows past the end, get P = 0.
+            // Rows that see nothing, and rows past the end, get P = 0 by the largest lse there is: with infinity the
+            // zeros of the product would make NaN.
             const float log2e = 1.4426950408889634f;
             const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
             const bool empty = lse == __int_as_float(0xff800000);
-            stats[i] = empty ? __int_as_float(0x7f800000) : lse * log2e;
-            stats[kTileM + i] = sum;
+            statistics[i] = columns_of(empty ? copysignf(3e38f, -p.scale_log2) : -lse * log2e / p.scale_log2);
+            statistics[kTileM + i] = columns_of(-sum);
         }
     }
     float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
     for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
         dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
-    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
-    const long long step = static_cast<long long>(gridDim.x) * kHelperThreads;
-    for (long long i = static_cast<long long>(blockIdx.x) * kHelperThreads + threadIdx.x; i < quads; i += step) {
-        dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 }
 
@@ -1083,8 +1168,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_finish(const __grid_constant__ Params p) {
-    let_next_kernel_start();
+attnforge_bwd_sm90a_bf16_d72_full_a16_m64_n128_s4_t3_l1_r1_h0_o0_d0_finish(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1093,30 +1177,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_finish(con
     const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
     wait_for_kernel_before();
     gather<kDqColumns>(rows, 0, sums, p.scale);
-    gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
-}
-
-// Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
-extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
-    __shared__ __align__(16) unsigned rows[2][64][kPitch];
-    const int head = blockIdx.x % p.heads_kv;
-    const int batch = blockIdx.x / p.heads_kv % p.batch;
-    const int tile = blockIdx.x / (p.heads_kv * p.batch);
-    const long long plane = static_cast<long long>(batch) * p.heads_kv + head;
-    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
-    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
-    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
-    wait_for_kernel_before();
-    for (int key0 = tile * kTileN; key0 < min(p.seq_k, (tile + 1) * kTileN); key0 += 64) {
-        gather<kHeadDim>(rows[0], 0, p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, p.scale);
-        gather<kHeadDim>(rows[1], 0, p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, 1.0f);
-        __syncthreads();
-        scatter(dk + key0 * p.dk_row, p.dk_row, rows[0], min(64, p.seq_k - key0));
-        scatter(dv + key0 * p.dv_row, p.dv_row, rows[1], min(64, p.seq_k - key0));
-        __syncthreads();
-    }
 }
