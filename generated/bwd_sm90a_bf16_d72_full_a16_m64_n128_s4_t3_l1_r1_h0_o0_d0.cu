@@ -153,15 +153,17 @@ constexpr int kTileBytesN = kTileN * kRowBytes;
 // of dO with 8 for -delta, and rows of K and V with ones. So no lane loads any: what lanes read of shared memory keeps
 // products waiting that read it, too.
 constexpr int kStatBytes = kTileM * 32;  // lse of the rows, then delta
-// Shared memory.
-constexpr int kOffsetK = 0;
+// Shared memory. Statistics come first: compute-sanitizer takes a product of theirs, whose last 8 columns are the first
+// 8 once more, to read 2048 bytes, and would report those past the end.
+constexpr int kOffsetStats = 0;
+constexpr int kOffsetK = kOffsetStats + kStagesQ * kStatBytes;
 constexpr int kOffsetV = kOffsetK + kTileBytesN;
 constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
 constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
-constexpr int kOffsetStats = kOffsetDq + kConsumers * kDqPartBytes;
-constexpr int kOffsetVisit = kOffsetStats + kStagesQ * kStatBytes;  // query tile * 2 + (1 if the mask hides some)
+// The visit: query tile * 2 + (1 if the mask hides some).
+constexpr int kOffsetVisit = kOffsetDq + kConsumers * kDqPartBytes;
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
 // arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS

@@ -137,7 +137,7 @@ static void start_dkv(S& sum, const F& frags, unsigned queries, int add) {
 template <class S>
 static void start_dq(S& dq, unsigned ds, unsigned k) {
     const unsigned panels = (kDqColumns + kColumns - 1) / kColumns, panel = kTileN * kSpan;
-    const unsigned first = (k - kOffsetK) / panel * panel;
+    const unsigned first = kOffsetK + (k - kOffsetK) / panel * panel;
     const Range scores{ds, ds + kDsBytes}, keys{first, first + panels * panel};
     const Write a = origin({scores}, ds), b = origin({keys}, kOffsetK);
     Value& value = issue(dq, &Value::written);
