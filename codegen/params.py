@@ -25,7 +25,7 @@ _POINTERS = (
     Field(
         "float*",
         "delta",
-        "(batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse",
+        "workspace of the backward, 2 or 8 floats a row and head: row sums of dout * out, on GPUs with lse",
     ),
     Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),

@@ -49,7 +49,7 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // (batch, heads_q, padded_q, 2) workspace of the backward: row sums of dout * out, on GPUs with lse
+    float* delta;  // workspace of the backward, 2 or 8 floats a row and head: row sums of dout * out, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
@@ -149,10 +149,11 @@ constexpr int kDsBytes = kTileM * kTileN * 2;
 constexpr int kBuffersDs = 4;
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
-// Row statistics enter S and dP by one product more: rows of Q go on with 8 columns that sum up to -lse / scale, rows
-// of dO with 8 for -delta, and rows of K and V with ones. So no lane loads any: what lanes read of shared memory keeps
-// products waiting that read it, too.
-constexpr int kStatBytes = kTileM * 32;  // lse of the rows, then delta
+// Row statistics enter S and dP by one more product, as if head_dim went on: a row of Q with 8 columns that sum up to
+// -lse / scale, a row of dO with 8 that sum up to -delta, and rows of K and V with ones. So no lane loads them from
+// shared memory, which would hold up the products that read it.
+constexpr int kStatFloats = 8;  // the room of a row's: 8 columns of bf16 for lse, 8 for delta
+constexpr int kStatBytes = kTileM * kStatFloats * 4;  // first lse of all rows, then delta
 // Shared memory. Statistics come first: compute-sanitizer takes a product of theirs, whose last 8 columns are the first
 // 8 once more, to read 2048 bytes, and would report those past the end.
 constexpr int kOffsetStats = 0;
@@ -167,9 +168,8 @@ constexpr int kOffsetVisit = kOffsetDq + kConsumers * kDqPartBytes;
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
 // arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
-// takes one of each consumer warp in each step of a pair, for dQ needs the keys of both consumers. Each has a buffer of
-// dQ: full with
-// its four warps, empty when the warp that adds it has read it.
+// takes one of each consumer warp, in each step of a pair: dQ needs the keys of both consumers. Each consumer has a
+// buffer of dQ: full with its four warps, empty when the warp that adds it has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullDs = kFullV + 8;
@@ -680,7 +680,8 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
     Ring q_ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
-        const float* stats = p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * 8;
+        const long long plane = static_cast<long long>(work.batch) * p.heads_q + head;
+        const float* stats = p.delta + plane * p.padded_q * kStatFloats;
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
             const int entry = visit(p, work.tile, i);
@@ -692,7 +693,8 @@ __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& map
                 barrier_expect(full_q, kTileBytesM + kStatBytes);
                 load_tile(base + kOffsetQ + q_ring.stage * kTileBytesM, maps.q, full_q, query0, head,
                           work.batch, kTileM);
-                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * 8, kStatBytes, full_q);
+                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * kStatFloats, kStatBytes,
+                          full_q);
             }
             q_ring.advance(kStagesQ);
         }
@@ -765,7 +767,7 @@ __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const 
 
 // ---- Softmax and its gradient --------------------------------------------------------------------------------------
 
-// Warpgroup: S - lse / scale becomes P = 2^(scale log2(e) (S - lse / scale)).
+// Warpgroup: x = S - lse / scale becomes P = 2^(scale log2(e) x).
 __device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], float scale_log2) {
 #pragma unroll
     for (int i = 0; i < kTileM / 2; ++i) {
@@ -840,7 +842,7 @@ __device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim /
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Warp: A of the product of row statistics: ones (of bf16) in the first three of 16 columns.
+// Warp: A of the product of row statistics: ones (in bf16) in the first three of 16 columns, those that may not be 0.
 __device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
     const int thread = threadIdx.x % 4;  // its columns: 2 * thread, the next, and those 8 further
     ones[0] = thread == 0 ? 0x3f803f80 : thread == 1 ? 0x3f80 : 0;
@@ -913,8 +915,8 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
     const int steps = work.visits * work.heads;
     Ring q_ring = {0, 0};
     Ring do_ring = {0, 0};
-    float s[kTileM / 2];  // S, then P
-    float dp[kTileM / 2];
+    float s[kTileM / 2];   // S - lse / scale, S without the scale; then P
+    float dp[kTileM / 2];  // dP - delta
     float dk[kHeadDim / 2];
     float dv[kHeadDim / 2];
     float dq[kDqColumns / 2];
@@ -965,7 +967,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, const Wo
             score_gradients(ds_frags, s, dp);
             // Both have arrived with dS of the pair before: from here on arrivals count for this one.
             barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);
-            proxy_fence();
+            proxy_fence();  // for dQ of that pair, below
             store_ds(ds, ds_frags, group);
             __syncwarp();
             if (lane == 0) {
@@ -1196,7 +1198,7 @@ attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0_prepare(con
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
     const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
-    uint4* statistics = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * 2;
+    uint4* statistics = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * (kStatFloats / 4);
     for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
         const int row = tile * kTileM + i;
         const int chunk = threadIdx.x % lanes;
@@ -1209,8 +1211,8 @@ attnforge_bwd_sm90a_bf16_d64_spans_a16_m64_n128_s4_t4_l1_r2_h1_o0_d0_prepare(con
             sum += __shfl_xor_sync(~0u, sum, step);
         }
         if (chunk == 0) {
-            // Rows that see nothing, and rows past the end, get P = 0 by the largest lse there is: with infinity the
-            // zeros of the product would make NaN.
+            // Rows that see nothing, and rows past the end, get P = 0 by an lse that is huge but finite: of infinity,
+            // what is left to the second column is NaN, and so is its product with zero.
             const float log2e = 1.4426950408889634f;
             const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
             const bool empty = lse == __int_as_float(0xff800000);

@@ -165,7 +165,13 @@ def backward(
     deterministic: bool = False,
     variant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the layouts of q, k and v, given what `forward` returned. `variant` as there."""
+    """(dq, dk, dv) in the layouts of q, k and v, given what `forward` returned. `variant` as there.
+
+    Besides these, on a GPU, until the return, in bytes, with n and m for Sq and Sk rounded up to the variant's tiles:
+    4 B Hq n D for sums of dq, none in float32; 8 B Hq n for row statistics, 32 B Hq n in Hopper's 16-bit kernels; with
+    the knob `split_heads` 4 B Hkv m (D + Dv) for sums of dk and dv; with ordered sums 4 B (Hq n / tile_m +
+    Hkv m / tile_n) for turns. Odd head dims are rounded up to what warps share. See docs/training.md, "Memory".
+    """
     _load()
     code, starts, ends, dense, visible = _unpack(mask)
     result: tuple[Tensor, Tensor, Tensor] = _operators.backward.default(

@@ -57,6 +57,13 @@ LAGGING: dict[str, Break] = {
         {"ds = base + kOffsetDs + (step & 3)": "ds = base + kOffsetDs + (step & (broken == n ? 1 : 3))"},
         "something overwrites what a product reads",
     ),
+    "dS of the pair before is fenced before it is waited for": (
+        {
+            PAIR_BEFORE: f"if (broken == n) proxy_fence(); {PAIR_BEFORE}",
+            "proxy_fence();  // for dQ of that pair": "if (broken != n) proxy_fence();  // for dQ of that pair",
+        },
+        "an asynchronous read of what has not been fenced",
+    ),
     "dS is handed over before the other consumer has done so in the pair before": (
         {
             PAIR_BEFORE: f"if (broken != n) {PAIR_BEFORE}",

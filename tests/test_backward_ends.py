@@ -101,8 +101,12 @@ def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_before(ends: Ends) -> None:
     """Statistics of every row, zeros for what is added to."""
     ends.run("_prepare")
+    columns = (
+        ends.stats.double()
+    )  # the product has ones for the first three, zeros for the rest, which must be finite
+    assert not columns[..., 3:].any()
     rows = (
-        -ends.stats.double().sum(-1).transpose(2, 3).flatten(3)
+        -columns[..., :3].sum(-1).transpose(2, 3).flatten(3)
     )  # (batch, heads, lse / scale or delta, padded_q)
     delta = (ends.out.double() * ends.dout.double()).sum(-1)
     scores = rows[:, :, 0] * ends.params.scale_log2  # what is taken from those of base 2
@@ -123,6 +127,20 @@ def test_before(ends: Ends) -> None:
         assert not ends.sums.any()
     assert plan.dkv_accum != bool(ends.sums_kv.isnan().any())
     assert ends.sums_kv.nan_to_num(nan=0.0).eq(0).all()
+
+
+def test_statistics_at_the_smallest_scale(ends: Ends) -> None:
+    """lse / scale stays finite at the least scale_log2 that launchers pass, and rows without keys still get P = 0."""
+    usual, least = ends.params.scale_log2, 1e-30
+    ends.params.scale_log2 = least
+    ends.run("_prepare")
+    ends.params.scale_log2 = usual
+    powers = ends.stats[:, :, :, 0, :, :3].double().sum(-1).flatten(2) * least
+    seen = ends.lse > -math.inf
+    expected = -ends.lse.double() / math.log(2)
+    torch.testing.assert_close(powers[..., :SEQ_Q][seen], expected[seen], rtol=1e-6, atol=1e-6)
+    without = torch.cat((powers[..., :SEQ_Q][~seen], powers[..., SEQ_Q:].flatten()))
+    assert (without.isfinite() & (without < -150)).all()  # 2^-150 is 0 in float32
 
 
 def test_dq(ends: Ends) -> None:

@@ -1,4 +1,4 @@
-"""Device memory that the backward takes besides the gradients: what docs/training.md says, to the byte."""
+"""Device memory that the backward takes besides the gradients: what `ops.backward` says, to the byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def requested(moment: str) -> int:
 
 
 def workspace(plan: Plan) -> int:
-    """Bytes that docs/training.md promises for a backward of the shapes above."""
+    """Bytes that the docstring of `ops.backward` and docs/training.md promise for the shapes above."""
     tuning = plan.spec.tuning
     tiles_m, tiles_n = -(-SEQ_Q // tuning.tile_m), -(-SEQ_K // tuning.tile_n)
     rows = BATCH * HEADS_Q * tiles_m * tuning.tile_m
