@@ -90,7 +90,7 @@ _SCALARS = (
     Field("int", "padded_k", "tiles_n * tile_n"),
     Field("int", "threads", "CPU threads to use"),
     Field("float", "scale", "softmax scale, multiplies q k^T"),
-    Field("float", "scale_log2", "scale * log2(e), but 1e-30 for a scale that is nearer to 0"),
+    Field("float", "scale_log2", "scale * log2(e), at least 1e-30"),
 )
 FIELDS: tuple[Field, ...] = (*_POINTERS, *_STRIDES, *_SCALARS)
 

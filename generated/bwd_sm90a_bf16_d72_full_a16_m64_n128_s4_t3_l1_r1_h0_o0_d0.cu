@@ -108,7 +108,7 @@ struct Params {
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e), but 1e-30 for a scale that is nearer to 0
+    float scale_log2;  // scale * log2(e), at least 1e-30
 };
 
 struct alignas(64) TensorMap {
@@ -1135,7 +1135,7 @@ attnforge_bwd_sm90a_bf16_d72_full_a16_m64_n128_s4_t3_l1_r1_h0_o0_d0_prepare(cons
             const float log2e = 1.4426950408889634f;
             const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
             const bool empty = lse == __int_as_float(0xff800000);
-            statistics[i] = columns_of(empty ? copysignf(3e38f, -p.scale_log2) : -lse * log2e / p.scale_log2);
+            statistics[i] = columns_of(empty ? -3e38f : -lse * log2e / p.scale_log2);
             statistics[kTileM + i] = columns_of(-sum);
         }
     }

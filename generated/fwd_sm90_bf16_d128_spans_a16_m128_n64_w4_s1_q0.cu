@@ -80,7 +80,7 @@ struct Params {
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e), but 1e-30 for a scale that is nearer to 0
+    float scale_log2;  // scale * log2(e), at least 1e-30
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------

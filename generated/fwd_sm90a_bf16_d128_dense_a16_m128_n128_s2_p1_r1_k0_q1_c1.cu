@@ -90,7 +90,7 @@ struct Params {
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e), but 1e-30 for a scale that is nearer to 0
+    float scale_log2;  // scale * log2(e), at least 1e-30
 };
 
 struct alignas(64) TensorMap {
@@ -812,9 +812,11 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
                  pack(o[i + 4], o[i + 5]), pack(o[i + 6], o[i + 7]));
     }
     named_sync(kStoreOfFirst + group, 128);
-    if (threadIdx.x % 128 == 0 && query0 < p.seq_q) {
-        proxy_fence();
-        store_rows(maps.out, q, group * 64, query0, work.head, work.batch, kTileM);
+    if (threadIdx.x % 128 == 0) {
+        proxy_fence();  // before the copy, and, where no row is the tensor's, before the next Q comes here
+        if (query0 < p.seq_q) {
+            store_rows(maps.out, q, group * 64, query0, work.head, work.batch, kTileM);
+        }
     }
 }
 

@@ -1,6 +1,8 @@
 // From a call to the arguments of its kernels, the tensors that they write, and their launch.
 #pragma once
 
+#include <algorithm>
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -68,8 +70,8 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     p.threads = at::get_num_threads();
     const double scale = c.scale ? *c.scale : 1.0 / std::sqrt(static_cast<double>(c.q.size(3)));
     p.scale = static_cast<float>(scale);
-    // Never 0, for some kernels divide by it; scores of a scale as small as this are 0 all the same.
-    p.scale_log2 = std::abs(scale) < 1e-30 ? 1e-30f : static_cast<float>(scale * 1.4426950408889634);
+    // Not smaller, for some kernels divide lse by it, and that must stay finite.
+    p.scale_log2 = static_cast<float>(std::max(scale * 1.4426950408889634, 1e-30));
     return p;
 }
 
