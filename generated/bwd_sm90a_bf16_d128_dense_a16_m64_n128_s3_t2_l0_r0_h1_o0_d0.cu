@@ -342,13 +342,6 @@ __device__ __forceinline__ void store_quad(unsigned address, float x, float y, f
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Thread: round two floats to bf16; `low` takes the lower half of the register.
-__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
-    unsigned packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
 // Thread: both elements of a register as floats.
 __device__ __forceinline__ float2 unpack(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
@@ -1011,12 +1004,12 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
 }
 
 // Thread: what rounding to bf16 leaves of x.
-__device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(pack_bf16(x, 0.0f) << 16); }
+__device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(pack(x, 0.0f) << 16); }
 
 // Thread: the 8 columns, in bf16, with which a row of Q or dO goes on: three that sum up to x, and zeros.
 __device__ __forceinline__ uint4 columns_of(float x) {
     const float rest = rest_of(x);
-    return make_uint4(pack_bf16(x, rest), pack_bf16(rest_of(rest), 0.0f), 0, 0);
+    return make_uint4(pack(x, rest), pack(rest_of(rest), 0.0f), 0, 0);
 }
 
 // Grid: tiles_m x batch x heads_q. Row statistics, zeros for sums.

@@ -43,9 +43,8 @@ class Tuned:
     def cls(self) -> dict[str, Any]:
         """The problem class: a later winner of it replaces this one. Octaves are log2, of the size and visible keys."""
         problem = self.spec.problem.to_json()
-        del problem[
-            "align"
-        ]  # calls of another alignment take the same tuning with their own, if it is feasible
+        # Calls of another alignment take the same tuning with their own, if it is feasible.
+        del problem["align"]
         return {
             **problem,
             "group": self.group,

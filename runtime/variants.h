@@ -178,11 +178,11 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
                            int64_t align, int64_t tile_m, int64_t tile_n, bool owner_n, int64_t parts,
                            int64_t statistics, bool dq_accum, bool dkv_accum, bool ordered, int64_t columns,
                            int64_t columns_v, bool bounds, std::string bits, bool deterministic,
-                           std::vector<std::string> symbols,
-                           std::vector<std::string> grids, std::vector<int64_t> threads,
-                           std::vector<int64_t> shared_bytes, std::vector<int64_t> persistent,
-                           std::vector<int64_t> cluster, std::vector<int64_t> overlaps, int64_t launches,
-                           std::vector<std::string> mapped, std::vector<int64_t> boxes) {
+                           std::vector<std::string> symbols, std::vector<std::string> grids,
+                           std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
+                           std::vector<int64_t> persistent, std::vector<int64_t> cluster,
+                           std::vector<int64_t> overlaps, int64_t launches, std::vector<std::string> mapped,
+                           std::vector<int64_t> boxes) {
     Variant v;
     v.name = std::move(name);
     v.device = device;

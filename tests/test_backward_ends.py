@@ -20,7 +20,6 @@ PRELUDE = """#include "emulator.h"
 static void wait_for_kernel_before() {}
 static void let_next_kernel_start() {}
 static unsigned pack(float low, float high) { return narrow_pair(low, high); }
-static unsigned pack_bf16(float low, float high) { return narrow_pair(low, high); }
 static float2 unpack(unsigned x) { return {widen(x & 0xffff), widen(x >> 16)}; }
 """
 
