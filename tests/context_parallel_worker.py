@@ -120,10 +120,8 @@ def check_reuse(mesh: DeviceMesh) -> None:
     x = [torch.randn(1, heads, 24, 16, requires_grad=True) for heads in (4, 2, 2)]
     q, k, v = x
     layout = cp._layout(2)
-    first = cp._local_mask(mask, layout, 24, 96, mask.starts.device)
-    assert first is cp._local_mask(mask, layout, 24, 96, mask.starts.device)
-    mask.starts.add_(0)
-    assert first is not cp._local_mask(mask, layout, 24, 96, mask.starts.device)
+    first = cp._local_mask(mask, layout, 24, 96, mask.device)
+    assert first is cp._local_mask(mask, layout, 24, 96, mask.device)
     plain = torch.autograd.grad(cp(q, k, v, mask).sum(), x)
     again = torch.autograd.grad(checkpoint(cp, q, k, v, mask, use_reentrant=False).sum(), x)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))

@@ -189,13 +189,10 @@ class Emulated:
         """As set_dense of runtime/arguments.h and attach_schedule of runtime/schedules.h."""
         p.mask_batches = p.mask_heads = p.mask_planes = 1
         if isinstance(mask, attnforge.Spans):
-            p.starts, p.ends = mask.starts.data_ptr(), mask.ends.data_ptr()
+            p.starts, p.ends = (row.data_ptr() for row in mask.data)
         elif isinstance(mask, attnforge.DenseMask):
-            x = mask.mask.expand(p.batch, p.heads_q, p.seq_q, p.seq_k)
-            p.dense = x.data_ptr()
-            p.dense_batch, p.dense_head, p.dense_row, p.dense_col = x.stride()
-            p.mask_batches = p.batch if p.dense_batch else 1
-            p.mask_heads = p.heads_q if p.dense_head else 1
+            p.mask_bits = mask.data.data_ptr()
+            p.mask_batches, p.mask_heads, _, p.mask_words = mask.data.shape
             p.mask_planes = p.mask_batches * p.mask_heads
         if not self.plan.schedule:
             return
