@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
-ABI = 2
+ABI = 3
 
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
@@ -22,10 +22,11 @@ class Field:
 _POINTERS = (
     *(Field("void*", name, "(batch, heads, seq, head_dim), strides below") for name in TENSORS),
     Field("float*", "lse", "(batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row"),
+    Field("const float*", "dlse", "(batch, heads_q, seq_q) gradient of lse, null if there is none"),
     Field(
         "float*",
         "delta",
-        "workspace of the backward, 2 or 8 floats a row and head: row sums of dout * out, on GPUs with lse",
+        "workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse",
     ),
     Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
