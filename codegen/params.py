@@ -26,7 +26,7 @@ _POINTERS = (
     Field(
         "float*",
         "delta",
-        "workspace of the backward, 2 or 8 floats a row and head: row sums of dout * out, on GPUs with lse",
+        "workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse",
     ),
     Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),

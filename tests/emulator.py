@@ -49,6 +49,7 @@ BODIES = {
     "mma_half": "const unsigned a[2] = {a0, a1}; multiply(d, a, &b0, 8);",
     "exp2_approx": "return std::exp2(x);",
     "log2_approx": "return std::log2(x);",
+    "min_or_nan": "return x > y ? y : x;",
     "pack": "return narrow_pair(low, high);",
     "to_float": "return widen(bits);",
 }
@@ -148,13 +149,22 @@ class Emulated:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Mask,
+        dlse: Tensor | None = None,
     ) -> list[Tensor]:
         """[dq, dk, dv], as the operator."""
         grads = [torch.full(x.shape, math.nan, dtype=x.dtype) for x in (q, k, v)]
         tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
         p = self._params(tensors | dict(zip(("dq", "dk", "dv"), grads, strict=True)), mask)
         p.lse = lse.data_ptr()
+        p.dlse = None if dlse is None else dlse.data_ptr()
         plan, heads = self.plan, p.batch * p.heads_q
         p.delta = self._workspace(heads * p.padded_q * 2)
         p.dq_accum = self._workspace(heads * p.padded_q * plan.columns)
