@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,34 @@ class ContextParallel:
             whole = first.new_empty(self.world * first.shape[0], *first.shape[1:])
             all_gather(whole, first, self._group)
             return whole[:total].movedim(0, dim)
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: ops.Mask = None,
+        *,
+        total: int | None = None,
+        scale: float | None = None,
+        return_lse: Literal[False] = False,
+        deterministic: bool = False,
+    ) -> Tensor: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: ops.Mask = None,
+        *,
+        total: int | None = None,
+        scale: float | None = None,
+        return_lse: Literal[True],
+        deterministic: bool = False,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
         self,

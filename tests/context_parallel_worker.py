@@ -112,6 +112,32 @@ def check(case: Case, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device
     return worst
 
 
+def check_lse(mesh: DeviceMesh) -> None:
+    """The lse of this rank's rows and its gradient, as of attention on one device."""
+    for case in (Case("packed", 96, 4, 2), Case("causal", 90, 4, 1), Case("dense heads", 96, 4, 2)):
+        mask = make_mask(case, torch.device("cpu"))
+        whole = [
+            draw(case, heads, 32, torch.float32, torch.device("cpu"), seed).requires_grad_()
+            for seed, heads in enumerate((4, case.heads_kv, case.heads_kv))
+        ]
+        cp = attnforge.context_parallel(mesh)
+        shards = [cp.shard(x.detach(), dim=2).requires_grad_() for x in whole]
+        out, lse = cp.attention(*shards, mask, total=case.total, return_lse=True)
+        weight = torch.randn(1, 4, case.total, generator=torch.Generator().manual_seed(3))
+        one, one_lse = attnforge.attention(*whole, mask, return_lse=True)
+        seen = one_lse > -torch.inf
+        expected = torch.autograd.grad(
+            (one, torch.where(seen, one_lse, 0)), whole, (torch.ones_like(one), weight)
+        )
+        mine = cp.shard(weight, dim=2)
+        gradients = torch.autograd.grad(
+            (out, torch.where(lse > -torch.inf, lse, 0)), shards, (torch.ones_like(out), mine)
+        )
+        for ours, theirs in zip((lse, *gradients), (one_lse, *expected), strict=True):
+            torch.testing.assert_close(cp.gather(ours, dim=2, total=case.total), theirs, rtol=1e-4, atol=1e-4)
+        assert (cp.gather(lse, dim=2)[:, :, case.total :] == -torch.inf).all(), "padding has an lse"
+
+
 def check_reuse(mesh: DeviceMesh) -> None:
     """Layers share what is made of a mask; checkpointing and autocast change nothing; bad shards are refused."""
     cp = attnforge.context_parallel(mesh)
@@ -122,6 +148,11 @@ def check_reuse(mesh: DeviceMesh) -> None:
     layout = cp._layout(2)
     first = cp._local_mask(mask, layout, 24, 96, mask.device)
     assert first is cp._local_mask(mask, layout, 24, 96, mask.device)
+    for total in (95, 93):  # what was kept for one total does not serve another
+        a, b, c = (cp.gather(y, dim=2, total=total) for y in x)
+        whole = attnforge.attention(a, b, c, attnforge.Causal())
+        ours = cp.gather(cp(q, k, v, attnforge.Causal(), total=total), dim=2, total=total)
+        torch.testing.assert_close(ours, whole)
     plain = torch.autograd.grad(cp(q, k, v, mask).sum(), x)
     again = torch.autograd.grad(checkpoint(cp, q, k, v, mask, use_reentrant=False).sum(), x)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
@@ -148,6 +179,7 @@ def main() -> None:
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     check_reuse(everyone)
+    check_lse(everyone)
     failed = 0
     for case, dtype in product(CASES, (torch.float32, torch.bfloat16)):
         for mesh in (pairs["cp"], everyone):
