@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -114,25 +115,23 @@ def check(case: Case, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device
 
 def check_lse(mesh: DeviceMesh) -> None:
     """The lse of this rank's rows and its gradient, as of attention on one device."""
+    cp, device = attnforge.context_parallel(mesh), torch.device("cpu")
     for case in (Case("packed", 96, 4, 2), Case("causal", 90, 4, 1), Case("dense heads", 96, 4, 2)):
-        mask = make_mask(case, torch.device("cpu"))
-        whole = [
-            draw(case, heads, 32, torch.float32, torch.device("cpu"), seed).requires_grad_()
-            for seed, heads in enumerate((4, case.heads_kv, case.heads_kv))
-        ]
-        cp = attnforge.context_parallel(mesh)
-        shards = [cp.shard(x.detach(), dim=2).requires_grad_() for x in whole]
-        out, lse = cp.attention(*shards, mask, total=case.total, return_lse=True)
-        weight = torch.randn(1, 4, case.total, generator=torch.Generator().manual_seed(3))
-        one, one_lse = attnforge.attention(*whole, mask, return_lse=True)
-        seen = one_lse > -torch.inf
-        expected = torch.autograd.grad(
-            (one, torch.where(seen, one_lse, 0)), whole, (torch.ones_like(one), weight)
+        mask = make_mask(case, device)
+        heads = (case.heads_q, case.heads_kv, case.heads_kv)
+        q, k, v = (
+            draw(case, n, 32, torch.float32, device, seed).requires_grad_() for seed, n in enumerate(heads)
         )
-        mine = cp.shard(weight, dim=2)
-        gradients = torch.autograd.grad(
-            (out, torch.where(lse > -torch.inf, lse, 0)), shards, (torch.ones_like(out), mine)
-        )
+        a, b, c = (cp.shard(x.detach(), dim=2).requires_grad_() for x in (q, k, v))
+        weight = torch.randn(1, case.heads_q, case.total, generator=torch.Generator().manual_seed(3))
+
+        def loss(out: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
+            return out.sum() + (lse.masked_fill(lse == -torch.inf, 0) * weight).sum()
+
+        out, lse = cp.attention(a, b, c, mask, total=case.total, return_lse=True)
+        gradients = torch.autograd.grad(loss(out, lse, cp.shard(weight, dim=2)), (a, b, c))
+        one, one_lse = attnforge.attention(q, k, v, mask, return_lse=True)
+        expected = torch.autograd.grad(loss(one, one_lse, weight), (q, k, v))
         for ours, theirs in zip((lse, *gradients), (one_lse, *expected), strict=True):
             torch.testing.assert_close(cp.gather(ours, dim=2, total=case.total), theirs, rtol=1e-4, atol=1e-4)
         assert (cp.gather(lse, dim=2)[:, :, case.total :] == -torch.inf).all(), "padding has an lse"
