@@ -1,13 +1,12 @@
 """`flash_attn_func` and `flash_attn_varlen_func`: the signatures and semantics of flash-attn 2, on our kernels.
 
-What we do not have (dropout, softcap, ALiBi, paged keys, returned probabilities) raises a ValueError that names
-the argument; nothing is ignored.
+What we do not have (dropout, softcap, ALiBi, paged keys) raises a ValueError that names the argument.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,9 @@ from torch import Tensor
 from attnforge.runtime.inputs import expect_integers, expect_layout
 from attnforge.runtime.masks import Causal, Spans, load_operators
 from attnforge.runtime.ops import attention
+
+# Of flash-attn: out, or with return_attn_probs (out, lse, None), as it keeps no probabilities without dropout.
+Result = Any
 
 _KEPT = 4  # windows; a model has one or two
 
@@ -31,20 +33,24 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor:
+) -> Result:
     """Attention of q (B, Sq, Hq, D) on k, v (B, Sk, Hkv, D) -> (B, Sq, Hq, D), differentiable, uncopied.
 
     causal: bottom-right aligned, key j is visible to query i when j <= i + Sk - Sq; a row that sees no key
         gives zeros.
     window_size: (left, right), key j is visible when i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1: no limit.
+    return_attn_probs: return (out, lse, None), lse float32 (B, Hq, Sq), differentiable.
     Dtypes, head dims and GQA as in `attnforge.attention`, which raises for what it cannot take.
     Raises ValueError, or TypeError, naming an argument with a value that is not supported.
     """
-    _refuse(dropout_p, softcap, alibi_slopes, return_attn_probs)
+    _refuse(dropout_p, softcap, alibi_slopes)
     expect_layout("(batch, seq, heads, head_dim)", q=q, k=k, v=v)
     mask = band(q.shape[1], k.shape[1], sides_of(causal, window_size), q.device)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return attention(q, k, v, mask, scale=softmax_scale, deterministic=deterministic).transpose(1, 2)
+    if not return_attn_probs:
+        return attention(q, k, v, mask, scale=softmax_scale, deterministic=deterministic).transpose(1, 2)
+    out, lse = attention(q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic)
+    return out.transpose(1, 2), lse, None
 
 
 def flash_attn_varlen_func(
@@ -64,7 +70,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Tensor:
+) -> Result:
     """Attention inside documents that are packed end to end: q (Tq, Hq, D), k, v (Tk, Hkv, D) -> (Tq, Hq, D).
 
     cu_seqlens_q, cu_seqlens_k: int32 (documents + 1) on the device of q; document d has the queries
@@ -74,35 +80,30 @@ def flash_attn_varlen_func(
     causal: bottom-right aligned in each document. Rows that see no key, also those behind the last document,
         give zeros.
     window_size: as for `flash_attn_func`, in each document.
+    return_attn_probs: return (out, lse, None), lse float32 (Hq, Tq), differentiable.
     max_seqlen_q, max_seqlen_k: not needed here, and not looked at.
 
     Raises ValueError, or TypeError, naming an argument with a value that is not supported.
     """
-    _refuse(dropout_p, softcap, alibi_slopes, return_attn_probs)
+    _refuse(dropout_p, softcap, alibi_slopes)
     if block_table is not None:
         raise ValueError("block_table: paged keys are not supported; pass None")
     expect_layout("(tokens, heads, head_dim)", q=q, k=k, v=v)
     mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal, window_size)
     q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    return attention(q, k, v, mask, scale=softmax_scale, deterministic=deterministic)[0].transpose(0, 1)
+    if not return_attn_probs:
+        return attention(q, k, v, mask, scale=softmax_scale, deterministic=deterministic)[0].transpose(0, 1)
+    out, lse = attention(q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic)
+    return out[0].transpose(0, 1), lse[0], None
 
 
-def _refuse(
-    dropout_p: float,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_attn_probs: bool,
-) -> None:
+def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p: got {dropout_p}, only 0.0 is supported")
     if softcap != 0.0:
         raise ValueError(f"softcap: got {softcap}, only 0.0, no cap, is supported")
     if alibi_slopes is not None:
         raise ValueError("alibi_slopes: ALiBi is not supported; pass None")
-    if return_attn_probs:
-        raise ValueError(
-            "return_attn_probs: not supported; attnforge.attention(..., return_lse=True) returns the lse"
-        )
 
 
 class Sides(NamedTuple):

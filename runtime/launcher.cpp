@@ -46,7 +46,7 @@ TORCH_LIBRARY(attnforge, m) {
     m.def("add_mask_kernels(Tensor binary, Device device) -> ()");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count(Tensor? mask=None) -> int", schedule_count);  // of a mask, else of all that live
-    m.def("forget_schedules(Tensor mask) -> ()", forget_schedules);
+    m.def("forget_schedules(Tensor? mask=None) -> ()", forget_schedules);
 }
 
 #define ATTNFORGE_IMPLEMENT(key)                             \

@@ -102,7 +102,9 @@ inline Tensor mask_of_data(const Tensor& data) {
 // Keys of split i, up to ends[i], are visible to the queries from firsts[i] on, or from their own on if that is -1, to
 // lasts[i]. Keys from `limit` on are visible to nobody.
 inline Tensor mask_of_splits(at::IntArrayRef ends, at::IntArrayRef firsts, at::IntArrayRef lasts, int64_t limit,
-                             at::Device device) {
+                             at::Device place) {
+    const c10::Device device =
+        place.has_index() || place.is_cpu() ? place : c10::impl::VirtualGuardImpl(place.type()).getDevice();
     TORCH_CHECK_VALUE(ends.size() == firsts.size() && ends.size() == lasts.size(), "ends, firsts, lasts: differ in length");
     const int64_t total = ends.empty() ? 0 : ends.back();
     // In the host's memory, since the numbers come from there. Pinned: otherwise the copy would wait for the device.
@@ -230,9 +232,9 @@ inline int64_t schedule_count(const OptionalTensor& data) {
     return static_cast<int64_t>(state->schedules.size());
 }
 
-// Drops the schedules of a mask; the next call builds them anew. For benchmarks.
-inline void forget_schedules(const Tensor& data) {
-    if (MaskState* const state = state_of(data)) {
+// Drops the schedules of a mask; the next call builds them anew. For benchmarks. There are none outside of masks.
+inline void forget_schedules(const OptionalTensor& data) {
+    if (MaskState* const state = data ? state_of(*data) : nullptr) {
         const std::lock_guard lock(state->mutex);
         state->schedules.clear();
     }

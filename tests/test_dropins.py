@@ -187,7 +187,6 @@ def test_a_mask_made_in_inference_serves_training() -> None:
         ("dropout_p", 0.1),
         ("softcap", 30.0),
         ("alibi_slopes", torch.ones(1)),
-        ("return_attn_probs", True),
         ("block_table", torch.zeros(1, 1, dtype=torch.int32)),
     ],
 )
@@ -200,6 +199,26 @@ def test_what_is_not_supported_is_named(name: str, value: object) -> None:
     if name != "block_table":
         with pytest.raises(ValueError, match=f"^{name}: "):
             attnforge.flash_attn_func(x[None], x[None], x[None], **arguments)
+
+
+def test_returned_lse() -> None:
+    """return_attn_probs without dropout: out, lse and no probabilities; the lse is differentiable."""
+    q, k, v = (draw(7, 2, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    cu = bounds([7])
+    out, lse, probabilities = attnforge.flash_attn_varlen_func(
+        q, k, v, cu, cu, causal=True, return_attn_probs=True
+    )
+    other, same, _ = attnforge.flash_attn_func(q[None], k[None], v[None], causal=True, return_attn_probs=True)
+    assert probabilities is None
+    assert (out.shape, lse.shape, same.shape) == (q.shape, (2, 7), (1, 2, 7))
+    torch.testing.assert_close(out, other[0])
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 8**-0.5
+    exact = scores.masked_fill(~torch.ones(7, 7).tril().bool(), -torch.inf).logsumexp(2)
+    torch.testing.assert_close(lse, exact)
+    torch.testing.assert_close(same[0], exact)
+    ours = torch.autograd.grad(lse.sin().sum(), (q, k), retain_graph=True)
+    for a, b in zip(ours, torch.autograd.grad(exact.sin().sum(), (q, k)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_wrong_shapes_are_named() -> None:
@@ -220,8 +239,9 @@ def test_compiled(window: tuple[int, int]) -> None:
     q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
 
     def block(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-        packed = attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, causal=True, window_size=window)
-        return packed + attnforge.flash_attn_func(q[None], k[None], v[None], window_size=window)[0]
+        packed: Tensor = attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, causal=True, window_size=window)
+        dense: Tensor = attnforge.flash_attn_func(q[None], k[None], v[None], window_size=window)
+        return dense[0] + packed
 
     expected = block(q, k, v, cu)
     out = torch.compile(block, fullgraph=True, backend="aot_eager")(q, k, v, cu)

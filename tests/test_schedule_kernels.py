@@ -122,12 +122,16 @@ def test_schedules_are_shared_by_plans_that_render_the_same() -> None:
     texts: dict[str, set[str]] = {}
     section = re.compile(r"^// ---- Tile schedule.*?(?=^// ---- |\Z)", re.MULTILINE | re.DOTALL)
     problems = itertools.product(
-        Direction, (Arch.CPU, Arch.SM80, Arch.SM90, Arch.SM90A), DType, (64, 128), (Mask.SPANS, Mask.DENSE)
+        Direction,
+        (Arch.CPU, Arch.SM80, Arch.SM90A),
+        (DType.BFLOAT16, DType.FLOAT32),
+        (64,),
+        (Mask.SPANS, Mask.DENSE),
     )
     for direction, arch, dtype, head_dim, mask in problems:
-        for spec in itertools.islice(candidates(Problem(direction, arch, dtype, head_dim, mask)), 0, 40, 8):
+        for spec in itertools.islice(candidates(Problem(direction, arch, dtype, head_dim, mask)), 0, 24, 6):
             source = render(spec)
             text = "".join(section.findall(source.text)).replace(spec.symbol, "kernel")
             texts.setdefault(source.plan.schedule_kind, set()).add(text)
-    assert len(texts) > 20
+    assert len(texts) > 10
     assert {kind for kind, found in texts.items() if len(found) > 1} == set()
