@@ -24,9 +24,8 @@ Example: one sample of a 2-token text, a 2-token noise image and a 1-token text:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -36,8 +35,7 @@ from attnforge.runtime.masks import Spans, load_operators
 MODES = ("causal", "full", "noise")
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A run of tokens under one mode: rows [start, end), in a sample that ends at `sample_end`."""
 
     start: int

@@ -106,7 +106,8 @@ struct Gradients {
 };
 
 inline bool acceptable_gradients(const Gradients& g, const Call& c) {
-    return is_output(g.dout, c) && is_output(g.out, c) && is_row_value(g.lse, c) && (!g.dlse || is_row_value(*g.dlse, c));
+    return is_output(g.dout, c) && is_output(g.out, c) && is_row_value(g.lse, c) &&
+           (!g.dlse || is_row_value(*g.dlse, c));
 }
 
 // Raises the error that names the argument; the wording lives in runtime/inputs.py.

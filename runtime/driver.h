@@ -23,7 +23,7 @@ struct Driver {
     int (*module_load)(void**, const void*);
     int (*module_function)(void**, void*, const char*);
     int (*function_attribute)(void*, int, int);
-    int (*capture_info)(void*, int*, uint64_t*, void*, void*, void*);
+    int (*is_capturing)(void*, int*);
     int (*device_attribute)(int*, int, int);
     int (*tensor_map_encode)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
                              const unsigned*, int, int, int, int);
@@ -75,7 +75,7 @@ inline const Driver& driver() {
         load("cuModuleLoadData", d.module_load);
         load("cuModuleGetFunction", d.module_function);
         load("cuFuncSetAttribute", d.function_attribute);
-        load("cuStreamGetCaptureInfo_v2", d.capture_info);
+        load("cuStreamIsCapturing", d.is_capturing);
         load("cuDeviceGetAttribute", d.device_attribute);
         // Drivers before CUDA 12 lack them; the kernels that need them then fail to load, with this reason.
         d.tensor_map_encode = reinterpret_cast<decltype(d.tensor_map_encode)>(dlsym(library, "cuTensorMapEncodeTiled"));
@@ -112,16 +112,13 @@ inline void* current_stream(c10::Device device) {
     return device.is_cpu() ? nullptr : c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
-// Identifies the CUDA graph that captures what `stream` gets, unique in the process; 0 if none does. The default stream
-// cannot be captured.
-inline uint64_t capture_id(void* stream) {
+// Is a CUDA graph recording what `stream` gets? The default stream cannot be recorded.
+inline bool is_capturing(void* stream) {
     int status = 0;
-    uint64_t id = 0;
     if (stream != nullptr) {
-        driver().check(driver().capture_info(stream, &status, &id, nullptr, nullptr, nullptr),
-                       "cuStreamGetCaptureInfo");
+        driver().check(driver().is_capturing(stream, &status), "cuStreamIsCapturing");
     }
-    return status != 0 ? id : 0;
+    return status != 0;
 }
 
 }  // namespace attnforge

@@ -1,7 +1,9 @@
 // The operators that make the data of masks: copies, never views of what they are given. None waits for the device.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <numeric>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -59,8 +61,9 @@ inline void add_mask_kernels(const Tensor& binary, at::Device device) {
     void* module = nullptr;
     d.check(d.module_load(&module, binary.const_data_ptr()), "loading the mask kernels");
     MaskKernels kernels;
-    d.check(d.module_function(&kernels.documents, module, "attnforge_mask_of_documents"), "attnforge_mask_of_documents");
-    d.check(d.module_function(&kernels.pairs, module, "attnforge_mask_of_pairs"), "attnforge_mask_of_pairs");
+    const auto load = [&](void** function, const char* name) { d.check(d.module_function(function, module, name), name); };
+    load(&kernels.documents, "attnforge_mask_of_documents");
+    load(&kernels.pairs, "attnforge_mask_of_pairs");
     mask_kernel_table().add(device, kernels);
 }
 
@@ -83,7 +86,7 @@ inline Tensor mask_of_spans(const Tensor& starts, const Tensor& ends) {
                           starts.sizes() == ends.sizes() && starts.device() == ends.device(),
                       "starts, ends: expected two int32 vectors of one length on one device");
     const c10::DeviceGuard guard(starts.device());
-    const Tensor data = new_mask({2, starts.size(0)}, starts.device());
+    const Tensor data = new_mask({2, starts.size(0)}, starts.device(), room_for_schedules(starts.size(0)));
     data.select(0, 0).copy_(starts);
     data.select(0, 1).copy_(ends);
     return data;
@@ -94,7 +97,7 @@ inline Tensor mask_of_data(const Tensor& data) {
     TORCH_CHECK_VALUE(data.scalar_type() == at::kInt && (data.dim() == 2 || data.dim() == 4),
                       "data: expected that of a mask, int32");
     const c10::DeviceGuard guard(data.device());
-    const Tensor copy = new_mask(data.sizes(), data.device());
+    const Tensor copy = new_mask(data.sizes(), data.device(), data.dim() == 2 ? room_for_schedules(data.size(1)) : 0);
     copy.copy_(data);
     return copy;
 }
@@ -105,25 +108,29 @@ inline Tensor mask_of_splits(at::IntArrayRef ends, at::IntArrayRef firsts, at::I
                              at::Device place) {
     const c10::Device device =
         place.has_index() || place.is_cpu() ? place : c10::impl::VirtualGuardImpl(place.type()).getDevice();
-    TORCH_CHECK_VALUE(ends.size() == firsts.size() && ends.size() == lasts.size(), "ends, firsts, lasts: differ in length");
+    TORCH_CHECK_VALUE(ends.size() == firsts.size() && ends.size() == lasts.size(),
+                      "ends, firsts, lasts: differ in length");
     const int64_t total = ends.empty() ? 0 : ends.back();
     // In the host's memory, since the numbers come from there. Pinned: otherwise the copy would wait for the device.
     const auto options = at::TensorOptions().dtype(at::kInt).pinned_memory(!device.is_cpu());
     const c10::DeviceGuard guard(device);
-    const Tensor data = new_mask({2, total}, device);
+    const Tensor data = new_mask({2, total}, device, room_for_schedules(total));
     const Tensor table = device.is_cpu() ? data : at::empty({2, total}, options);
     int* const starts = table.mutable_data_ptr<int>();
     int* const last = starts + total;
     int64_t key = 0;
     for (size_t i = 0; i < ends.size(); ++i) {
-        for (const int64_t end = std::min(ends[i], limit); key < end; ++key) {
-            starts[key] = static_cast<int>(firsts[i] < 0 ? key : firsts[i]);
-            last[key] = static_cast<int>(lasts[i]);
+        const int64_t end = std::max(key, std::min(ends[i], limit));
+        if (firsts[i] < 0) {
+            std::iota(starts + key, starts + end, static_cast<int>(key));
+        } else {
+            std::fill(starts + key, starts + end, static_cast<int>(firsts[i]));
         }
+        std::fill(last + key, last + end, static_cast<int>(lasts[i]));
+        key = end;
     }
-    for (; key < total; ++key) {
-        starts[key] = last[key] = 0;
-    }
+    std::fill(starts + key, starts + total, 0);
+    std::fill(last + key, last + total, 0);
     if (!device.is_cpu()) {
         data.copy_(table, /*non_blocking=*/true);
     }
@@ -138,23 +145,25 @@ inline Tensor mask_of_documents(const Tensor& cu_seqlens_q, const Tensor& cu_seq
                           cu_seqlens_q.dim() == 1 && cu_seqlens_q.sizes() == cu_seqlens_k.sizes() &&
                           cu_seqlens_q.size(0) > 1 && cu_seqlens_k.device() == device,
                       "cu_seqlens_q, cu_seqlens_k: expected two int32 vectors of one length on one device");
-    TORCH_CHECK_VALUE(seq_q <= INT_MAX / 2 && seq_k <= INT_MAX / 2, "q, k: at most ", INT_MAX / 2, " rows are supported");
+    TORCH_CHECK_VALUE(std::max(seq_q, seq_k) <= INT_MAX / 2, "q, k: at most ", INT_MAX / 2, " rows are supported");
     const c10::DeviceGuard guard(device);
-    const Tensor data = new_mask({2, seq_k}, device);
+    const Tensor data = new_mask({2, seq_k}, device, room_for_schedules(seq_k));
     const Tensor bounds_q = cu_seqlens_q.contiguous(), bounds_k = cu_seqlens_k.contiguous();
     const int* cu_q = bounds_q.const_data_ptr<int>();
     const int* cu_k = bounds_k.const_data_ptr<int>();
     int documents = static_cast<int>(cu_seqlens_q.size(0)) - 1, rows_q = static_cast<int>(seq_q);
     int rows_k = static_cast<int>(seq_k);
     // No window is wider than both sequences: sums with it stay within int.
-    int before = static_cast<int>(std::min(left, seq_q + seq_k)), behind = static_cast<int>(std::min(right, seq_q + seq_k));
+    int before = static_cast<int>(std::min(left, seq_q + seq_k));
+    int behind = static_cast<int>(std::min(right, seq_q + seq_k));
     int* starts = data.mutable_data_ptr<int>();
     int* ends = starts + seq_k;
     if (seq_k == 0) {
         return data;
     }
     if (!device.is_cpu()) {
-        launch_mask_kernel<9>(mask_kernel_table().of(device).documents, (seq_k + kMaskThreads - 1) / kMaskThreads, device,
+        const int64_t blocks = (seq_k + kMaskThreads - 1) / kMaskThreads;
+        launch_mask_kernel<9>(mask_kernel_table().of(device).documents, blocks, device,
                               {&cu_q, &cu_k, &documents, &rows_q, &rows_k, &before, &behind, &starts, &ends});
         return data;
     }
@@ -237,6 +246,7 @@ inline void forget_schedules(const OptionalTensor& data) {
     if (MaskState* const state = data ? state_of(*data) : nullptr) {
         const std::lock_guard lock(state->mutex);
         state->schedules.clear();
+        state->used = aligned(state->size);
     }
 }
 

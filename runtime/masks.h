@@ -4,7 +4,7 @@
 // The storage of that tensor owns the mask's tile schedules: the context of its DataPtr is a MaskState. So every alias
 // of the tensor leads to the same schedules (layers, checkpoints, saved tensors, inputs of compiled code), and they go
 // when the last one goes. Nothing is looked up by address or version. A tensor of the same layout whose storage is
-// somebody else's (a copy in the static memory of a CUDA graph, say) is a mask, too; its schedule serves one call.
+// somebody else's (a copy in the static memory of a CUDA graph, say) is a mask, too; its schedules serve one call each.
 #pragma once
 
 #include <atomic>
@@ -26,14 +26,11 @@ using at::Tensor;
 
 // What the tables of a schedule depend on, besides the mask.
 struct ScheduleKey {
-    int64_t kind;      // Variant::schedule_kind: tile shape and what else the schedule kernels are rendered from
-    int64_t seq_q;     // spans say nothing of it
-    int64_t group;     // q heads that share an order of tiles
-    uint64_t capture;  // the CUDA graph being captured, 0 outside of any
+    int64_t kind;   // Variant::schedule_kind: tile shape and what else the schedule kernels are rendered from
+    int64_t seq_q;  // spans say nothing of it
+    int64_t group;  // q heads that share an order of tiles
 
-    bool operator==(const ScheduleKey& o) const {
-        return kind == o.kind && seq_q == o.seq_q && group == o.group && capture == o.capture;
-    }
+    bool operator==(const ScheduleKey& o) const { return kind == o.kind && seq_q == o.seq_q && group == o.group; }
 };
 
 inline std::atomic<int64_t>& live_schedules() {
@@ -44,7 +41,8 @@ inline std::atomic<int64_t>& live_schedules() {
 // The tables of one schedule, built on `stream`. Other streams wait for `built` before they read them.
 struct Schedule {
     ScheduleKey key;
-    Tensor tables;
+    Tensor memory;  // that the tables are in
+    int* tables = nullptr;
     std::optional<c10::Stream> stream;
     std::optional<c10::Event> built;
 
@@ -54,28 +52,22 @@ struct Schedule {
     ~Schedule() { --live_schedules(); }
 };
 
-// What the storage of a mask's data owns. `mutex` guards the list; a schedule in it does not change.
+// What the storage of a mask's data owns. `mutex` guards what follows it; a schedule in the list does not change.
 struct MaskState {
-    Tensor memory;  // of the data
+    Tensor memory;  // of the data, and behind it room for schedules
+    int64_t size = 0;  // of the data, in ints
     std::optional<c10::Stream> stream;
     std::mutex mutex;
-    std::vector<std::shared_ptr<Schedule>> schedules;
+    int64_t used = 0;  // ints of `memory`
+    std::vector<std::shared_ptr<const Schedule>> schedules;
 
-    // The schedule for `key`, or null. Those of CUDA graphs that are no longer captured never match again and go.
-    std::shared_ptr<Schedule> find(const ScheduleKey& key) {
-        std::shared_ptr<Schedule> found;
-        for (auto entry = schedules.begin(); entry != schedules.end();) {
-            const uint64_t capture = (*entry)->key.capture;
-            if (capture != 0 && key.capture != 0 && capture != key.capture) {
-                entry = schedules.erase(entry);
-                continue;
+    std::shared_ptr<const Schedule> find(const ScheduleKey& key) const {
+        for (const auto& schedule : schedules) {
+            if (schedule->key == key) {
+                return schedule;
             }
-            if ((*entry)->key == key) {
-                found = *entry;
-            }
-            ++entry;
         }
-        return found;
+        return nullptr;
     }
 };
 
@@ -88,7 +80,7 @@ inline MaskState* state_of(const Tensor& data) {
         return nullptr;
     }
     auto* const state = static_cast<MaskState*>(pointer.get_context());
-    return data.numel() == state->memory.numel() ? state : nullptr;
+    return data.numel() == state->size ? state : nullptr;
 }
 
 inline std::optional<c10::Stream> current_stream_of(c10::Device device) {
@@ -98,14 +90,29 @@ inline std::optional<c10::Stream> current_stream_of(c10::Device device) {
     return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+constexpr int64_t kScheduleAlign = 128;  // ints: tables are read by TMA
+
+inline int64_t aligned(int64_t ints) { return (ints + kScheduleAlign - 1) / kScheduleAlign * kScheduleAlign; }
+
+// Room for a forward and a backward schedule of usual tiles, in ints, as far as that is little: see new_mask.
+inline int64_t room_for_schedules(int64_t seq_k) {
+    constexpr int64_t kMost = 1 << 20, kPairsOfEntry = 4096;  // two lists of tiles of 64 x 128 pairs
+    const int64_t room = seq_k * seq_k / kPairsOfEntry + 8 * seq_k + 4 * kScheduleAlign;
+    return seq_k < (1 << 20) && room <= kMost ? room : 0;
+}
+
 // Uninitialised data of a mask, with a state of its own. Never an inference tensor: a later step that is recorded for
-// backward may save it.
-inline Tensor new_mask(at::IntArrayRef sizes, c10::Device device) {
+// backward may save it. `room`: ints behind the data, in which schedules are built. They could be allocated when they
+// are, but while torch warms up a CUDA graph (torch.compile's mode "reduce-overhead") and inside
+// torch.cuda.use_mem_pool, what a call allocates goes into a pool in which nothing of it may stay behind.
+inline Tensor new_mask(at::IntArrayRef sizes, c10::Device device, int64_t room = 0) {
     const c10::InferenceMode normal(false);
     auto state = std::make_unique<MaskState>();
-    state->memory = at::empty(sizes, at::TensorOptions().dtype(at::kInt).device(device));
+    state->size = c10::multiply_integers(sizes);
+    state->used = aligned(state->size);
+    state->memory = at::empty({state->used + room}, at::TensorOptions().dtype(at::kInt).device(device));
     state->stream = current_stream_of(device);
-    const size_t bytes = state->memory.nbytes();
+    const size_t bytes = static_cast<size_t>(state->size) * sizeof(int);
     void* const memory = state->memory.mutable_data_ptr();
     c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,
                          c10::DataPtr(memory, state.release(), &delete_mask_state, device));
@@ -121,11 +128,9 @@ inline void keep_for(const Tensor& memory, const c10::Stream& stream) {
     c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(memory.storage().data_ptr(), stream);
 }
 
-// Is work in `stream` ordered behind earlier work in `home` without an event? Handles of streams that are not torch's
-// may be given to new streams while work of the old ones is pending. Their ids are their handles, which are even; ids
-// of torch's streams are odd, but for the default stream's, 0 (c10/cuda/CUDAStream.cpp).
-inline bool same_stream(const c10::Stream& stream, const c10::Stream& home) {
-    return stream == home && (stream.id() == 0 || stream.id() % 2 != 0);
-}
+// Is `stream` none of torch's? Its handle may be given to a new stream while its work is pending, and it may be gone
+// when memory that it used is given back. Ids of such streams are their handles, which are even; those of torch's are
+// odd, but for the default stream's, 0 (c10/cuda/CUDAStream.cpp).
+inline bool is_external(const c10::Stream& stream) { return stream.id() != 0 && stream.id() % 2 == 0; }
 
 }  // namespace attnforge

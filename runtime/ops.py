@@ -115,7 +115,7 @@ def attention(
                 if scale is None:
                     return _attend_spans(q, k, v, mask.data, mask.bucket)
                 return _attend_spans(q, k, v, mask.data, mask.bucket, scale)
-        data, kind, visible = _unpack(mask, k)
+        data, kind, visible = _unpack(mask, q, k)
         return _attend(q, k, v, scale, deterministic, kind, data, visible)
     except (RuntimeError, ValueError):
         # For an argument of a wrong type torch has words of its own, about operators that nobody has heard of.
@@ -136,7 +136,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Else as `attention`."""
     load_operators()
-    data, kind, visible = _unpack(mask, k)
+    data, kind, visible = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
         q, k, v, data, kind, scale, deterministic, visible, variant
     )
@@ -166,14 +166,14 @@ def backward(
     Hkv m / tile_n) for turns. Odd head dims are rounded up to what warps share. See docs/training.md, "Memory".
     """
     load_operators()
-    data, kind, visible = _unpack(mask, k)
+    data, kind, visible = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor, Tensor] = _operators.backward.default(
         dout, q, k, v, out, lse, data, kind, scale, deterministic, visible, dlse, variant
     )
     return result
 
 
-def _unpack(mask: Mask, k: Tensor) -> tuple[Tensor | None, int, int]:
+def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
     """What the operators take of a mask: its data, its kind by number, its bucket."""
     if mask is None:
         return None, _FULL, 0
@@ -182,8 +182,12 @@ def _unpack(mask: Mask, k: Tensor) -> tuple[Tensor | None, int, int]:
     if isinstance(mask, Causal):
         return None, _CAUSAL, 0
     if isinstance(mask, DenseMask):
-        if mask.seq_k != k.shape[2]:  # bits come in words: their shape does not say it
-            raise ValueError(f"mask: has shape {mask.shape}, but k has {k.shape[2]} rows")
+        # Bits come in words: the data alone does not say how many keys there are.
+        if q.dim() == k.dim() == 4 and mask.shape[2:] != (q.shape[2], k.shape[2]):
+            raise ValueError(
+                f"mask: has shape {mask.shape}, expected (seq_q, seq_k) = {(q.shape[2], k.shape[2])}, with planes "
+                "(batch or 1, heads_q or 1) in front if it has any"
+            )
         return mask.data, _DENSE, mask.bucket
     raise TypeError(
         f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "

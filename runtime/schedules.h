@@ -12,9 +12,8 @@
 
 namespace attnforge {
 
-// An int tensor that outlives the call. A thread of its own allocates it: while torch warms up a CUDA graph
-// (torch.compile's mode "reduce-overhead") and inside torch.cuda.use_mem_pool, what this thread allocates goes into
-// a pool in which nothing may stay behind.
+// An int tensor that outlives the call, where new_mask left no room. A thread of its own allocates it, since this one's
+// allocations may go into a pool in which nothing may stay behind.
 inline Tensor empty_to_keep(int64_t size, const at::TensorOptions& options, const c10::Stream& stream) {
     Tensor result;
     std::exception_ptr error;
@@ -64,33 +63,37 @@ struct ScheduleLayout {
 
 // What keeps the tables of a call's schedule until its kernels are in the stream.
 struct Attached {
-    std::shared_ptr<Schedule> schedule;
+    std::shared_ptr<const Schedule> schedule;
     Tensor tables;
     Tensor counters;
 };
 
-// Fills the tables on the current stream.
-inline void build_schedule(const Variant& variant, const ScheduleLayout& layout, const Tensor& tables, Params& params,
-                           void* stream) {
-    layout.point(variant, params, tables.mutable_data_ptr<int>());
-    run(variant, variant.schedule, params, stream);
+// Memory for the tables of `made`: behind the mask's data if there is room.
+inline void allocate(MaskState& state, Schedule& made, int64_t size) {
+    if (state.used + size <= state.memory.numel()) {
+        made.memory = state.memory;
+        made.tables = made.memory.mutable_data_ptr<int>() + state.used;
+        state.used += aligned(size);
+        return;
+    }
+    const c10::InferenceMode normal(false);
+    const auto options = state.memory.options();
+    made.memory = made.stream ? empty_to_keep(size, options, *made.stream) : at::empty({size}, options);
+    made.tables = made.memory.mutable_data_ptr<int>();
 }
 
 // The schedule that `state` has for `key`; built now if this is its first use. Whoever comes meanwhile waits.
-inline std::shared_ptr<Schedule> schedule_of(MaskState& state, const ScheduleKey& key, const Variant& variant,
-                                             const ScheduleLayout& layout, Params& params, void* stream) {
+inline std::shared_ptr<const Schedule> schedule_of(MaskState& state, const ScheduleKey& key, const Variant& variant,
+                                                   const ScheduleLayout& layout, Params& params, void* stream) {
     const std::lock_guard lock(state.mutex);
     if (auto found = state.find(key)) {
         return found;
     }
-    auto made = std::make_shared<Schedule>(key);
+    const auto made = std::make_shared<Schedule>(key);
     made->stream = current_stream_of(variant.device);
-    const auto options = state.memory.options();
-    const c10::InferenceMode normal(false);
-    // A captured graph builds its schedules in its own memory, at every replay.
-    made->tables = made->stream && key.capture == 0 ? empty_to_keep(layout.size(), options, *made->stream)
-                                                    : at::empty({layout.size()}, options);
-    build_schedule(variant, layout, made->tables, params, stream);
+    allocate(state, *made, layout.size());
+    layout.point(variant, params, made->tables);
+    run(variant, variant.schedule, params, stream);
     if (made->stream) {
         made->built.emplace(made->stream->device_type());
         made->built->record(*made->stream);
@@ -99,37 +102,50 @@ inline std::shared_ptr<Schedule> schedule_of(MaskState& state, const ScheduleKey
     return made;
 }
 
-// Points `params` at the schedule of the mask `data` for `variant`, built on `stream` if there is none yet.
+// Does the mask keep schedules for calls from here? A CUDA graph builds its own, in its own memory, at every replay;
+// a stream that is not torch's is on its own unless the mask was made on it.
+inline bool keeps_schedules(const MaskState* state, const std::optional<c10::Stream>& here, void* stream) {
+    if (state == nullptr) {
+        return false;
+    }
+    return !here || ((!is_external(*here) || *here == *state->stream) && !is_capturing(stream));
+}
+
+// Makes `here`, another stream than the one that built the schedule, ready to read it.
+inline void share(const MaskState& state, const ScheduleLayout& layout, const c10::Stream& here, Params& params,
+                  Attached& attached) {
+    const Schedule& schedule = *attached.schedule;
+    schedule.built->block(here);
+    keep_for(schedule.memory, here);
+    if (layout.counters > 0) {
+        // Launches in one stream come one after the other and leave the counter at zero; others need their own.
+        attached.counters = at::zeros({layout.counters}, state.memory.options());
+        params.pieces = attached.counters.mutable_data_ptr<int>();
+    }
+}
+
+// Points `params` at a schedule of the mask `data` for `variant`, built on `stream` if there is none yet.
 // The caller keeps the result until its kernels are in the stream.
 inline Attached attach_schedule(const Variant& variant, const Tensor& data, Params& params, void* stream) {
     const ScheduleLayout layout(variant, params);
-    Attached result;
+    const auto here = current_stream_of(variant.device);
     MaskState* const state = state_of(data);
-    if (state == nullptr) {
+    Attached result;
+    if (!keeps_schedules(state, here, stream)) {
         result.tables = at::empty({layout.size()}, data.options().dtype(at::kInt));
-        build_schedule(variant, layout, result.tables, params, stream);
+        layout.point(variant, params, result.tables.mutable_data_ptr<int>());
+        run(variant, variant.schedule, params, stream);
         return result;
     }
     const int64_t group = variant.grouped && params.mask_heads > 1 ? params.heads_q / params.heads_kv : 1;
-    const ScheduleKey key{variant.schedule_kind, params.seq_q, group, capture_id(stream)};
+    const ScheduleKey key{variant.schedule_kind, params.seq_q, group};
     result.schedule = schedule_of(*state, key, variant, layout, params, stream);
-    result.tables = result.schedule->tables;
-    layout.point(variant, params, result.tables.mutable_data_ptr<int>());
-    const auto here = current_stream_of(variant.device);
-    if (!here) {
-        return result;
+    layout.point(variant, params, result.schedule->tables);
+    if (here && *here != *result.schedule->stream) {
+        share(*state, layout, *here, params, result);
     }
-    if (!same_stream(*here, *state->stream)) {
+    if (here && *here != *state->stream) {
         keep_for(state->memory, *here);
-    }
-    if (!same_stream(*here, *result.schedule->stream)) {
-        result.schedule->built->block(*here);
-        keep_for(result.tables, *here);
-        if (layout.counters > 0) {
-            // Launches in one stream come one after the other and leave the counter at zero; others need their own.
-            result.counters = at::zeros({layout.counters}, result.tables.options());
-            params.pieces = result.counters.mutable_data_ptr<int>();
-        }
     }
     return result;
 }

@@ -239,7 +239,9 @@ def test_compiled(window: tuple[int, int]) -> None:
     q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
 
     def block(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-        packed: Tensor = attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, causal=True, window_size=window)
+        packed: Tensor = attnforge.flash_attn_varlen_func(
+            q, k, v, cu, cu, 4, 4, causal=True, window_size=window
+        )
         dense: Tensor = attnforge.flash_attn_func(q[None], k[None], v[None], window_size=window)
         return dense[0] + packed
 

@@ -68,11 +68,11 @@ BAD = [
         lambda: {"mask": attnforge.Spans(vector(13), vector(13))},
     ),
     Bad(
-        "mask: has shape .1, 1, 12, 13., but k has 12 rows",
+        "mask: has shape .1, 1, 12, 13., expected",
         lambda: {"mask": attnforge.DenseMask(tensor(S, 13, dtype=torch.bool))},
     ),
     Bad(
-        "mask: data of a dense mask has shape .1, 1, 13, 1., expected",
+        "mask: has shape .1, 1, 13, 12., expected",
         lambda: {"mask": attnforge.DenseMask(tensor(13, S, dtype=torch.bool))},
     ),
     Bad("mask: got str, accepted are", lambda: {"mask": "causal"}, TypeError),
