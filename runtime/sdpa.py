@@ -8,7 +8,6 @@ goes to torch, and the log (logger "attnforge") says why, once per reason.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from attnforge.codegen.spec import Direction, Mask, Problem
 from attnforge.runtime import dispatch, kernels
-from attnforge.runtime.inputs import MASKS
+from attnforge.runtime.inputs import MASKS, is_scale
 from attnforge.runtime.masks import Causal, DenseMask
 from attnforge.runtime.ops import attention
 
@@ -145,8 +144,8 @@ def _why_not(
     """Why torch must run this call; None if we can. Few texts: each is logged once."""
     if dropout_p > 0:
         return "dropout_p is above 0"
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        return f"scale is {scale}, not above 0"
+    if not is_scale(scale):
+        return f"scale is {scale}, not above 0 in float32"
     return (
         _why_not_tensors(q, k, v)
         or _why_not_shapes(q, k, v, is_causal, enable_gqa)
