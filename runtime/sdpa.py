@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from attnforge.codegen.spec import Direction, Mask, Problem
 from attnforge.runtime import dispatch, kernels
@@ -40,10 +41,11 @@ _told: set[str] = set()
 def enable() -> None:
     """Send F.scaled_dot_product_attention to our kernels, until `disable()`; a second call changes nothing.
 
-    Taken: no mask, bool masks, is_causal with as many queries as keys, enable_gqa, scale; dtypes and head dims
-    that there are kernels for. Torch runs the rest: masks that are added, dropout, is_causal with unequal
-    lengths (which torch aligns top-left), tensor subclasses, other shapes, strides, dtypes and devices.
-    sdpa_kernel() has no say over what we take.
+    Taken: no mask, bool masks, is_causal with as many queries as keys, torch's causal_lower_right, enable_gqa,
+    scale; dtypes and head dims that there are kernels for. Torch runs the rest: masks that are added, dropout,
+    is_causal with unequal lengths (which torch aligns top-left), tensor subclasses, torch.func transforms,
+    TorchScript, other shapes, strides, dtypes and devices. sdpa_kernel() has no say over what we take.
+    The `__torch_function__` of a tensor subclass gets torch's own function, that of a mode the one of ours.
     """
     global _enabled
     with _lock:
@@ -83,8 +85,7 @@ def _update() -> None:
     global _current, _original
     wanted = _enabled or _depth > 0
     if wanted and _current is None:
-        _original = F.scaled_dot_product_attention
-        _current = _replacement(_original)
+        _original, _current = _replacement(F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = _current
     elif not wanted and _current is not None:
         # Whoever wrapped ours meanwhile keeps the wrapper: ours passes calls on from now.
@@ -93,7 +94,36 @@ def _update() -> None:
         _current = _original = None
 
 
-def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _replacement(original: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """`original` and its replacement; where `original` is a replacement already, what that replaces and itself."""
+    for theirs, ours in _replacements:
+        if original is theirs or original is ours:
+            return theirs, ours
+    ours = _make_replacement(original)
+    _introduce(original, ours)
+    _replacements.append((original, ours))
+    return original, ours
+
+
+# Never shrinks: torch's tables know functions by their ids, and a trace guards on the function that it has seen.
+_replacements: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = []
+
+
+def _introduce(original: Callable[..., Tensor], ours: Any) -> None:
+    """Enter `ours` beside `original` where torch looks functions up by identity, and give it the same name."""
+    ours.__module__, ours.__qualname__ = F.__name__, ours.__name__  # so it pickles as what is installed
+    ours.__doc__ = original.__doc__
+    torch.jit._builtins._register_builtin(ours, "aten::scaled_dot_product_attention")  # for TorchScript
+    overrides = torch.overrides.get_testing_overrides()
+    if original in overrides:
+        overrides[ours] = overrides[original]
+    overridable, names = torch.overrides._get_overridable_functions()
+    if original in names:
+        names[ours] = names[original]
+        overridable[F].append(ours)
+
+
+def _make_replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
         query: Tensor,
         key: Tensor,
@@ -101,11 +131,15 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's, or attnforge.attention where that can take the call; see attnforge.enable."""
         if _current is scaled_dot_product_attention:
+            if has_torch_function_variadic(query, key, value, attn_mask):
+                return _overridden(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
             reason = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             if reason is None:
                 mask = _dense(attn_mask, query, key) if attn_mask is not None else None
@@ -115,7 +149,54 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
+    def _overridden(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any, **named: Any
+    ) -> Tensor:
+        """A call that a mode or a tensor subclass has a say in (`__torch_function__`)."""
+        tensors = (query, key, value, attn_mask)
+        if not torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0:
+            # A mode gets ours, and calls it again: as long as one is active, set_default_device's say.
+            result: Tensor = handle_torch_function(
+                scaled_dot_product_attention, tensors, *tensors, *rest, **named
+            )
+            return result
+        if attn_mask is not None and not has_torch_function_variadic(query, key, value):
+            from torch.nn.attention.bias import CausalBias  # imports torch._dynamo
+
+            if isinstance(attn_mask, CausalBias):
+                return _causal_bias(query, key, value, attn_mask, *rest, **named)
+        _tell("a tensor subclass overrides it")
+        return original(*tensors, *rest, **named)
+
     return scaled_dot_product_attention
+
+
+def _causal_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Any,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """torch.nn.attention.bias.CausalBias, which would not recognise the function that ours hands the call on to.
+
+    Its upper-left variant is is_causal. The lower-right one is our Causal where its lengths are the call's.
+    """
+    if (
+        bias.variant == type(bias.variant).LOWER_RIGHT
+        and not is_causal
+        and _why_not(query, key, value, None, dropout_p, False, scale, enable_gqa) is None
+        and (bias.seq_len_q, bias.seq_len_kv) == (query.shape[2], key.shape[2])
+    ):
+        return attention(query, key, value, Causal(), scale=scale)
+    result: Tensor = bias._dispatch(
+        query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return result
 
 
 def _tell(reason: str) -> None:
@@ -143,12 +224,9 @@ def _why_not(
     enable_gqa: bool,
 ) -> str | None:
     """Why torch must run this call; None if we can. Few texts: each is logged once."""
-    if dropout_p > 0:
-        return "dropout_p is above 0"
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        return f"scale is {scale}, not above 0"
     return (
         _why_not_tensors(q, k, v)
+        or _why_not_options(dropout_p, is_causal, scale, enable_gqa)
         or _why_not_shapes(q, k, v, is_causal, enable_gqa)
         or (attn_mask is not None and _why_not_mask(attn_mask, q, k, is_causal))
         or _why_not_kernels(q, k, v, attn_mask, is_causal)
@@ -156,10 +234,8 @@ def _why_not(
 
 
 def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    compiling = torch.compiler.is_compiling()
     for x in (q, k, v):
-        # The types are those of the trace while compiling, and transforms are refused by torch's own rules.
-        if not compiling and type(x) not in (Tensor, torch.nn.Parameter):
+        if type(x) not in (Tensor, torch.nn.Parameter):
             return f"a tensor is a {type(x).__name__}"
         if x.is_nested or x.layout is not torch.strided:
             return "a tensor is nested or sparse"
@@ -169,8 +245,29 @@ def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
             return f"a tensor has {x.dim()} dimensions, not 4"
         if x.stride(3) != 1:
             return "a tensor's last stride is not 1"
-    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+    if _in_transform():
         return "a functorch transform (vmap, grad, ...) is active"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace is recording"
+    return None
+
+
+def _in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops._load; dynamo guards the stack
+
+
+def _why_not_options(dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool) -> str | None:
+    if dropout_p != 0:
+        return "dropout_p is not 0"
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        return "is_causal or enable_gqa is not a bool"  # torch raises for it
+    if scale is None:
+        return None
+    if not isinstance(scale, (int, float, torch.SymFloat)) or not (math.isfinite(scale) and scale > 0):
+        return f"scale is {scale}, not above 0"
     return None
 
 
@@ -190,11 +287,12 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa
 def _why_not_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> str | None:
     if is_causal:
         return "attn_mask and is_causal are both given"
+    if type(mask) is not Tensor:
+        return f"attn_mask is a {type(mask).__name__}"
     if mask.dtype != torch.bool:
         return "attn_mask is added to the scores; ours are bool, True where a key is visible"
-    plain = torch.compiler.is_compiling() or type(mask) is Tensor
-    if not plain or mask.layout is not torch.strided or mask.device != q.device:
-        return "attn_mask is a tensor subclass or on another device"
+    if mask.layout is not torch.strided or mask.device != q.device:
+        return "attn_mask is sparse or on another device"
     whole = (*q.shape[:3], k.shape[2])
     sizes = (*(1,) * (4 - mask.dim()), *mask.shape)
     if mask.dim() not in (2, 3, 4) or any(
@@ -206,7 +304,7 @@ def _why_not_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> str | 
 
 def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
     dtype, place = q.dtype, q.device.type
-    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and dtype.is_floating_point:
+    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and dtype in _DTYPES:
         dtype = torch.get_autocast_dtype(place)  # which the operator casts to, as torch's does
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     dim, dim_v = q.shape[3], v.shape[3]
