@@ -247,7 +247,7 @@ def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
             return "a tensor's last stride is not 1"
     if _in_transform():
         return "a functorch transform (vmap, grad, ...) is active"
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace is recording"
     return None
 
