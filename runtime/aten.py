@@ -128,8 +128,7 @@ def forward(
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **rest)
     mask = _mask(query, key, cum_seq_q, cum_seq_k, is_causal, (window_size_left, window_size_right))
     out, lse = ops.forward(_heads_first(query), _heads_first(key), _heads_first(value), mask, scale)
-    packed = cum_seq_q is not None
-    return (_heads_last(out, packed), lse[0] if packed else lse, *_random_state(query))
+    return (_heads_last(out, query), lse[0] if cum_seq_q is not None else lse, *_random_state(query))
 
 
 def backward(
@@ -155,11 +154,10 @@ def backward(
     """aten::_flash_attention_backward, layouts as in `forward`."""
     _refuse(dropout_p=dropout_p)
     mask = _mask(query, key, cum_seq_q, cum_seq_k, is_causal, (window_size_left, window_size_right))
-    packed = cum_seq_q is not None
-    lse = logsumexp[None] if packed else logsumexp
+    lse = logsumexp if cum_seq_q is None else logsumexp[None]
     dout, q, k, v, o = (_heads_first(x) for x in (grad_out, query, key, value, out))
     dq, dk, dv = ops.backward(dout, q, k, v, o, lse, mask, scale)
-    return _heads_last(dq, packed), _heads_last(dk, packed), _heads_last(dv, packed)
+    return _heads_last(dq, query), _heads_last(dk, key), _heads_last(dv, value)
 
 
 def _mask(
@@ -189,9 +187,16 @@ def _heads_first(x: Tensor) -> Tensor:
     return (x if x.dim() == 4 else x[None]).transpose(1, 2)
 
 
-def _heads_last(x: Tensor, packed: bool) -> Tensor:
-    last = x.transpose(1, 2)
-    return last[0] if packed else last
+def _heads_last(x: Tensor, like: Tensor) -> Tensor:
+    """Back to the axes of `like`, with the strides that torch's kernels would choose, which their callers rely on.
+
+    They differ only where `like` is no dense block of memory: where heads or batches are expanded, say.
+    """
+    last = x.transpose(1, 2) if like.dim() == 4 else x[0].transpose(0, 1)
+    if last.stride() == like.stride() or last.shape != like.shape:
+        return last
+    expected = torch.empty_like(like)
+    return last if last.stride() == expected.stride() else expected.copy_(last)
 
 
 def _random_state(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

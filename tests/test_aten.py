@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
@@ -75,6 +77,120 @@ def test_flash_functions(packed: bool, window: tuple[int | None, int | None]) ->
     assert (out - expected).abs().max() < 1e-5
     ours = aten.backward(dout, q, k, v, out, lse, cu, cu, 20, 20, 0.0, False, seed, offset, **sizes)
     for one, other in zip(ours, gradients, strict=True):
+        assert (one - other).abs().max() < 1e-4
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda x: x,
+    "expanded heads": lambda x: x[..., :1, :].expand(x.shape),
+    "heads first": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
+    "of one projection": lambda x: torch.cat((x, x, x), -2)[..., : x.shape[-2], :],
+    "every other row": lambda x: x.repeat_interleave(2, -3)[..., ::2, :, :],
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_strides_are_torchs(name: str, packed: bool) -> None:
+    """Those of empty_like, as its meta functions say and its nested tensors rely on."""
+    shape = (20,) if packed else (2, 10)
+    q, k, v, dout = (LAYOUTS[name](draw(*shape, 4, 16, seed=i)) for i in range(4))
+    cu = torch.tensor([0, 20], dtype=torch.int32) if packed else None
+    out, lse, seed, offset, _ = aten.forward(q, k, v, cu, cu, 20, 20, 0.0, False, False)
+    assert out.stride() == torch.empty_like(q).stride()
+    for gradient, x in zip(
+        aten.backward(dout, q, k, v, out, lse, cu, cu, 20, 20, 0.0, False, seed, offset),
+        (q, k, v),
+        strict=True,
+    ):
+        assert gradient.stride() == torch.empty_like(x).stride()
+
+
+BATCH, HEADS, DIM = 5, 4, 16
+
+
+def nested(batch: int, heads: int, lengths: list[int], seed: int) -> Tensor:
+    """A strided nested tensor (batch, *, heads, dim)."""
+    return torch.nested.nested_tensor(
+        [draw(n, heads, DIM, seed=seed + i) for i, n in enumerate(lengths[:batch])]
+    )
+
+
+def as_handed_over(x: Tensor) -> Tensor:
+    """As torch hands a nested (batch, *, heads, dim) to its flash backend: view_as_dense of its
+    NestedTensorTransformerUtils.cpp, with the batch or the heads broadcast by strides of 0.
+    """
+    flat, rows, heads = x.values(), int(x._nested_tensor_size()[:, 0].sum()), x.size(2)
+    row, head = HEADS * DIM if heads == HEADS else DIM, DIM if heads == HEADS else 0
+    if x.size(0) == BATCH:
+        return flat.as_strided((rows, HEADS, DIM), (row, head, 1))
+    return flat.as_strided((BATCH, rows, HEADS, DIM), (0, row, head, 1)).reshape(-1, HEADS, DIM)
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("one_batch", [(), (0,), (1, 2)])
+@pytest.mark.parametrize("one_head", [(), (0,), (1,), (2,), (1, 2), (0, 1)])
+def test_nested_broadcasts(one_batch: tuple[int, ...], one_head: tuple[int, ...]) -> None:
+    """Which torch has for inference: each of q, k and v with one entry for all batches, or one head for all."""
+    some: tuple[list[int], list[int]] = ([3, 9, 1, 4, 2], [7, 2, 5, 1, 8])
+    lengths = [[n[0]] * BATCH if i in one_batch else n for i, n in enumerate((some[0], some[1], some[1]))]
+    q, k, v = (
+        nested(1 if i in one_batch else BATCH, 1 if i in one_head else HEADS, lengths[i], 10 * i)
+        for i in range(3)
+    )
+    cu_q, cu_k = offsets(lengths[0]), offsets(lengths[1])
+    a, b, c = (as_handed_over(x) for x in (q, k, v))
+    out = aten.forward(a, b, c, cu_q, cu_k, max(lengths[0]), max(lengths[1]), 0.0, False, False)[0]
+    flat = out.view(-1).view(-1, HEADS, DIM)  # as torch makes a nested tensor of it
+    for entry in range(BATCH):
+        a, b, c = (
+            x[0 if i in one_batch else entry].expand(-1, HEADS, -1).transpose(0, 1)[None]
+            for i, x in enumerate((q, k, v))
+        )
+        expected = F.scaled_dot_product_attention(a, b, c)[0].transpose(0, 1)
+        assert (flat[cu_q[entry] : cu_q[entry + 1]] - expected).abs().max() < 1e-5
+
+
+@pytest.fixture
+def jagged_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's attention of jagged tensors, with our functions as its flash kernels: on the CPU it has none."""
+    import torch.nested._internal.sdpa as jagged
+
+    monkeypatch.setattr(jagged, "_select_sdp_backend", lambda *_: SDPBackend.FLASH_ATTENTION)
+    library = Library("aten", "IMPL", "CPU")
+    library.impl("_flash_attention_forward", aten.forward)
+    library.impl("_flash_attention_backward", aten.backward)
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("expanded", [(), (0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_jagged(expanded: tuple[int, ...], causal: bool, jagged_route: None) -> None:
+    """Nested tensors of layout torch.jagged, also with the values of one head expanded, gradients included."""
+    lengths = [[3, 9, 1], [3, 9, 1] if causal else [7, 2, 5]]
+    leaves = [
+        draw(13 if i == 0 or causal else 14, 1 if i in expanded else HEADS, DIM, seed=i).requires_grad_()
+        for i in range(3)
+    ]
+    cu = [offsets(n).long() for n in (lengths[0], lengths[1], lengths[1])]
+    values = [x.expand(-1, HEADS, -1) for x in leaves]
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(x, c).transpose(1, 2) for x, c in zip(values, cu, strict=True)
+    )
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).values()
+    documents = []
+    for i in range(3):
+        a, b, c = (x[c[i] : c[i + 1]].transpose(0, 1)[None] for x, c in zip(values, cu, strict=True))
+        documents.append(F.scaled_dot_product_attention(a, b, c, is_causal=causal)[0].transpose(0, 1))
+    expected, dout = torch.cat(documents), draw(*out.shape, seed=9)
+    assert (out - expected).abs().max() < 1e-5
+    for one, other in zip(
+        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+    ):
         assert (one - other).abs().max() < 1e-4
 
 
