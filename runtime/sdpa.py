@@ -38,7 +38,8 @@ def enable() -> None:
     Taken: no mask, bool masks, is_causal with as many queries as keys, torch's causal_lower_right, enable_gqa,
     scale; dtypes and head dims that there are kernels for. Torch runs the rest: masks that are added, dropout,
     is_causal with unequal lengths (which torch aligns top-left), tensor subclasses, torch.func transforms,
-    TorchScript, other shapes, strides, dtypes and devices. sdpa_kernel() has no say over what we take.
+    TorchScript, other shapes, strides, dtypes and devices. sdpa_kernel() has no say over what we take, but for calls
+    to which it leaves no backend of torch's, or only the one for math (which has second derivatives).
     The `__torch_function__` of a tensor subclass gets torch's own function, that of a mode the one of ours.
     """
     global _enabled

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from attnforge.codegen.spec import Direction, Mask, Problem
 from attnforge.runtime import dispatch, kernels
@@ -32,6 +34,7 @@ def why_not(
         or _why_not_shapes(q, k, v, is_causal, enable_gqa)
         or (attn_mask is not None and _why_not_mask(attn_mask, q, k, is_causal))
         or _why_not_kernels(q, k, v, attn_mask, is_causal)
+        or _why_not_backends(q, k, v, attn_mask, is_causal, scale, enable_gqa)
     )
 
 
@@ -52,6 +55,43 @@ def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace is recording"
     return None
+
+
+def _why_not_backends(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str | None:
+    """sdpa_kernel() may leave torch nothing that can run the call, or only what is asked for by those who need it."""
+    flash, math_too, *others = _enabled_backends()
+    if flash and math_too:
+        return None
+    if torch.compiler.is_compiling():
+        fused = flash or any(others)
+    else:
+        choice = torch._fused_sdp_choice(
+            q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        fused = choice not in (SDPBackend.ERROR.value, SDPBackend.MATH.value)
+    return None if fused else "sdpa_kernel() leaves torch its math backend or none"
+
+
+def _enabled_backends() -> tuple[bool, bool, bool, bool]:
+    get: Any = torch._C
+    return (
+        get._get_flash_sdp_enabled(),
+        get._get_math_sdp_enabled(),
+        get._get_mem_efficient_sdp_enabled(),
+        get._get_cudnn_sdp_enabled(),
+    )
+
+
+# As in ops._load. Inside of compiled code Dynamo enters sdpa_kernel() itself while it traces.
+_enabled_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _in_transform() -> bool:

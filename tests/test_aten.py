@@ -25,6 +25,15 @@ def registered() -> None:
     attnforge.register_torch()
 
 
+def test_it_is_activated_and_restored(registered: None) -> None:
+    """Also in a torch without CUDA, which has no kernels that ours would replace."""
+    registry.activate_flash_attention_impl("attnforge")
+    try:
+        assert registry.current_flash_attention_impl() == "attnforge"
+    finally:
+        registry.restore_flash_attention_impl()
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -202,6 +211,31 @@ def test_what_is_refused() -> None:
         aten.forward(q, q, q, None, None, 8, 8, 0.0, False, False, num_splits=3)
 
 
+def test_what_is_refused_goes_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Registered, with the arguments as they came; told once an argument."""
+    given: list[Any] = []
+
+    class Kernel:
+        def call_boxed(self, *arguments: Any, **named: Any) -> str:
+            given.append((arguments, named))
+            return "torch's"
+
+    monkeypatch.setattr(aten, "_told", set())
+    q = draw(1, 2, 8, 16)
+    alone: Any = aten._or_torchs(aten.scaled_forward, None)
+    with pytest.raises(ValueError, match="dropout_p"):
+        alone("keys", q, q, q, 0.1)
+    run: Any = aten._or_torchs(aten.scaled_forward, Kernel())
+    assert len(run("keys", q, q, q, scale=0.3)) == 9
+    assert not given
+    for _ in range(2):
+        assert run("keys", q, q, q, 0.1, scale=0.3) == "torch's"
+    assert given == [(("keys", q, q, q, 0.1), {"scale": 0.3})] * 2
+    assert ["dropout_p: got 0.1" in record.message for record in caplog.records] == [True]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(registered: None) -> None:
     """torch's own dispatcher calls ours between activate and restore, forward and backward, GQA included."""
@@ -219,13 +253,26 @@ def test_on_a_gpu(registered: None) -> None:
         return out, *gradients
 
     ran: list[bool] = []
+
+    def drop() -> tuple[Tensor, ...]:
+        """What we do not have: torch's own kernels run, in both directions."""
+        torch.manual_seed(0)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        return out, *torch.autograd.grad(out.float().square().sum(), q)
+
     theirs = run()
+    dropped = [drop()]
     registry.activate_flash_attention_impl("attnforge")
     try:
         ours = run()
+        dropped.append(drop())
     finally:
         registry.restore_flash_attention_impl()
     run()
     assert ran == [False, True, False]
+    assert len(dropped) == 2
+    for a, b in zip(*dropped, strict=True):
+        assert torch.equal(a, b)
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() <= 3e-2 * b.abs().max()

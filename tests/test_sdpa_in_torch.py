@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -239,4 +240,58 @@ def test_fake_and_meta_tensors_are_torchs(calls: list[Any]) -> None:
         with FakeTensorMode() as mode:
             fake = mode.from_tensor(q)
             assert F.scaled_dot_product_attention(fake, fake, fake).shape == q.shape
+    assert not calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("backends", "taken"),
+    [
+        ([SDPBackend.MATH], False),
+        ([SDPBackend.FLASH_ATTENTION], True),
+        ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True),
+    ],
+)
+def test_the_math_backend_is_torchs(
+    backends: list[SDPBackend], taken: bool, compiled: bool, calls: list[Any]
+) -> None:
+    q, k, v = (x.detach() for x in inputs())
+
+    def block(q: Tensor) -> Tensor:
+        with sdpa_kernel(backends):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    expected = block(q)
+    with attnforge.sdpa():
+        torch._dynamo.reset()
+        run = torch.compile(block, backend="eager", fullgraph=True) if compiled else block
+        assert (run(q) - expected).abs().max() < 1e-5
+        assert torch.backends.cuda.math_sdp_enabled()
+    assert len(calls) == taken
+
+
+def test_what_no_backend_can_run_raises(calls: list[Any]) -> None:
+    """As it does in torch: one backend is asked for, and it cannot."""
+    q, k, v = inputs()
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # which is CUDA's alone
+        for block in (nullcontext(), attnforge.sdpa()):
+            with block, pytest.raises(RuntimeError, match="No viable backend"):
+                F.scaled_dot_product_attention(q, k, v)
+    assert not calls
+
+
+def test_second_derivatives_of_the_math_backend(calls: list[Any]) -> None:
+    """Which is the one that has them."""
+    q, k, v = inputs()
+    results = []
+    for ours in (False, True):
+        if ours:
+            attnforge.enable()
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, k, v)
+        (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), (q, k, v)))
+    attnforge.disable()
+    for theirs, same in zip(*results, strict=True):
+        assert torch.equal(theirs, same)
     assert not calls
