@@ -11,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from attnforge.codegen import params
+from attnforge.codegen.chaos import plant
 from attnforge.codegen.plan import Plan, make_plan
 from attnforge.codegen.spec import Spec
 
@@ -64,11 +65,16 @@ def knobs(spec: Spec) -> list[tuple[str, int, str]]:
     ]
 
 
-def render(spec: Spec) -> Source:
-    """Source of `spec`; raises `Infeasible` if it cannot run. The same spec gives the same bytes for ever."""
+def render(spec: Spec, chaos: int = 0) -> Source:
+    """Source of `spec`; raises `Infeasible` if it cannot run. The same spec gives the same bytes for ever.
+
+    `chaos`: above 0, a kernel for race hunting that sleeps at random at its barriers (codegen/chaos.py).
+    """
     plan = make_plan(spec)
     template = environment().get_template(plan.template)
     text = template.render(spec=spec, plan=plan, c=plan.constants, knobs=knobs(spec))
+    if chaos:
+        text = plant(text, chaos)
     _check(text, plan.template)
     return Source(spec, plan, text)
 

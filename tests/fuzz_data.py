@@ -1,4 +1,4 @@
-"""Tensors and masks of the random problems (tests/fuzz_problems.py), each mask with what it shows, made independently."""
+"""Tensors and masks of the random problems (fuzz_problems.py); what a mask shows is made independently of it."""
 
 from __future__ import annotations
 
