@@ -3,8 +3,8 @@
     python benchmarks/race_hunt.py --seconds 150
 
 Each problem is run `--repeats` times by ordinary kernels, then `--chaos-runs` times by kernels that sleep at random at
-their barriers (ATTNFORGE_CHAOS), forward with lse and deterministic gradients; all must equal the first ordinary run bit
-by bit.
+their barriers (ATTNFORGE_CHAOS), forward with lse and deterministic gradients. All must equal the first ordinary run
+bit by bit.
 """
 
 from __future__ import annotations
