@@ -136,7 +136,8 @@ def kills_while_searching(directory: Path, count: int, chance: random.Random) ->
         tries += 1
         if tries % 8 == 0:
             wait(start(search_once, place, log))
-            assert len(known(log)) == VARIANTS, f"{len(known(log))} of {VARIANTS} variants"
+            # Which variants a search takes depends on what it resumes: together they may have taken more.
+            assert len(known(log)) >= VARIANTS, f"{len(known(log))} of {VARIANTS} variants"
             log.unlink()
             place.done.unlink()
             cache.clear()
