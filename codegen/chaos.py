@@ -63,7 +63,7 @@ def plant(text: str, seed: int) -> str:
     """`text` with the sleeps; as it is if it has no barrier. The seed (1 to 2^32 - 1) enters their lengths."""
     if not 0 < seed < 1 << 32:
         raise ValueError(f"chaos: got {seed}, expected 1 to {(1 << 32) - 1}")
-    elected = {match["name"] for match in _FUNCTION.finditer(text) if _has(ELECTED, match["body"])}
+    elected = _elected(text)
     first = next((m.start() for m in _FUNCTION.finditer(text) if _has(TOGETHER + ELECTED, m["body"])), None)
     if first is None:
         return text
@@ -80,6 +80,18 @@ def _has(instructions: tuple[str, ...], body: str) -> bool:
     )
 
 
+def _elected(text: str) -> set[str]:
+    """Names of functions with an ELECTED instruction, and of those that elect no lane before they call them."""
+    functions = list(_FUNCTION.finditer(text))
+    names = {match["name"] for match in functions if _has(ELECTED, match["body"])}
+    together = {match["name"] for match in functions if _has(TOGETHER, match["body"])}
+    for match in functions:  # in the order of their text, so callers come after
+        called = set(re.findall(r"\b(\w+)\(", match["body"]))
+        if called & names and not called & together and "if (" not in match["body"]:
+            names.add(match["name"])
+    return names
+
+
 def _sleepy(match: re.Match[str]) -> str:
     if not _has(TOGETHER, match["body"]):
         return match[0]
@@ -91,10 +103,23 @@ def _before_calls(text: str, names: set[str]) -> str:
     """A sleep before each statement that begins with a call of one of `names`, outside of its `if`."""
     lines = text.splitlines(keepends=True)
     call = re.compile(rf"\s+(?:{'|'.join(sorted(names))})\(") if names else None
-    places = {_outside(lines, number) for number, line in enumerate(lines) if call and call.match(line)}
+    inside = _within(lines, names)
+    calls = (n for n, line in enumerate(lines) if call and call.match(line) and n not in inside)
+    places = {_outside(lines, number) for number in calls}
     for number in sorted(places, reverse=True):
         lines.insert(number, " " * (_indent(lines[number]) - 4) + _CALL)
     return "".join(lines)
+
+
+def _within(lines: list[str], names: set[str]) -> set[int]:
+    """Numbers of the lines in the bodies of the functions `names`: there a lane is elected already."""
+    found, name = set(), ""
+    for number, line in enumerate(lines):
+        if line.startswith("__device__") and (match := re.search(r"(\w+)\(", line)):
+            name = match[1]
+        if name in names and _indent(line):
+            found.add(number)
+    return found
 
 
 def _outside(lines: list[str], number: int) -> int:
