@@ -1,16 +1,18 @@
 # make search   find the fastest kernel for a BAGEL pack, on the GPU if there is one, else on the CPU
 # make test     run every test that this machine can run
+# make fuzz     run random problems for SECONDS (60), on the GPU if there is one: docs/reliability.md
 # make lint     ruff and mypy
 # make clean    remove the environment and what tools left (not the kernel cache: python cli.py cache clear)
 #
 # Each creates the virtual environment .venv first, and does nothing about it while it is current.
 #   PYTHON=python3.12   the interpreter to create it with (3.10 or newer)
-#   ARGS="..."          more arguments for the search or for pytest
+#   ARGS="..."          more arguments for the search, pytest or the random problems
 #   SYSTEM=1            create nothing, download nothing: run with the packages that PYTHON already has
 
 PYTHON ?= python3
 SYSTEM ?= 0
 ARGS ?=
+SECONDS ?= 60
 
 # .path/attnforge is the repository root under the name of its package, for tools that follow paths only.
 LINK := .path/attnforge
@@ -26,7 +28,7 @@ endif
 # What SYSTEM=1 takes for granted, by the names that are imported.
 NEEDS := torch numpy jinja2 click rich platformdirs ninja PIL setuptools
 
-.PHONY: search test lint clean venv python system
+.PHONY: search test fuzz lint clean venv python system
 
 search: $(READY)
 	$(PY) cli.py search $(ARGS)
@@ -34,6 +36,9 @@ search: $(READY)
 test: NEEDS += pytest hypothesis
 test: $(READY)
 	$(PY) -m pytest $(ARGS)
+
+fuzz: $(READY)
+	$(PY) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 lint: $(READY) $(LINK)
 	$(PY) -m ruff check .

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from attnforge.codegen import params
+from attnforge.codegen.chaos import plant
 from attnforge.codegen.plan import Plan, make_plan
 from attnforge.codegen.spec import Arch, Spec
 
@@ -86,12 +87,17 @@ def knobs(spec: Spec) -> list[tuple[str, int, str]]:
     ]
 
 
-def render(spec: Spec) -> Source:
-    """Source of `spec`; raises `Infeasible` if it cannot run. The same spec gives the same bytes for ever."""
+def render(spec: Spec, chaos: int = 0) -> Source:
+    """Source of `spec`; raises `Infeasible` if it cannot run. The same spec gives the same bytes for ever.
+
+    `chaos`: above 0, a kernel for race hunting that sleeps at random at its barriers (codegen/chaos.py).
+    """
     plan = make_plan(spec)
-    return Source(
-        spec, plan, render_text(plan.template, spec=spec, plan=plan, c=plan.constants, knobs=knobs(spec))
-    )
+    text = render_text(plan.template, spec=spec, plan=plan, c=plan.constants, knobs=knobs(spec))
+    if chaos:
+        text = plant(text, chaos)
+        _check(text, plan.template)
+    return Source(spec, plan, text)
 
 
 def render_text(template: str, **names: Any) -> str:

@@ -96,17 +96,16 @@ def _local(x: Tensor) -> Tensor:
 
 def _local_mask(mask: DenseMask, q: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DenseMask:
     """The planes of this rank's batch entries and heads."""
-    planes = mask.mask
-    for dim in (_BATCH, _HEADS) if planes.dim() == 4 else ():
-        if planes.shape[dim] == 1:
+    for dim in (_BATCH, _HEADS):
+        if mask.shape[dim] == 1:
             continue  # one for all
-        if planes.shape[dim] != q.shape[dim]:
+        if mask.shape[dim] != q.shape[dim]:
             raise ValueError(
-                f"mask: has shape {tuple(planes.shape)}, expected 1 or {q.shape[dim]} in dimension {dim}, as for the "
+                f"mask: has shape {mask.shape}, expected 1 or {q.shape[dim]} in dimension {dim}, as for the "
                 "whole q, of which each rank takes its part"
             )
-        planes = planes.narrow(dim, *_shard(q.shape[dim], dim, mesh, placements))
-    return DenseMask(planes, visible_keys=mask.visible_keys)
+        mask = mask.narrow(dim, *_shard(q.shape[dim], dim, mesh, placements))
+    return mask
 
 
 def _shard(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:

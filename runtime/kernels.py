@@ -15,6 +15,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Spec
 from attnforge.runtime import cache
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.launcher import launcher
+from attnforge.runtime.settings import settings
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
@@ -42,7 +43,7 @@ NAMES = (
     (r"RTX 50\d\d|RTX PRO \d+ .*Blackwell", (12, 0)),
 )
 
-_handles: dict[tuple[Spec, torch.device], int] = {}
+_handles: dict[tuple[Spec, torch.device, int], int] = {}  # by spec, device and seed of chaos
 _lock = threading.Lock()
 
 
@@ -85,7 +86,8 @@ def load(spec: Spec, device: torch.device) -> int:
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    known = _handles.get((spec, device))
+    chaos = settings().chaos
+    known = _handles.get((spec, device, chaos))
     if known is not None:
         return known
     arch = spec.problem.arch
@@ -93,14 +95,14 @@ def load(spec: Spec, device: torch.device) -> int:
         runs = " or ".join(item.value for item in targets(device))
         raise ValueError(f"spec: {spec.slug} is for {arch.value}, but {device} runs {runs}")
     launcher()
-    source = render(spec)
+    source = render(spec, chaos)
     entry = cache.obtain(source)
     with _lock:
         # Another thread may have been faster; a second copy would only take memory.
-        if (spec, device) not in _handles:
+        if (spec, device, chaos) not in _handles:
             with entry.library() as path:
-                _handles[spec, device] = _register(source.plan, device, entry, path)
-        return _handles[spec, device]
+                _handles[spec, device, chaos] = _register(source.plan, device, entry, path)
+        return _handles[spec, device, chaos]
 
 
 def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | Path) -> int:

@@ -11,6 +11,7 @@ import platformdirs
 CACHE_DIR = "ATTNFORGE_CACHE_DIR"
 COMPILER = "ATTNFORGE_COMPILER"
 NO_JIT = "ATTNFORGE_NO_JIT"
+CHAOS = "ATTNFORGE_CHAOS"
 
 COMPILERS = ("auto", "nvcc", "nvrtc")
 
@@ -26,6 +27,7 @@ class Settings:
     cache_dir: Path  # absolute; private to this user (see runtime/store.py)
     compiler: str  # of GPU kernels: one of COMPILERS
     jit: bool  # False: a kernel that is not in the cache is an error
+    chaos: int = 0  # above 0: GPU kernels sleep at random at their barriers, by this seed (codegen/chaos.py)
 
 
 def settings() -> Settings:
@@ -39,7 +41,14 @@ def settings() -> Settings:
     no_jit = os.environ.get(NO_JIT, "0")
     if no_jit not in ("", "0", "1"):
         raise SettingsError(f"{NO_JIT}={no_jit!r}: accepted are 0 and 1")
-    return Settings(_cache_dir(), compiler, jit=no_jit != "1")
+    return Settings(_cache_dir(), compiler, jit=no_jit != "1", chaos=_chaos())
+
+
+def _chaos() -> int:
+    given = os.environ.get(CHAOS) or "0"
+    if not (given.isdecimal() and int(given) < 1 << 32):
+        raise SettingsError(f"{CHAOS}={given!r}: accepted are 0, no chaos, and seeds up to {(1 << 32) - 1}")
+    return int(given)
 
 
 def _cache_dir() -> Path:

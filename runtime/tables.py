@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -24,6 +27,7 @@ from attnforge.codegen.spec import Arch, Mask, Problem, Spec
 
 DIRECTORY = Path(__file__).parent.parent / "generated" / "tuned"
 MODELLED = "modelled"  # folder of the tables that were computed
+_UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 UNKNOWN = 1  # octaves between what a call says of its visible keys and an entry that does not say
 
 
@@ -89,11 +93,20 @@ def table_path(name: str, directory: Path = DIRECTORY) -> Path:
 def load(name: str, directory: Path = DIRECTORY) -> tuple[Tuned, ...]:
     """Entries of a device's table; empty if there is none. ValueError names a file that is not a table."""
     path = table_path(name, directory)
-    return _read(path, path.stat().st_mtime_ns) if path.exists() else ()
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ()
+    # The time alone is too coarse: a file that was replaced twice within one tick of the clock keeps it.
+    return _read(path, status.st_mtime_ns, status.st_ino)
 
 
 @lru_cache(maxsize=32)
-def _read(path: Path, modified: int) -> tuple[Tuned, ...]:
+def _read(path: Path, modified: int, inode: int) -> tuple[Tuned, ...]:
+    return _parse(path)
+
+
+def _parse(path: Path) -> tuple[Tuned, ...]:
     try:
         return tuple(Tuned.from_json(item) for item in json.loads(path.read_text()))
     except (ValueError, TypeError, AttributeError) as error:
@@ -104,19 +117,42 @@ def save(name: str, entries: Iterable[Tuned], directory: Path = DIRECTORY) -> Pa
     """Merge `entries` into a device's table, each replacing the one of its class. Returns the file.
 
     An older entry that does not say its visible keys gives way to a new one of the same case that does.
+    Processes that save at the same time do so one after the other; one that is killed leaves the table as it was.
     """
     path = table_path(name, directory)
     new = list(entries)
     cases = {(_without_visible(entry), entry.notes.get("case")) for entry in new if entry.visible_keys}
-    old = [e for e in load(name, directory) if (_key(e), e.notes.get("case")) not in cases]
-    merged = {_key(entry): entry for entry in (*old, *new)}
-    text = json.dumps([merged[key].to_json() for key in sorted(merged)], indent=1) + "\n"
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".tmp", delete=False) as file:
+    with _alone(directory):
+        known = _parse(path) if path.exists() else ()
+        old = [e for e in known if (_key(e), e.notes.get("case")) not in cases]
+        merged = {_key(entry): entry for entry in (*old, *new)}
+        _replace(path, json.dumps([merged[key].to_json() for key in sorted(merged)], indent=1) + "\n")
+    return path
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold the lock of the directory, if it has locks: between reading a table and writing it nobody else may write."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            for left in directory.glob(f"*{_UNFINISHED}"):  # of a process that was killed: it held the lock
+                left.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put `text` into the file in one step, durably; readable by all, as files under version control are."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=_UNFINISHED, delete=False) as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     Path(file.name).chmod(0o644)
     Path(file.name).replace(path)
-    return path
 
 
 def _key(entry: Tuned) -> str:

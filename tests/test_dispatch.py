@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,43 @@ def test_entries_of_other_kinds_do_not_count(tmp_path: Path) -> None:
         CPU,
     ):
         assert chosen(other, tmp_path) == []
+
+
+def test_the_nearest_ratio_is_the_one_with_the_nearest_quotient(tmp_path: Path) -> None:
+    """Ratio 4 is twice as far from 1 as from 8."""
+    specs = list(islice(candidates(PROBLEM), 2))
+    pairs = zip(specs, (1, 8), strict=True)
+    tables.save(H200, [Tuned(spec, group, 1024, 1.0, 1.0) for spec, group in pairs], tmp_path)
+    found = [spec for spec, _ in tables.choose(PROBLEM, 4, 1024, H200, tmp_path)]
+    assert found == [specs[1], specs[0]]
+
+
+def test_a_table_is_readable_by_all(tmp_path: Path) -> None:
+    """It is a file under version control, whatever the umask and the temporary file it was made of."""
+    path = tables.save(H200, entries(PROBLEM, 1), tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_saving_reads_what_is_there_now(tmp_path: Path) -> None:
+    """Not what this process read before: another one may have saved within the same tick of the clock."""
+    first, second = entries(PROBLEM, 2)
+    path = tables.save(H200, [first], tmp_path)
+    before = path.stat()
+    assert tables.load(H200, tmp_path) == (first,)
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps([*text, second.to_json()]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    third = replace(first, group=5)
+    tables.save(H200, [third], tmp_path)
+    found = tables.load(H200, tmp_path)
+    assert len(found) == 3
+    assert all(entry in found for entry in (first, second, third))
+
+
+def test_a_table_half_written_by_the_dead_is_swept(tmp_path: Path) -> None:
+    (tmp_path / "tmpabc.json.tmp").write_text("[")
+    tables.save(H200, entries(PROBLEM, 1), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["nvidia-h200.json"]
 
 
 def test_no_other_cpu(tmp_path: Path) -> None:

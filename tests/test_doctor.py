@@ -38,6 +38,16 @@ def test_a_cache_that_others_can_write_is_reported(cache_dir: Path) -> None:
     assert f"chmod go-w {cache_dir}" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("version", "status"), [("2.9.1+cu128", FAILURE), ("2.10.0", OK), ("2.10.0+cpu", OK), ("3.0.0a0", OK)]
+)
+def test_the_oldest_torch_that_will_do(
+    version: str, status: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    assert by_name()["torch"].status == status
+
+
 def test_a_full_cache_is_reported(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LEAST_FREE", 1 << 62)
     assert by_name()["cache"].status == WARNING

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import fakes
+import pytest
 
-from attnforge.codegen.spec import Spec
-from attnforge.runtime.journal import Journal, Result
+from attnforge.codegen.spec import Arch, Spec
+from attnforge.runtime.journal import Journal, Result, environment
+from attnforge.runtime.toolchain import Command
 
 
 def result_of(spec: Spec, status: str = "ok", ms: float = 1.0) -> Result:
@@ -33,6 +35,21 @@ def test_log_forgets_crashes(tmp_path: Path) -> None:
         journal(path).add(status, result_of(fakes.spec(), status))
     found = {status for status in ("launch", "timeout", "compile", "wrong") if journal(path).find(status)}
     assert found == {"compile", "wrong"}
+
+
+def test_flags_and_compiler_are_part_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other flags or another compiler gave is not resumed from."""
+
+    def env(identity: str, *flags: str) -> dict[str, str]:
+        command = Command("g++", Path("g++"), identity, flags, "kernel.so")
+        monkeypatch.setattr("attnforge.runtime.journal.toolchain", lambda arch: command)
+        return environment("a device", Arch.CPU)
+
+    base = env("g++ 12", "-O3")
+    assert env("g++ 12", "-O3") == base
+    assert env("g++ 12", "-O2") != base
+    assert env("g++ 12", "-O3", "-ffast-math") != base
+    assert env("g++ 13", "-O3") != base
 
 
 def test_log_survives_a_torn_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,28 @@ def test_a_dying_process_is_one_failure() -> None:
     assert (dead.status, dead.detail) == ("launch", "the process died of SIGKILL")
     assert worker.trial(spec, 0.0).status == "ok"
     worker.close()
+
+
+def test_no_compiler_runs_while_a_cpu_is_timed(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the compilers would take the cores that are being measured; on a GPU they go on meanwhile."""
+    running, seen = [0], list[int]()
+
+    def obtain(source: Source) -> FakeEntry:
+        running[0] += 1
+        # Of two that are compiled at the same time one ends later.
+        time.sleep(0.002 if len(seen) % 2 else 0.05)
+        running[0] -= 1
+        return FakeEntry()
+
+    class Watching(FakeWorker):
+        def trial(self, spec: Spec, give_up_ms: float) -> Outcome:
+            seen.append(running[0])
+            time.sleep(0.01)
+            seen.append(running[0])
+            return super().trial(spec, give_up_ms)
+
+    monkeypatch.setattr(engine, "obtain", obtain)
+    monkeypatch.setattr(engine, "Worker", Watching)
+    list(engine.search(small_case(), FORWARD, TARGET, Budget(variants=6), None, workers=2))
+    assert len(seen) == 12
+    assert not any(seen)

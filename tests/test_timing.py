@@ -30,6 +30,16 @@ def test_calls_are_timed_in_turns() -> None:
     assert {name: timing.repeats for name, timing in timings.items()} == {"a": 4, "b": 4}
 
 
+def test_turns_have_orders_of_their_own() -> None:
+    """Else one call would always run behind the same other one."""
+    order: list[str] = []
+    calls = {name: lambda x, name=name: order.append(name) for name in "abc"}
+    measure_interleaved(calls, [(torch.ones(1),)], CPU, Effort(seconds=1.0, repeats=20, warmups=0))
+    turns = {tuple(order[turn : turn + 3]) for turn in range(3, len(order), 3)}
+    assert len(turns) > 3
+    assert {turn[0] for turn in turns} == set("abc")
+
+
 def test_inputs_rotate() -> None:
     seen: list[int] = []
     measure(seen.append, [(0,), (1,), (2,)], CPU, Effort(seconds=1.0, repeats=5, warmups=1))

@@ -78,6 +78,7 @@ def transposed_heads(results: Outputs) -> None:
         (FORWARD, transposed_heads, "out: error rms"),
         (FORWARD, poke("lse", -torch.inf), "lse: rows without a visible key"),
         (FORWARD, poke("lse", 9.0), "lse: error"),
+        (FORWARD, poke("lse", torch.nan), "lse: error"),
         (BACKWARD, poke("dq", 9.0), "dq: error"),
         (BACKWARD, poke("dk", 9.0), "dk: error"),
         (BACKWARD, poke("dv", 9.0), "dv: error"),

@@ -1,0 +1,186 @@
+"""compute-sanitizer over every committed GPU source, a small problem each: reports by tool and kernel. Needs a GPU.
+
+    python benchmarks/sanitize.py --seconds 540 --log sanitize.log --markdown sanitize.md
+
+Each tool checks each kernel in a process of its own; several run at a time. Hopper's kernels come first, and for them
+memcheck, then racecheck, synccheck and initcheck. What the time does not allow is counted as not run. Exit status 1 if
+something is reported or not run. What is known to be reported falsely: docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import attnforge
+from attnforge.codegen.render import render
+from attnforge.codegen.spec import Arch, Direction, Mask, Spec
+from attnforge.runtime import cache, kernels, ops
+from attnforge.runtime.launcher import launcher
+from attnforge.runtime.winners import tuned_specs
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+LENGTH = 400  # rings of buffers wrap, and no tile size divides it
+HANGS = 240  # seconds after which a process is ended
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a tool said of a kernel: its number of reports, -1 if it or the kernel failed, and the log."""
+
+    reports: int
+    log: str
+
+
+def gpu_specs() -> list[Spec]:
+    """Committed GPU kernels, Hopper's own first, backward before forward."""
+    specs = [spec for spec in tuned_specs() if spec.problem.arch.is_gpu]
+    here = kernels.targets(torch.device("cuda", 0))
+    found = [spec for spec in specs if spec.problem.arch in here]
+    return sorted(found, key=lambda spec: (spec.problem.arch is not Arch.SM90A, spec.slug))
+
+
+def run_kernel(slug: str) -> None:
+    """Launch one kernel once. Inputs come from the host, so that initcheck sees them written."""
+    spec = next(spec for spec in gpu_specs() if spec.slug == slug)
+    problem = spec.problem
+    dtype, generator = kernels.TORCH_DTYPES[problem.dtype], torch.Generator().manual_seed(0)
+    sizes = ((4, problem.head_dim), (2, problem.head_dim), (2, problem.head_dim_v), (4, problem.head_dim_v))
+    q, k, v, dout = (
+        torch.randn(1, LENGTH, heads, dim, generator=generator).to(dtype).cuda().transpose(1, 2)
+        for heads, dim in sizes
+    )
+    mask = mask_of(problem.mask)
+    handle = kernels.load(spec, q.device)
+    if problem.direction is Direction.FORWARD:
+        ops.forward(q, k, v, mask, None, handle)
+    else:
+        out, lse = ops.forward(q, k, v, mask)
+        ops.backward(dout, q, k, v, out, lse, mask, None, False, handle)
+    torch.cuda.synchronize()
+    print("launched", slug)
+
+
+def mask_of(kind: Mask) -> ops.Mask:
+    if kind is Mask.FULL:
+        return None
+    if kind is Mask.CAUSAL:
+        return attnforge.Causal()
+    if kind is Mask.SPANS:
+        modes = ["causal", "noise", "full", "causal", "noise"]
+        return attnforge.bagel.PackedMask([250, 150], [70, 100, 80, 50, 100], modes, "cuda")
+    generator = torch.Generator().manual_seed(1)
+    blocks = (torch.rand(LENGTH // 40, LENGTH // 40, generator=generator) < 0.5).repeat_interleave(40, 0)
+    seen = blocks.repeat_interleave(40, 1) & (torch.rand(LENGTH, LENGTH, generator=generator) < 0.9)
+    return attnforge.DenseMask(seen.cuda())
+
+
+def sanitizer() -> list[str]:
+    """The program, and how it is told to look at our kernels only."""
+    places = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    found = next(
+        (p for place in places if (p := shutil.which("compute-sanitizer", path=f"{place}/bin"))), None
+    )
+    found = found or shutil.which("compute-sanitizer")
+    if found is None:
+        raise SystemExit("compute-sanitizer is not in $CUDA_HOME/bin, /usr/local/cuda/bin or PATH")
+    said = subprocess.run([found, "--help"], capture_output=True, text=True).stdout
+    option = next((name for name in ("--kernel-regex", "--kernel-name") if name in said), None)
+    return [found, option or ""]
+
+
+def check(tool: str, spec: Spec, program: list[str]) -> Outcome:
+    """Run a tool over one kernel."""
+    command = [program[0], "--tool", tool, "--print-limit", "20"]
+    if program[1] and tool != "initcheck":  # which must see what others write
+        command += [program[1], "kns=attnforge_"]
+    command += [sys.executable, __file__, "--kernel", spec.slug]
+    # Each tensor an allocation of its own: what is beyond its end belongs to nobody.
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
+    except subprocess.TimeoutExpired:
+        return Outcome(-1, f"still ran after {HANGS} s")
+    log = done.stdout + done.stderr
+    summary = SUMMARY.findall(log)
+    ran = f"launched {spec.slug}" in log and summary
+    return Outcome(int(summary[-1]) if ran else -1, log)
+
+
+def table(specs: list[Spec], outcomes: dict[tuple[str, str], Outcome]) -> str:
+    lines = [f"| kernel | {' | '.join(TOOLS)} |", "|---" * (len(TOOLS) + 1) + "|"]
+    for spec in specs:
+        cells = [said(outcomes.get((tool, spec.slug))) for tool in TOOLS]
+        lines.append(f"| {spec.slug} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def said(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "not run"
+    return "failed" if outcome.reports < 0 else str(outcome.reports)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=540.0, help="start nothing later than this")
+    parser.add_argument("--workers", type=int, default=8, help="processes at a time")
+    parser.add_argument("--tools", nargs="*", default=TOOLS, choices=TOOLS)
+    parser.add_argument("--only", default="", help="kernels whose name holds this")
+    parser.add_argument("--log", type=Path, help="write what the tools printed of kernels with reports")
+    parser.add_argument("--markdown", type=Path, help="write the table")
+    parser.add_argument("--kernel", help="launch this kernel once (what the tools run)")
+    arguments = parser.parse_args()
+    if arguments.kernel:
+        run_kernel(arguments.kernel)
+        return 0
+    started = time.monotonic()
+    specs = [spec for spec in gpu_specs() if arguments.only in spec.slug]
+    program = sanitizer()
+    launcher()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda spec: cache.obtain(render(spec)), specs))
+    for spec in specs:  # what the backward ones need of the forward is compiled, too
+        run_kernel(spec.slug)
+    print(f"{len(specs)} kernels compiled and run in {time.monotonic() - started:.0f} s", flush=True)
+
+    def one(job: tuple[str, Spec]) -> None:
+        if time.monotonic() - started < arguments.seconds:
+            tool, spec = job
+            outcomes[tool, spec.slug] = outcome = check(tool, spec, program)
+            print(
+                f"{time.monotonic() - started:5.0f} s {tool:9s} {said(outcome):>8s} {spec.slug}", flush=True
+            )
+
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    jobs = [(tool, spec) for tool in arguments.tools for spec in specs]
+    jobs.sort(key=lambda job: job[1].problem.arch is not Arch.SM90A)
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        list(pool.map(one, jobs))
+    text = table(specs, outcomes)
+    bad = {key: outcome for key, outcome in outcomes.items() if outcome.reports}
+    if arguments.markdown:
+        arguments.markdown.write_text(text + "\n")
+    if arguments.log:
+        parts = [f"==== {tool} {slug}\n{outcome.log}\n" for (tool, slug), outcome in sorted(bad.items())]
+        arguments.log.write_text("".join(parts))
+    print(text)
+    print(
+        f"{len(outcomes)} of {len(jobs)} runs on {torch.cuda.get_device_name()}; with reports or failed: {len(bad)}"
+    )
+    return int(bool(bad) or len(outcomes) < len(jobs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
