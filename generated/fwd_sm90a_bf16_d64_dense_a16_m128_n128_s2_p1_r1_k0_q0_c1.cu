@@ -765,7 +765,7 @@ __device__ __forceinline__ bool softmax(float (&s)[kTileN / 2], unsigned (&p)[kT
             const float top[2] = {rows.top[0] == empty ? 0.0f : rows.top[0], rows.top[1] == empty ? 0.0f : rows.top[1]};
             base[0] = top[0] * scale_log2;
             base[1] = top[1] * scale_log2;
-            if (__any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLarge)) {
+            if (!rows.ordinary && __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLarge)) {
 #pragma unroll
                 for (int i = 0; i < kTileN / 2; ++i) {
                     s[i] -= top[i / 2 % 2];

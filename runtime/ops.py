@@ -101,6 +101,8 @@ def attention(
     Raises ValueError or TypeError naming the argument; never falls back to something slow.
     What the two passes keep and allocate: docs/training.md, "Memory".
     """
+    if scale is True or scale is False:
+        expect_number("scale", scale)
     if is_compiling():
         out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
         return (out, lse) if return_lse else out
@@ -119,17 +121,24 @@ def attention(
         data, kind, visible = _unpack(mask, q, k)
         return _attend(q, k, v, scale, deterministic, kind, data, visible)
     except (RuntimeError, ValueError):
-        if _have_dtensor(q, k, v):
-            from attnforge.runtime.dtensor import attention_on_dtensors
+        return _on_refusal(q, k, v, mask, scale, return_lse, deterministic)
 
-            return attention_on_dtensors(
-                q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
-            )
-        # For an argument of a wrong type torch has words of its own, about operators that nobody has heard of.
-        expect_tensors(q=q, k=k, v=v)
-        expect_number("scale", scale)
-        expect_flags(return_lse=return_lse, deterministic=deterministic)
-        raise
+
+def _on_refusal(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What `attention` does with a call that the operators refused: DTensors go another way, others raise."""
+    if _have_dtensor(q, k, v):
+        from attnforge.runtime.dtensor import attention_on_dtensors
+
+        return attention_on_dtensors(
+            q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
+        )
+    # For an argument of a wrong type torch has words of its own, about operators that nobody has heard of.
+    expect_tensors(q=q, k=k, v=v)
+    expect_number("scale", scale)
+    expect_flags(return_lse=return_lse, deterministic=deterministic)
+    raise
 
 
 def _have_dtensor(*tensors: object) -> bool:

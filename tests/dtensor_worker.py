@@ -61,15 +61,16 @@ def check(mesh: DeviceMesh, placements: tuple[Placement, ...], mask: Any, compil
     leaves = [x.clone().requires_grad_() for x in given]
     run: Any = attnforge.attention
     expected = run(*leaves, mask, scale=0.3, return_lse=True)
-    gradients = torch.autograd.grad(expected[0], leaves, dout)
+    dlse = torch.randn(BATCH, HEADS, SEQ, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad(expected, leaves, (dout, dlse))
     parts = [distribute_tensor(x, mesh, placements).requires_grad_() for x in given]
-    run = attention_on_dtensors
     if compiled:
-        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+        run = torch.compile(attention_on_dtensors, backend="aot_eager", fullgraph=True)
     out, lse = run(*parts, mask, scale=0.3, return_lse=True)
     assert out.placements == placements
     assert sorted(range(4), key=out.stride) == sorted(range(4), key=out.to_local().stride)
-    ours = torch.autograd.grad(out, parts, distribute_tensor(dout, mesh, placements))
+    douts = [distribute_tensor(x, mesh, placements) for x in (dout, dlse)]
+    ours = torch.autograd.grad((out, lse), parts, douts)
     for one, other in zip((out, lse, *ours), (*expected, *gradients), strict=True):
         assert (whole(one) - other).abs().max() <= 1e-5 * other.abs().max(), (placements, mask)
 
@@ -84,8 +85,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (linear(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for linear in self.qkv)
-        run = attention_on_dtensors if isinstance(q, DTensor) else attnforge.attention
-        y = run(q, k, v, attnforge.Causal())
+        y = attnforge.attention(q, k, v, attnforge.Causal())
         assert isinstance(y, Tensor)
         result: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return result

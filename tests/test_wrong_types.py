@@ -34,7 +34,7 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
 
-NUMBERS, FLAGS = (3, 1.5, True, None), (3, 1.5, True, None)
+NUMBERS, FLAGS = (3, 1.5, None), (3, 1.5, True, None)
 ANY = WRONG  # not looked at, or nothing but true or false
 VECTOR, LENGTHS = torch.zeros(S, dtype=torch.int32), torch.tensor([0, 3, S], dtype=torch.int32)
 HEADS_FIRST = {name: tensor(1, 2, S, D) for name in "qkv"}
@@ -54,7 +54,7 @@ FLASH_FINE = {
     "softmax_scale": NUMBERS,
     "alibi_slopes": (None,),
     "deterministic": FLAGS,
-    "return_attn_probs": (None,),
+    "return_attn_probs": ANY,
 }
 PUBLIC = {
     "attention": Public(
