@@ -144,6 +144,23 @@ def test_limits_of_the_scale(device: str, dtype: torch.dtype, head_dim: int, lay
         assert not lse.isnan().any()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_scale_beyond_what_kernels_take_is_the_nearest_one(device: str) -> None:
+    """1e-30 to 2e38: where it makes a difference to lse and dq, scores are above 1e22 or differences below 1e-36."""
+    results = []
+    for scale, size in ((LEAST_SCALE, 1.0), (1e-30, 1.0), (LARGEST_SCALE, 1e-19), (2e38, 1e-19)):
+        torch.manual_seed(0)
+        q, k = torch.randn(2, 1, 1, LENGTH, 64) * size
+        inputs = ready([q, k, torch.randn(1, 1, LENGTH, 64)], device, FLOAT32, "bhsd")
+        out, lse = attnforge.attention(*inputs, scale=scale, return_lse=True, deterministic=True)
+        results.append((out, lse, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
+    for pair in (results[:2], results[2:]):
+        for got, expected in zip(*pair, strict=True):
+            assert torch.equal(got, expected)
+            assert torch.isfinite(got).all()
+            assert got.any()
+
+
 @targets
 def test_any_int32_in_spans(device: str, dtype: torch.dtype, head_dim: int, layout: str) -> None:
     """As the numbers that are nearest to them among 0 to the number of queries."""
