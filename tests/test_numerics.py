@@ -82,11 +82,19 @@ def assert_right(out: Tensor, lse: Tensor, inputs: list[Tensor], mask: Hidden, s
     torch.testing.assert_close(lse[seen].double(), exact.lse[seen], rtol=1e-6, atol=1e-3)
 
 
+def both(
+    inputs: list[Tensor], mask: Hidden, scale: float | None = None, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    q, k, v = inputs
+    return attnforge.attention(q, k, v, mask, scale=scale, deterministic=deterministic, return_lse=True)
+
+
 def attend(inputs: list[Tensor], mask: Hidden, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse); the gradients are finite."""
-    out, lse = attnforge.attention(*inputs, mask, scale=scale, return_lse=True)
+    out, lse = both(inputs, mask, scale)
     for deterministic in (False, True):
-        again = attnforge.attention(*inputs, mask, scale=scale, deterministic=deterministic)
+        again, _ = both(inputs, mask, scale, deterministic)
         for grad in torch.autograd.grad(again, inputs, torch.randn_like(out)):
             assert torch.isfinite(grad).all()
     return out.detach(), lse.detach()
@@ -131,9 +139,7 @@ def test_limits_of_the_scale(device: str, dtype: torch.dtype, head_dim: int, lay
     for scale in (LEAST_SCALE, 1e-40, 1e-30, 1e-20):
         out, lse = attend(inputs, mask, scale)
         assert_right(out, lse, inputs, mask, scale)
-        (dv,) = torch.autograd.grad(
-            attnforge.attention(*inputs, mask, scale=scale), inputs[2], torch.ones_like(out)
-        )
+        (dv,) = torch.autograd.grad(both(inputs, mask, scale)[0], inputs[2], torch.ones_like(out))
         q, k, v = (x.detach() for x in inputs)
         exact = reference(q, k, v, mask, scale, torch.ones_like(out)).dv
         assert exact is not None
@@ -152,7 +158,7 @@ def test_a_scale_beyond_what_kernels_take_is_the_nearest_one(device: str) -> Non
         torch.manual_seed(0)
         q, k = torch.randn(2, 1, 1, LENGTH, 64) * size
         inputs = ready([q, k, torch.randn(1, 1, LENGTH, 64)], device, FLOAT32, "bhsd")
-        out, lse = attnforge.attention(*inputs, scale=scale, return_lse=True, deterministic=True)
+        out, lse = both(inputs, None, scale, deterministic=True)
         results.append((out, lse, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
     for pair in (results[:2], results[2:]):
         for got, expected in zip(*pair, strict=True):
@@ -179,7 +185,7 @@ def test_any_int32_in_spans(device: str, dtype: torch.dtype, head_dim: int, layo
         plain = attnforge.Spans(starts.clamp(0, LENGTH).int(), ends.clamp(0, LENGTH).int())
         results = []
         for one in (mask, plain):
-            out, lse = attnforge.attention(*inputs, one, return_lse=True, deterministic=True)
+            out, lse = both(inputs, one, deterministic=True)
             results.append((out, lse, *torch.autograd.grad(out, inputs, dout)))
         for got, expected in zip(*results, strict=True):
             assert torch.equal(got, expected)
