@@ -27,6 +27,7 @@ from attnforge.runtime.ops import Mask
 FLAGS = (
     "-std=c++17",
     "-O1",
+    "-fexpensive-optimizations",  # among them this one
     "-march=native",
     "-ffp-contract=fast",
     "-w",

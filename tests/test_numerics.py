@@ -82,16 +82,19 @@ def assert_right(out: Tensor, lse: Tensor, inputs: list[Tensor], mask: Hidden, s
     torch.testing.assert_close(lse[seen].double(), exact.lse[seen], rtol=1e-6, atol=1e-3)
 
 
-def triple(inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def both(
+    inputs: list[Tensor], mask: Hidden, scale: float | None = None, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
     q, k, v = inputs
-    return q, k, v
+    return attnforge.attention(q, k, v, mask, scale=scale, deterministic=deterministic, return_lse=True)
 
 
 def attend(inputs: list[Tensor], mask: Hidden, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse); the gradients are finite."""
-    out, lse = attnforge.attention(*triple(inputs), mask, scale=scale, return_lse=True)
+    out, lse = both(inputs, mask, scale)
     for deterministic in (False, True):
-        again = attnforge.attention(*triple(inputs), mask, scale=scale, deterministic=deterministic)
+        again, _ = both(inputs, mask, scale, deterministic)
         for grad in torch.autograd.grad(again, inputs, torch.randn_like(out)):
             assert torch.isfinite(grad).all()
     return out.detach(), lse.detach()
@@ -136,9 +139,7 @@ def test_limits_of_the_scale(device: str, dtype: torch.dtype, head_dim: int, lay
     for scale in (LEAST_SCALE, 1e-40, 1e-30, 1e-20):
         out, lse = attend(inputs, mask, scale)
         assert_right(out, lse, inputs, mask, scale)
-        (dv,) = torch.autograd.grad(
-            attnforge.attention(*triple(inputs), mask, scale=scale), inputs[2], torch.ones_like(out)
-        )
+        (dv,) = torch.autograd.grad(both(inputs, mask, scale)[0], inputs[2], torch.ones_like(out))
         q, k, v = (x.detach() for x in inputs)
         exact = reference(q, k, v, mask, scale, torch.ones_like(out)).dv
         assert exact is not None
@@ -147,6 +148,23 @@ def test_limits_of_the_scale(device: str, dtype: torch.dtype, head_dim: int, lay
         out, lse = attend(inputs, mask, scale)
         assert torch.isfinite(out).all()
         assert not lse.isnan().any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_scale_beyond_what_kernels_take_is_the_nearest_one(device: str) -> None:
+    """1e-30 to 2e38: where it makes a difference to lse and dq, scores are above 1e22 or differences below 1e-36."""
+    results = []
+    for scale, size in ((LEAST_SCALE, 1.0), (1e-30, 1.0), (LARGEST_SCALE, 1e-19), (2e38, 1e-19)):
+        torch.manual_seed(0)
+        q, k = torch.randn(2, 1, 1, LENGTH, 64) * size
+        inputs = ready([q, k, torch.randn(1, 1, LENGTH, 64)], device, FLOAT32, "bhsd")
+        out, lse = both(inputs, None, scale, deterministic=True)
+        results.append((out, lse, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
+    for pair in (results[:2], results[2:]):
+        for got, expected in zip(*pair, strict=True):
+            assert torch.equal(got, expected)
+            assert torch.isfinite(got).all()
+            assert got.any()
 
 
 @targets
@@ -167,7 +185,7 @@ def test_any_int32_in_spans(device: str, dtype: torch.dtype, head_dim: int, layo
         plain = attnforge.Spans(starts.clamp(0, LENGTH).int(), ends.clamp(0, LENGTH).int())
         results = []
         for one in (mask, plain):
-            out, lse = attnforge.attention(*triple(inputs), one, return_lse=True, deterministic=True)
+            out, lse = both(inputs, one, deterministic=True)
             results.append((out, lse, *torch.autograd.grad(out, inputs, dout)))
         for got, expected in zip(*results, strict=True):
             assert torch.equal(got, expected)

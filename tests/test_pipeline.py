@@ -170,3 +170,12 @@ def test_causal_sections_of_heads_meet_at_tiles_of_one_size(tmp_path: Path) -> N
     run = build(source, tmp_path, ("kCacheBytes = 32 << 20", "kCacheBytes = 1 << 18"))
     for case in product([(2, 4, 2, 5, 5), (3, 3, 3, 4, 6), (1, 7, 1, 3, 3)], range(SEEDS), MISSING):
         assert run(*case) == "", case
+
+
+def test_a_causal_tile_that_just_misses_being_whole(tmp_path: Path) -> None:
+    """Rows from one on that sees all keys of a tile but the last: seq_k - seq_q is -2 modulo tile_n."""
+    source, sizes = hopper(128, 192, 64, 3, 0, 1, 0, 1, mask=Mask.CAUSAL), (1, 2, 2, 5, 7)
+    assert build(source, tmp_path)(sizes, 2, 0) == ""
+    one_more = ("query + 1 + p.seq_k - p.seq_q)) / kTileN", "query + 2 + p.seq_k - p.seq_q)) / kTileN")
+    (tmp_path / "wrong").mkdir()
+    assert "hidden pairs are not masked" in build(source, tmp_path / "wrong", one_more)(sizes, 2, 0)
