@@ -24,20 +24,18 @@ Example: one sample of a 2-token text, a 2-token noise image and a 1-token text:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from attnforge.runtime.inputs import expect_integers
-from attnforge.runtime.masks import Spans
+from attnforge.runtime.masks import Spans, load_operators
 
 MODES = ("causal", "full", "noise")
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A run of tokens under one mode: rows [start, end), in a sample that ends at `sample_end`."""
 
     start: int
@@ -101,8 +99,6 @@ def _check(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Se
             f"split_lens: {sum(split_lens)} tokens in all, but sample_lens has {sum(sample_lens)}; "
             "the splits must add up to the samples"
         )
-    if sum(sample_lens) == 0:
-        raise ValueError("sample_lens: the pack has no token")
 
 
 class PackedMask(Spans):
@@ -115,7 +111,7 @@ class PackedMask(Spans):
     flex training always appends it, if only with length 0: there, used is sum(sample_lens[:-1]).
     `visible_keys` is the mean of the rows that see anything.
 
-    Only a table of one line a split is copied to the device, asynchronously; rows are expanded there.
+    It is expanded on the host and copied to the device asynchronously. A pack without a token is allowed.
     Raises TypeError or ValueError naming the argument (see `cut`).
     """
 
@@ -132,14 +128,14 @@ class PackedMask(Spans):
         if padding not in ("skip", "compute"):
             raise ValueError(f"padding: {padding!r}; it is 'skip' or 'compute'")
         splits = cut(sample_lens, split_lens, attn_modes)
-        total = splits[-1].end
+        total = splits[-1].end if splits else 0
         self.used = _check_used(used, sample_lens, total)
         place = _device(device)
         self.splits = tuple(splits)
         limit = self.used if padding == "skip" else total
         self.pairs = sum(split.pairs for split in splits if split.start < limit)
         visible_keys = self.pairs // limit if limit else None
-        super().__init__(*_expand(splits, total, limit, place), visible_keys=visible_keys)
+        self._adopt(_expand(splits, limit, place), visible_keys)
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -161,27 +157,18 @@ def _check_used(used: int | None, sample_lens: Sequence[int], total: int) -> int
     return used
 
 
-def _expand(
-    splits: Sequence[Split], total: int, limit: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """starts, ends int32 (total,) on `device`; keys from row `limit` on are visible to nobody (0, 0)."""
-    causal = -1  # such a key starts at its own row
-    table = torch.tensor(
-        [
-            [split.end for split in splits],
-            [causal if split.mode == "causal" else split.start for split in splits],
-            [split.end if split.mode == "noise" else split.sample_end for split in splits],
-        ],
-        dtype=torch.int32,
+def _expand(splits: Sequence[Split], limit: int, device: torch.device) -> torch.Tensor:
+    """The data of the mask on `device`; keys from row `limit` on are visible to nobody."""
+    load_operators()
+    from_own_row = -1
+    data: torch.Tensor = torch.ops.attnforge.mask_of_splits(
+        [split.end for split in splits],
+        [from_own_row if split.mode == "causal" else split.start for split in splits],
+        [split.end if split.mode == "noise" else split.sample_end for split in splits],
+        limit,
+        device,
     )
-    if device.type == "cuda":
-        table = table.pin_memory()  # else the copy below would wait for the device
-    split_end, first, last = table.to(device, non_blocking=True)
-    row = torch.arange(total, dtype=torch.int32, device=device)
-    index = torch.searchsorted(split_end, row, right=True)  # right: steps over zero-length splits
-    first, last = first[index], last[index]
-    real = row < limit
-    return torch.where(real, torch.where(first == causal, row, first), 0), torch.where(real, last, 0)
+    return data
 
 
 def visible_from_definition(

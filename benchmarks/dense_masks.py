@@ -108,7 +108,7 @@ def measure(sparsity: float, direction: Direction, args: argparse.Namespace) -> 
     indices = [(index,) for index in range(len(sets))]
     timings = measure_interleaved(calls, indices, device, effort)
     # In turns of their own: who forgets lists makes the others make theirs again.
-    anew = {name: _anew(call) for name, call in calls.items() if name != FLEX}
+    anew = {name: _anew(call, cases[name].mask) for name, call in calls.items() if name != FLEX}
     anew_timings = measure_interleaved(anew, indices, device, effort)
     lines = []
     for name, case in cases.items():
@@ -120,11 +120,11 @@ def measure(sparsity: float, direction: Direction, args: argparse.Namespace) -> 
     return lines
 
 
-def _anew(call: Callable[[int], Any]) -> Callable[[int], Any]:
-    """The call without what is kept of masks."""
+def _anew(call: Callable[[int], Any], mask: Any) -> Callable[[int], Any]:
+    """The call without the schedules that its mask has."""
 
     def forgetful(index: int) -> Any:
-        torch.ops.attnforge.forget_schedules()
+        torch.ops.attnforge.forget_schedules(mask.data)
         return call(index)
 
     return forgetful

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
-ABI = 2
+ABI = 3
 
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
@@ -22,16 +22,20 @@ class Field:
 _POINTERS = (
     *(Field("void*", name, "(batch, heads, seq, head_dim), strides below") for name in TENSORS),
     Field("float*", "lse", "(batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row"),
+    Field("const float*", "dlse", "(batch, heads_q, seq_q) gradient of lse, null if there is none"),
     Field(
         "float*",
         "delta",
-        "workspace of the backward, 2 or 8 floats a row and head: row sums of dout * out, on GPUs with lse",
+        "workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse",
     ),
     Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
     Field("const int*", "ends", "(seq_k)"),
     Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
-    Field("const unsigned char*", "dense", "dense mask, 1 where query i sees key j; strides below"),
+    Field("const unsigned char*", "dense", "dense mask as bytes, 1 where query i sees key j; strides below"),
+    Field(
+        "const unsigned*", "mask_bits", "the same as bits, (mask_planes, seq_q, mask_words); one of the two"
+    ),
     Field(
         "unsigned*",
         "bits",
@@ -55,7 +59,11 @@ _POINTERS = (
         "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv",
     ),
     Field("int*", "turn", "(mask_planes, tiles, list_stride) ordered dq sums: each visit's turn"),
-    Field("int*", "pieces", "(2) pieces of work taken from the counter, and blocks that found none left"),
+    Field(
+        "int*",
+        "pieces",
+        "(2) pieces of work taken from the counter, and blocks that found none left; 0 between launches",
+    ),
     Field(
         "int*",
         "turns_taken",
@@ -85,6 +93,7 @@ _SCALARS = (
     Field("int", "mask_batches", "batch if each entry has its own dense mask, else 1"),
     Field("int", "mask_heads", "heads_q if each q head has its own dense mask, else 1"),
     Field("int", "mask_planes", "mask_batches * mask_heads; 1 for other masks"),
+    Field("int", "mask_words", "words per row of mask_bits, ceil(seq_k / 32)"),
     Field("int", "bits_row", "words per row of bits"),
     Field("int", "padded_q", "tiles_m * tile_m"),
     Field("int", "padded_k", "tiles_n * tile_n"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnforge.codegen.spec import Direction, Spec
+from attnforge.codegen.spec import Direction, Mask, Spec
 
 
 class Infeasible(ValueError):
@@ -79,6 +79,23 @@ class Plan:
     deterministic: bool = False  # the same bits on every run
     tensor_maps: tuple[TensorMap, ...] = ()  # passed to the launches as their second argument, in this order
     constants: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def grouped(self) -> bool:
+        """Does a block serve all q heads of a kv head, so that their planes of a dense mask share an order of tiles?"""
+        per_kv_head = self.owner == "n" and not getattr(self.spec.tuning, "split_heads", False)
+        return self.spec.problem.mask is Mask.DENSE and per_kv_head
+
+    @property
+    def schedule_kind(self) -> str:
+        """What the kernels of the schedule are rendered from: plans with the same text share a mask's schedules."""
+        if not self.schedule:
+            return ""
+        problem, tuning = self.spec.problem, self.spec.tuning
+        flags = {name: getattr(self, name) for name in ("ordered", "descending", "bounds", "bits", "grouped")}
+        target = "gpu" if problem.arch.is_gpu else "cpu"
+        tile = f"{tuning.tile_m}x{tuning.tile_n}, {self.parts} parts"
+        return f"{target} {problem.mask.value}, {tile}, owner {self.owner}, {flags}"
 
 
 def make_plan(spec: Spec) -> Plan:

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from attnforge.codegen import params
 from attnforge.codegen.chaos import plant
 from attnforge.codegen.plan import Plan, make_plan
-from attnforge.codegen.spec import Spec
+from attnforge.codegen.spec import Arch, Spec
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 MAX_COLUMNS = 120
@@ -34,6 +35,27 @@ class Source:
     @property
     def file_name(self) -> str:
         return self.spec.slug + self.plan.suffix
+
+    @property
+    def slug(self) -> str:
+        return self.spec.slug
+
+    @property
+    def arch(self) -> Arch:
+        return self.spec.problem.arch
+
+    @property
+    def suffix(self) -> str:
+        return self.plan.suffix
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Functions of the binary that the runtime calls or launches."""
+        return tuple(launch.symbol for launch in (*self.plan.launches, *self.plan.schedule))
+
+    def describe(self) -> dict[str, Any]:
+        """What meta.json of the cache entry says of it."""
+        return self.spec.to_json()
 
 
 @cache
@@ -71,12 +93,15 @@ def render(spec: Spec, chaos: int = 0) -> Source:
     `chaos`: above 0, a kernel for race hunting that sleeps at random at its barriers (codegen/chaos.py).
     """
     plan = make_plan(spec)
-    template = environment().get_template(plan.template)
-    text = template.render(spec=spec, plan=plan, c=plan.constants, knobs=knobs(spec))
-    if chaos:
-        text = plant(text, chaos)
-    _check(text, plan.template)
-    return Source(spec, plan, text)
+    text = render_text(plan.template, spec=spec, plan=plan, c=plan.constants, knobs=knobs(spec))
+    return Source(spec, plan, plant(text, chaos) if chaos else text)
+
+
+def render_text(template: str, **names: Any) -> str:
+    """Text of a template, checked for form. Raises RenderError for a defect of the template."""
+    text = environment().get_template(template).render(**names)
+    _check(text, template)
+    return text
 
 
 def _check(text: str, template: str) -> None:

@@ -49,12 +49,14 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // workspace of the backward, 2 or 8 floats a row and head: row sums of dout * out, on GPUs with lse
+    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
+    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
     int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
+    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
@@ -62,7 +64,7 @@ struct Params {
     int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
     int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
@@ -103,6 +105,7 @@ struct Params {
     int mask_batches;  // batch if each entry has its own dense mask, else 1
     int mask_heads;  // heads_q if each q head has its own dense mask, else 1
     int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
     int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
@@ -876,6 +879,19 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
     return sum;
 }
 
+// Rows with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
+constexpr float kMaxLse = 4194304.0f;  // 2^22
+
+// Thread: (lse, delta) of a query row; (-inf, 0) of one without gradients: past the end, without keys, or |lse| too
+// large. `delta` is the row's sum of dO * O; the gradient of lse is taken off, for dS = P (dP - delta + dlse).
+__device__ __forceinline__ float2 row_stats(const Params& p, long long plane, int row, float delta) {
+    const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
+    if (fabsf(lse) > kMaxLse) {
+        return make_float2(__int_as_float(0xff800000), 0.0f);
+    }
+    return make_float2(lse, p.dlse == nullptr ? delta : delta - p.dlse[plane * p.seq_q + row]);
+}
+
 // Thread: what rounding to bf16 leaves of x.
 __device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(pack(x, 0.0f) << 16); }
 
@@ -909,13 +925,13 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_prepare(con
             sum += __shfl_xor_sync(~0u, sum, step);
         }
         if (chunk == 0) {
-            // Rows that see nothing, and rows past the end, get P = 0 by an lse that is huge but finite: of infinity,
-            // what is left to the second column is NaN, and so is its product with zero.
+            // Rows without gradients get P = 0 by an lse that is huge but finite: of infinity, what is left to the
+            // second column is NaN, and so is its product with zero.
             const float log2e = 1.4426950408889634f;
-            const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
-            const bool empty = lse == __int_as_float(0xff800000);
-            statistics[i] = columns_of(empty ? -3e38f : -lse * log2e / p.scale_log2);
-            statistics[kTileM + i] = columns_of(-sum);
+            const float2 stats = row_stats(p, plane, row, sum);
+            const bool empty = stats.x == __int_as_float(0xff800000);
+            statistics[i] = columns_of(empty ? -3e38f : -stats.x * log2e / p.scale_log2);
+            statistics[kTileM + i] = columns_of(-stats.y);
         }
     }
     float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);

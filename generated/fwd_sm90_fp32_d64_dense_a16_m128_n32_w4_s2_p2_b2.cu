@@ -21,12 +21,14 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // workspace of the backward, 2 or 8 floats a row and head: row sums of dout * out, on GPUs with lse
+    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
+    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
     int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
+    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
@@ -34,7 +36,7 @@ struct Params {
     int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
     int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
@@ -75,6 +77,7 @@ struct Params {
     int mask_batches;  // batch if each entry has its own dense mask, else 1
     int mask_heads;  // heads_q if each q head has its own dense mask, else 1
     int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
     int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
@@ -363,9 +366,17 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-// Thread: the mask of (query, key) in this plane; false outside of it.
-__device__ __forceinline__ bool pair_of(const Params& p, const unsigned char* mask, int query, int key) {
-    return query < p.seq_q && key < p.seq_k && mask[query * p.dense_row + key * p.dense_col] != 0;
+// Thread: is key `key` visible to query `query` in plane `plane`? False outside of the mask.
+__device__ __forceinline__ bool pair_of(const Params& p, int plane, int query, int key) {
+    if (query >= p.seq_q || key >= p.seq_k) {
+        return false;
+    }
+    if (p.mask_bits != nullptr) {
+        const long long row = static_cast<long long>(plane) * p.seq_q + query;
+        return __ldg(p.mask_bits + row * p.mask_words + key / 32) >> key % 32 & 1;
+    }
+    const unsigned char* mask = p.dense + plane / p.mask_heads * p.dense_batch + plane % p.mask_heads * p.dense_head;
+    return mask[query * p.dense_row + key * p.dense_col] != 0;
 }
 
 // One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and leaves in its
@@ -377,15 +388,13 @@ attnforge_fwd_sm90_fp32_d64_dense_a16_m128_n32_w4_s2_p2_b2_pack(const __grid_con
     const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const unsigned char* mask = p.dense + plane / p.mask_heads * p.dense_batch;
-    mask += plane % p.mask_heads * p.dense_head;
     unsigned found = 0;
     constexpr int words = kTileN / 32;
 #pragma unroll 8
     for (int i = warp; i < kTileM * words; i += kScheduleThreads / 32) {
         const int query = query_tile * kTileM + i / words;
         const int key0 = key_tile * kTileN + i % words * 32;
-        const unsigned word = __ballot_sync(~0u, pair_of(p, mask, query, key0 + lane));
+        const unsigned word = __ballot_sync(~0u, pair_of(p, plane, query, key0 + lane));
         if (lane == 0) {
             p.bits[(static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32] = word;
         }

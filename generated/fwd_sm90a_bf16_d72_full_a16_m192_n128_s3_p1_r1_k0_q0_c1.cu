@@ -31,12 +31,14 @@ struct Params {
     void* dk;  // (batch, heads, seq, head_dim), strides below
     void* dv;  // (batch, heads, seq, head_dim), strides below
     float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    float* delta;  // workspace of the backward, 2 or 8 floats a row and head: row sums of dout * out, on GPUs with lse
+    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
+    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
     int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    const unsigned char* dense;  // dense mask, 1 where query i sees key j; strides below
+    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
+    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
@@ -44,7 +46,7 @@ struct Params {
     int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
     int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
     long long q_batch;  // stride of q along batch, in elements
     long long q_head;  // stride of q along heads, in elements
@@ -85,6 +87,7 @@ struct Params {
     int mask_batches;  // batch if each entry has its own dense mask, else 1
     int mask_heads;  // heads_q if each q head has its own dense mask, else 1
     int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
     int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n

@@ -29,17 +29,12 @@ struct Strided {
         (params).name##_row = view.row;      \
     } while (false)
 
-// A dense mask (seq_q, seq_k) or (batch | 1, heads_q | 1, seq_q, seq_k). Axes of stride 0 are one plane.
-inline void set_dense(Params& p, const Tensor& dense) {
-    p.dense = static_cast<const unsigned char*>(dense.const_data_ptr());
-    p.dense_row = dense.stride(-2);
-    p.dense_col = dense.stride(-1);
-    if (dense.dim() == 4) {
-        p.dense_batch = dense.size(0) > 1 ? dense.stride(0) : 0;
-        p.dense_head = dense.size(1) > 1 ? dense.stride(1) : 0;
-    }
-    p.mask_batches = p.dense_batch != 0 ? p.batch : 1;
-    p.mask_heads = p.dense_head != 0 ? p.heads_q : 1;
+// The data of a dense mask, (batch or 1, heads_q or 1, seq_q, words): see masks.h.
+inline void set_dense(Params& p, const Tensor& data) {
+    p.mask_bits = reinterpret_cast<const unsigned*>(data.const_data_ptr<int>());
+    p.mask_words = static_cast<int>(data.size(3));
+    p.mask_batches = static_cast<int>(data.size(0));
+    p.mask_heads = static_cast<int>(data.size(1));
     p.mask_planes = p.mask_batches * p.mask_heads;
 }
 
@@ -50,9 +45,9 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     ATTNFORGE_SET(p, v, c.v);
     ATTNFORGE_SET(p, out, out);
     p.lse = const_cast<float*>(lse);
-    if (c.mask == kSpans) {
-        p.starts = c.starts->const_data_ptr<int>();
-        p.ends = c.ends->const_data_ptr<int>();
+    if (c.kind == kSpans) {
+        p.starts = c.mask->const_data_ptr<int>();
+        p.ends = p.starts + c.mask->size(1);
     }
     p.batch = static_cast<int>(c.q.size(0));
     p.heads_q = static_cast<int>(c.q.size(1));
@@ -64,8 +59,8 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
     p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);
     p.mask_batches = p.mask_heads = p.mask_planes = 1;
-    if (c.mask == kDense) {
-        set_dense(p, *c.dense);
+    if (c.kind == kDense) {
+        set_dense(p, *c.mask);
     }
     p.threads = at::get_num_threads();
     const double scale = c.scale ? *c.scale : 1.0 / std::sqrt(static_cast<double>(c.q.size(3)));
@@ -80,10 +75,9 @@ inline void launch(const Call& c, const Variant& variant, Params& params) {
     if (!variant.device.is_cpu()) {
         ensure_context(variant.device);
     }
-    Tensor schedule;
+    Attached schedule;
     if (!variant.schedule.empty()) {
-        const bool dense = c.mask == kDense;
-        schedule = attach_schedule(variant, {dense ? *c.dense : *c.starts, dense ? *c.dense : *c.ends}, params, stream);
+        schedule = attach_schedule(variant, *c.mask, params, stream);
     }
     run(variant, variant.launches, params, stream);
 }
@@ -140,6 +134,9 @@ inline Scratch dkv_accum_of(const Tensor& k, const Variant& variant, Params& par
 
 // A new tensor in x's layout. Kernels need a unit last stride, which some overlapping layouts do not keep.
 inline Tensor like(const Tensor& x) {
+    if (x.size(3) == 1) {
+        return at::empty(x.sizes(), x.options());  // empty_like and its fake disagree about strides of such axes
+    }
     if (x.stride(3) == 1 && x.is_non_overlapping_and_dense()) {
         return new_tensor(x, x.sizes(), x.strides(), x.scalar_type());  // the layout that empty_like chooses
     }

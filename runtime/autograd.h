@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -12,31 +13,27 @@ namespace attnforge {
 // As the dispatcher has them: in a trace `visible` may stand for a number that changes from pack to pack.
 inline const auto& forward_op() {
     static const auto op =
-        find_op<ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                              int64_t, std::optional<double>, bool, c10::SymInt, const OptionalTensor&, int64_t)>(
-            "attnforge::forward");
+        find_op<ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t,
+                              std::optional<double>, bool, c10::SymInt, int64_t)>("attnforge::forward");
     return op;
 }
 
 inline const auto& backward_op() {
     static const auto op =
         find_op<BackwardResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                               const OptionalTensor&, const OptionalTensor&, int64_t, std::optional<double>, bool,
-                               c10::SymInt, const OptionalTensor&, int64_t)>("attnforge::backward");
+                               const OptionalTensor&, int64_t, std::optional<double>, bool, c10::SymInt,
+                               const OptionalTensor&, int64_t)>("attnforge::backward");
     return op;
 }
 
 // Would the dispatcher go from here to the backend's kernel with at most autograd in between, and nobody looking on?
-inline bool is_plain(std::initializer_list<const Tensor*> tensors,
-                     std::initializer_list<const OptionalTensor*> optional_tensors) {
+inline bool is_plain(std::initializer_list<const Tensor*> tensors, const OptionalTensor& mask) {
     c10::DispatchKeySet keys;
     for (const Tensor* x : tensors) {
         keys = keys | x->key_set();
     }
-    for (const OptionalTensor* x : optional_tensors) {
-        if (x->has_value()) {
-            keys = keys | (*x)->key_set();
-        }
+    if (mask.has_value()) {
+        keys = keys | mask->key_set();
     }
     const auto local = c10::impl::tls_local_dispatch_key_set();
     keys = ((keys | local.included_) - local.excluded_) - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
@@ -50,13 +47,11 @@ inline bool is_plain(std::initializer_list<const Tensor*> tensors,
 
 // What the forward takes besides q, k and v: nothing that could need a gradient.
 struct Rest {
-    const OptionalTensor& starts;
-    const OptionalTensor& ends;
-    int64_t mask;
+    const OptionalTensor& mask;
+    int64_t kind;
     std::optional<double> scale;
     bool deterministic;
     c10::SymInt visible;
-    const OptionalTensor& dense;
     int64_t variant;
     bool plain;  // is_plain of them all, and `visible` is a number
 };
@@ -65,11 +60,9 @@ struct Rest {
 inline ForwardResult forward_below(const Tensor& q, const Tensor& k, const Tensor& v, const Rest& r, bool with_lse) {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (r.plain) {
-        return run_forward({q, k, v, r.starts, r.ends, r.mask, r.scale, r.dense, r.visible.expect_int()}, r.variant,
-                           with_lse);
+        return run_forward({q, k, v, r.mask, r.kind, r.scale, r.visible.expect_int()}, r.variant, with_lse);
     }
-    return forward_op().call(q, k, v, r.starts, r.ends, r.mask, r.scale, r.deterministic, r.visible, r.dense,
-                             r.variant);
+    return forward_op().call(q, k, v, r.mask, r.kind, r.scale, r.deterministic, r.visible, r.variant);
 }
 
 // The lse is a result only where somebody gets it: what is but saved needs no place in the graph.
@@ -81,16 +74,14 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
     static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v, const Rest& rest) {
         auto [out, lse] = forward_below(q, k, v, rest, true);
         Variables saved{q, k, v, out, lse};
-        for (const OptionalTensor* x : {&rest.starts, &rest.ends, &rest.dense}) {  // spans are two, a dense mask is one
-            if (x->has_value()) {
-                saved.push_back(**x);
-            }
+        if (rest.mask.has_value()) {
+            saved.push_back(*rest.mask);
         }
         context->save_for_backward(std::move(saved));
         // What is as by default is left out: each entry costs an allocation or two.
         auto& data = context->saved_data;
-        if (rest.mask != kFull) {
-            data["mask"] = rest.mask;
+        if (rest.kind != kFull) {
+            data["kind"] = rest.kind;
         }
         if (rest.scale) {
             data["scale"] = rest.scale;
@@ -103,30 +94,30 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
         }
         context->set_materialize_grads(false);
         if constexpr (with_lse) {
-            context->mark_non_differentiable({lse});
             return {out, lse};
         }
         return {out};
     }
 
+    // With P the weights, d lse / d S = P: the gradient of the lse only changes the row's delta, see Params::dlse.
     static Variables backward(Context* context, Variables gradients) {
         Variables result(4);
-        if (!gradients[0].defined()) {
+        const OptionalTensor dlse = with_lse && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
+        if (!gradients[0].defined() && !dlse) {
             return result;
         }
         const auto saved = context->get_saved_variables();
+        const Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[3]);
         const auto given = [&](const char* name) {  // None if it was left out
             const auto found = context->saved_data.find(name);
             return found == context->saved_data.end() ? c10::IValue() : found->second;
         };
-        const c10::IValue mask = given("mask"), deterministic = given("deterministic"), visible = given("visible");
-        const bool spans = saved.size() == 7, dense = saved.size() == 6;
+        const c10::IValue kind = given("kind"), deterministic = given("deterministic"), visible = given("visible");
         std::tie(result[0], result[1], result[2]) = backward_op().call(
-            gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4],
-            spans ? OptionalTensor(saved[5]) : std::nullopt, spans ? OptionalTensor(saved[6]) : std::nullopt,
-            mask.isNone() ? int64_t{kFull} : mask.toInt(), given("scale").template toOptional<double>(),
-            !deterministic.isNone(), visible.isNone() ? c10::SymInt(0) : visible.toSymInt(),
-            dense ? OptionalTensor(saved[5]) : std::nullopt, 0);
+            dout, saved[0], saved[1], saved[2], saved[3], saved[4],
+            saved.size() == 6 ? OptionalTensor(saved[5]) : std::nullopt, kind.isNone() ? int64_t{kFull} : kind.toInt(),
+            given("scale").template toOptional<double>(), !deterministic.isNone(),
+            visible.isNone() ? c10::SymInt(0) : visible.toSymInt(), dlse, 0);
         return result;
     }
 };
@@ -140,11 +131,10 @@ inline bool records(const Tensor& q, const Tensor& k, const Tensor& v) {
            !c10::impl::tls_is_dispatch_keyset_excluded(c10::autograd_dispatch_keyset);
 }
 
-inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
-                                      const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                                      bool deterministic, c10::SymInt visible, const OptionalTensor& dense,
-                                      int64_t variant) {
-    const Rest rest{starts, ends, mask, scale, deterministic, std::move(visible), dense, variant, false};
+inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                                      int64_t kind, std::optional<double> scale, bool deterministic,
+                                      c10::SymInt visible, int64_t variant) {
+    const Rest rest{mask, kind, scale, deterministic, std::move(visible), variant, false};
     if (records(q, k, v)) {
         auto results = Attention<true>::apply(q, k, v, rest);
         return {results[0], results[1]};
@@ -153,17 +143,17 @@ inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Te
 }
 
 inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                                        const Tensor& out, const Tensor& lse, const OptionalTensor& starts,
-                                        const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                                        bool deterministic, c10::SymInt visible, const OptionalTensor& dense,
-                                        int64_t variant) {
+                                        const Tensor& out, const Tensor& lse, const OptionalTensor& mask, int64_t kind,
+                                        std::optional<double> scale, bool deterministic, c10::SymInt visible,
+                                        const OptionalTensor& dlse, int64_t variant) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !at::GradMode::is_enabled() ||
-            !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad()),
+            !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad() ||
+              (dlse && dlse->requires_grad())),
         "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
     const at::AutoDispatchBelowADInplaceOrView below;
-    return backward_op().call(dout, q, k, v, out, lse, starts, ends, mask, scale, deterministic, std::move(visible),
-                              dense, variant);
+    return backward_op().call(dout, q, k, v, out, lse, mask, kind, scale, deterministic, std::move(visible), dlse,
+                              variant);
 }
 
 // `forward` without the lse. Its caller would make a Python object of it, only to drop it; and what an operator does
@@ -171,40 +161,37 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
 // asking it, where there is nothing but autograd between here and the kernels. Modes, subclasses, autocast, profilers
 // and the like see `forward`, as they would if it had been called.
 inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool deterministic,
-                     int64_t mask, const OptionalTensor& starts, const OptionalTensor& ends, c10::SymInt visible,
-                     const OptionalTensor& dense) {
-    if (visible.is_symbolic() || !is_plain({&q, &k, &v}, {&starts, &ends, &dense})) {
-        return std::get<0>(
-            forward_op().call(q, k, v, starts, ends, mask, scale, deterministic, std::move(visible), dense, 0));
+                     int64_t kind, const OptionalTensor& mask, c10::SymInt visible) {
+    if (visible.is_symbolic() || !is_plain({&q, &k, &v}, mask)) {
+        return std::get<0>(forward_op().call(q, k, v, mask, kind, scale, deterministic, std::move(visible), 0));
     }
-    const Rest rest{starts, ends, mask, scale, deterministic, std::move(visible), dense, 0, true};
+    const Rest rest{mask, kind, scale, deterministic, std::move(visible), 0, true};
     return records(q, k, v) ? std::move(Attention<false>::apply(q, k, v, rest)[0])
                             : std::get<0>(forward_below(q, k, v, rest, false));
 }
 
 inline Tensor attend_full(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale) {
-    return attend(q, k, v, scale, false, kFull, {}, {}, 0, {});
+    return attend(q, k, v, scale, false, kFull, {}, 0);
 }
 
 inline Tensor attend_causal(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale) {
-    return attend(q, k, v, scale, false, kCausal, {}, {}, 0, {});
+    return attend(q, k, v, scale, false, kCausal, {}, 0);
 }
 
-inline Tensor attend_spans(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& ends,
-                           int64_t visible, std::optional<double> scale) {
-    return attend(q, k, v, scale, false, kSpans, starts, ends, visible, {});
+inline Tensor attend_spans(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask, int64_t visible,
+                           std::optional<double> scale) {
+    return attend(q, k, v, scale, false, kSpans, mask, visible);
 }
 
 template <c10::DeviceType type>
-ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
-                               const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                               bool deterministic, c10::SymInt visible, const OptionalTensor& dense, int64_t variant) {
+ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                               int64_t kind, std::optional<double> scale, bool deterministic, c10::SymInt visible,
+                               int64_t variant) {
     const c10::impl::ExcludeDispatchKeyGuard once(at::autocast::get_autocast_dispatch_key_from_device_type(type));
     const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
         return at::autocast::cached_cast(dtype, x, type);
     };
-    return forward_op().call(cast(q), cast(k), cast(v), starts, ends, mask, scale, deterministic, std::move(visible),
-                             dense, variant);
+    return forward_op().call(cast(q), cast(k), cast(v), mask, kind, scale, deterministic, std::move(visible), variant);
 }
 
 }  // namespace attnforge

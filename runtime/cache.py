@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from attnforge.codegen import params
-from attnforge.codegen.render import Source
+from attnforge.codegen.mask_kernels import Compilable
 from attnforge.runtime import store
 from attnforge.runtime.errors import NoCompilerError
 from attnforge.runtime.locks import LOCKS
@@ -84,7 +84,7 @@ class Listing:
     modified: float  # seconds since the epoch
 
 
-def key(source: Source, compiler: Toolchain) -> str:
+def key(source: Compilable, compiler: Toolchain) -> str:
     """Hex digest of everything that decides the binary: text, compiler, flags, launch protocol."""
     return _digest(source.text, compiler.identity, compiler.flags)
 
@@ -98,11 +98,11 @@ def _digest(text: str, identity: str, flags: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _name(source: Source, digest: str) -> str:
-    return f"{source.spec.slug[:96]}-{digest[:16]}"
+def _name(source: Compilable, digest: str) -> str:
+    return f"{source.slug[:96]}-{digest[:16]}"
 
 
-def obtain(source: Source) -> Entry:
+def obtain(source: Compilable) -> Entry:
     """The compiled kernel of `source`: from disk, or compiled now and published for everyone.
 
     Where nothing can be compiled (no compiler, or ATTNFORGE_NO_JIT=1), a GPU kernel that another compiler made of
@@ -110,7 +110,7 @@ def obtain(source: Source) -> Entry:
     Raises CompileError, NoCompilerError (also when ATTNFORGE_NO_JIT=1 and it is not on disk) or CacheError.
     """
     try:
-        compiler = toolchain(source.spec.problem.arch)
+        compiler = toolchain(source.arch)
     except NoCompilerError:
         if (entry := ready_made(source)) is not None:
             return entry
@@ -128,27 +128,27 @@ def obtain(source: Source) -> Entry:
     return store.publish(_name(source, digest), build, lambda path: _read(path, digest))
 
 
-def ready_made(source: Source) -> Entry | None:
+def ready_made(source: Compilable) -> Entry | None:
     """The kernel of exactly this text for exactly this GPU architecture by any compiler, the newest release first.
 
     What an entry says of its compiler and flags must, with our text and launch protocol, give the key that it is
     filed under: then only the compiler differs, and code for one architecture runs whoever made it. None for the
     CPU, where `native` in the compiler's identity says which instructions the machine must have.
     """
-    if not source.spec.problem.arch.is_gpu:
+    if not source.arch.is_gpu:
         return None
     found = []
-    for path in sorted(root().glob(f"{source.spec.slug[:96]}-*")):
+    for path in sorted(root().glob(f"{source.slug[:96]}-*")):
         with contextlib.suppress(BadEntry):
             found.append(store.look(path.name, functools.partial(_read_ready_made, source)))
     if not found:
         return None
     entry = max(found, key=lambda entry: _release(entry.meta["identity"]))
-    log.debug("%s: taking the one that %s made", source.spec.slug, entry.meta["identity"].splitlines()[-1])
+    log.debug("%s: taking the one that %s made", source.slug, entry.meta["identity"].splitlines()[-1])
     return entry
 
 
-def _read_ready_made(source: Source, directory: Path) -> Entry:
+def _read_ready_made(source: Compilable, directory: Path) -> Entry:
     meta = _meta(directory)
     identity, flags = meta.get("identity"), meta.get("flags")
     if (
@@ -160,8 +160,8 @@ def _read_ready_made(source: Source, directory: Path) -> Entry:
     digest = _digest(source.text, identity, flags)
     if directory.name != _name(source, digest):
         raise BadEntry(f"{META}: is of another text or launch protocol")
-    if not any(flag.endswith(f"={source.spec.problem.arch.nvcc_name}") for flag in flags):
-        raise BadEntry(f"{META}: is not for {source.spec.problem.arch.nvcc_name}")
+    if not any(flag.endswith(f"={source.arch.nvcc_name}") for flag in flags):
+        raise BadEntry(f"{META}: is not for {source.arch.nvcc_name}")
     return _read(directory, digest)
 
 
@@ -170,16 +170,16 @@ def _release(identity: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def _compile(source: Source, compiler: Toolchain, digest: str, directory: Path) -> None:
-    log.debug("compiling %s with %s", source.spec.slug, compiler.name)
+def _compile(source: Compilable, compiler: Toolchain, digest: str, directory: Path) -> None:
+    log.debug("compiling %s with %s", source.slug, compiler.name)
     built = compiler.compile(source, directory)
     binary = (directory / built.binary_name).read_bytes()
     meta = {
         "schema": SCHEMA,
         "key": digest,
-        "slug": source.spec.slug,
-        "spec": source.spec.to_json(),
-        "symbols": [launch.symbol for launch in (*source.plan.launches, *source.plan.schedule)],
+        "slug": source.slug,
+        "spec": source.describe(),
+        "symbols": list(source.symbols),
         "compiler": compiler.name,
         "identity": compiler.identity,
         "flags": list(compiler.flags),

@@ -25,45 +25,52 @@ struct Call {
     const Tensor& q;
     const Tensor& k;
     const Tensor& v;
-    const OptionalTensor& starts;
-    const OptionalTensor& ends;
-    int64_t mask;
+    const OptionalTensor& mask;  // the data of spans or of a dense mask, see masks.h
+    int64_t kind;
     std::optional<double> scale;
-    const OptionalTensor& dense;
     int64_t visible;  // keys that a query sees on average, as the mask's maker says; 0: not said
+
+    // No pair of a query and a key at all: there is nothing to launch.
+    bool is_empty() const { return q.numel() == 0 || k.size(2) == 0; }
 };
 
 // ---- Checks ---------------------------------------------------------------------------------------------------------
 
+// Batch and lengths may be 0. The stride of an axis of size 1 is never used.
 inline bool is_input(const Tensor& x, const Tensor& q) {
-    return x.dim() == 4 && x.device() == q.device() && x.scalar_type() == q.scalar_type() && x.numel() > 0 &&
-           x.stride(3) == 1;
+    return x.dim() == 4 && x.device() == q.device() && x.scalar_type() == q.scalar_type() && x.size(1) > 0 &&
+           x.size(3) > 0 && (x.stride(3) == 1 || x.size(3) == 1 || x.numel() == 0);
 }
 
-inline bool is_span_vector(const OptionalTensor& x, const Tensor& k) {
-    return x.has_value() && x->dim() == 1 && x->scalar_type() == at::kInt && x->device() == k.device() &&
-           x->size(0) == k.size(2) && x->is_contiguous();
-}
-
-inline bool is_dense_mask(const OptionalTensor& x, const Tensor& q, const Tensor& k) {
-    return x.has_value() && (x->dim() == 2 || x->dim() == 4) && x->scalar_type() == at::kBool &&
-           x->device() == q.device() && x->size(-2) == q.size(2) && x->size(-1) == k.size(2) &&
-           (x->dim() == 2 || ((x->size(0) == 1 || x->size(0) == q.size(0)) &&
-                              (x->size(1) == 1 || x->size(1) == q.size(1))));
+inline bool is_mask_data(const Tensor& x, const Call& c) {
+    if (x.scalar_type() != at::kInt || x.device() != c.q.device() || !x.is_contiguous()) {
+        return false;
+    }
+    const int64_t seq_q = c.q.size(2), seq_k = c.k.size(2);
+    if (c.kind == kSpans) {
+        return x.dim() == 2 && x.size(0) == 2 && x.size(1) == seq_k;
+    }
+    return x.dim() == 4 && (x.size(0) == 1 || x.size(0) == c.q.size(0)) &&
+           (x.size(1) == 1 || x.size(1) == c.q.size(1)) && x.size(2) == seq_q && x.size(3) == (seq_k + 31) / 32;
 }
 
 inline bool is_mask(const Call& c) {
-    switch (c.mask) {
+    switch (c.kind) {
         case kFull:
         case kCausal:
-            return !c.starts && !c.ends && !c.dense;
+            return !c.mask.has_value();
         case kSpans:
-            return is_span_vector(c.starts, c.k) && is_span_vector(c.ends, c.k) && !c.dense;
         case kDense:
-            return !c.starts && !c.ends && is_dense_mask(c.dense, c.q, c.k);
+            return c.mask.has_value() && is_mask_data(*c.mask, c);
         default:
             return false;
     }
+}
+
+// The kernels compute in float32, in which the scale must be neither 0 nor infinite.
+inline bool is_scale(double scale) {
+    const auto rounded = static_cast<float>(scale);
+    return std::isfinite(rounded) && rounded > 0.0f;
 }
 
 constexpr int64_t kMaxHeadDim = 256;
@@ -75,7 +82,7 @@ inline bool acceptable(const Call& c) {
            c.q.size(0) == c.k.size(0) && c.q.size(3) == c.k.size(3) && c.q.size(3) <= kMaxHeadDim &&
            c.v.size(3) <= kMaxHeadDim && c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) <= INT_MAX / 2 &&
            c.k.size(2) <= INT_MAX / 2 && c.q.size(0) * c.q.size(1) <= INT_MAX && is_mask(c) &&
-           (!c.scale || (std::isfinite(*c.scale) && *c.scale > 0)) && c.visible >= 0;
+           (!c.scale || is_scale(*c.scale)) && c.visible >= 0;
 }
 
 // Has x the shape of the call's output, dtype and device of q?
@@ -84,20 +91,34 @@ inline bool is_output(const Tensor& x, const Call& c) {
            x.device() == c.q.device() && x.scalar_type() == c.q.scalar_type();
 }
 
-inline bool acceptable_gradient(const Tensor& dout, const Tensor& out, const Tensor& lse, const Call& c) {
-    return is_output(dout, c) && is_output(out, c) && lse.dim() == 3 && lse.sizes() == c.q.sizes().slice(0, 3) &&
-           lse.device() == c.q.device() && lse.scalar_type() == at::kFloat;
+// Is x float32 (batch, heads_q, seq_q), as the lse and its gradient are?
+inline bool is_row_value(const Tensor& x, const Call& c) {
+    return x.dim() == 3 && x.sizes() == c.q.sizes().slice(0, 3) && x.device() == c.q.device() &&
+           x.scalar_type() == at::kFloat;
+}
+
+// What the backward takes besides what the forward took. `dlse` is the gradient of the lse.
+struct Gradients {
+    const Tensor& dout;
+    const Tensor& out;
+    const Tensor& lse;
+    const OptionalTensor& dlse;
+};
+
+inline bool acceptable_gradients(const Gradients& g, const Call& c) {
+    return is_output(g.dout, c) && is_output(g.out, c) && is_row_value(g.lse, c) &&
+           (!g.dlse || is_row_value(*g.dlse, c));
 }
 
 // Raises the error that names the argument; the wording lives in runtime/inputs.py.
 inline void complain(const Call& c, const OptionalTensor& dout = {}, const OptionalTensor& out = {},
-              const OptionalTensor& lse = {}) {
+                     const OptionalTensor& lse = {}, const OptionalTensor& dlse = {}) {
     static const auto op =
-        find_op<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t,
-                     std::optional<double>, const OptionalTensor&, int64_t, const OptionalTensor&,
-                     const OptionalTensor&, const OptionalTensor&)>("attnforge::complain");
+        find_op<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t, std::optional<double>,
+                     int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                     const OptionalTensor&)>("attnforge::complain");
     const at::AutoDispatchBelowAutograd below;
-    op.call(c.q, c.k, c.v, c.starts, c.ends, c.mask, c.scale, c.dense, c.visible, dout, out, lse);
+    op.call(c.q, c.k, c.v, c.mask, c.kind, c.scale, c.visible, dout, out, lse, dlse);
     TORCH_INTERNAL_ASSERT(false, "attnforge: inputs were refused, but runtime/inputs.py finds nothing wrong");
 }
 
@@ -140,7 +161,7 @@ public:
             static_cast<uint64_t>(c.q.size(3)) << 48 | static_cast<uint64_t>(c.v.size(3)) << 32 |
                 static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             shown << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 | octave << 24 |
-                static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.mask) << 8 | deterministic * 2u |
+                static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 | deterministic * 2u |
                 backward};
         {
             const std::shared_lock lock(mutex_);
@@ -153,7 +174,7 @@ public:
                                                     int64_t, int64_t, int64_t, at::Device, bool, int64_t)>(
             "attnforge::resolve");
         const int64_t handle =
-            resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.mask, c.q.size(1), c.k.size(1),
+            resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.kind, c.q.size(1), c.k.size(1),
                          c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible);
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
@@ -181,10 +202,10 @@ inline const Variant& choose(const Call& c, bool backward, bool deterministic, i
     }
     const Variant& v = variants().at(handle);
     TORCH_CHECK_VALUE(v.backward == backward && v.dtype == c.q.scalar_type() && v.head_dim == c.q.size(3) &&
-                          v.head_dim_v == c.v.size(3) && v.mask == c.mask && v.device == c.q.device() &&
+                          v.head_dim_v == c.v.size(3) && v.mask == c.kind && v.device == c.q.device() &&
                           align % v.align == 0 && (v.deterministic || !deterministic),
                       "variant: ", v.name, " on ", v.device, " does not fit this call (", backward ? "bwd" : "fwd",
-                      ", ", c.q.scalar_type(), ", head_dim ", c.q.size(3), " and of v ", c.v.size(3), ", mask ", c.mask,
+                      ", ", c.q.scalar_type(), ", head_dim ", c.q.size(3), " and of v ", c.v.size(3), ", mask ", c.kind,
                       ", rows aligned to ", align, " bytes, ", c.q.device(), deterministic ? ", deterministic" : "",
                       ")");
     return v;

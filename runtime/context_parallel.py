@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from attnforge.runtime import ops
 from attnforge.runtime.exchange import Attention, Call, all_gather
 from attnforge.runtime.inputs import expect_layout
 from attnforge.runtime.masks import DenseMask, Spans
-from attnforge.runtime.shards import Layout, kept, local_dense, local_plain, local_spans, make_layout
+from attnforge.runtime.shards import Layout, local_dense, local_plain, local_spans, make_layout
 
 
 def context_parallel(
@@ -98,6 +98,7 @@ class ContextParallel:
             all_gather(whole, first, self._group)
             return whole[:total].movedim(0, dim)
 
+    @overload
     def attention(
         self,
         q: Tensor,
@@ -107,8 +108,36 @@ class ContextParallel:
         *,
         total: int | None = None,
         scale: float | None = None,
+        return_lse: Literal[False] = False,
         deterministic: bool = False,
-    ) -> Tensor:
+    ) -> Tensor: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: ops.Mask = None,
+        *,
+        total: int | None = None,
+        scale: float | None = None,
+        return_lse: Literal[True],
+        deterministic: bool = False,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: ops.Mask = None,
+        *,
+        total: int | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        deterministic: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`attnforge.attention` of the whole sequence, of which every rank passes and gets its rows.
 
         q: (B, Hq, n, D); k: (B, Hkv, n, D); v: (B, Hkv, n, Dv): rows [rank n, (rank + 1) n), n the same on all ranks.
@@ -117,7 +146,8 @@ class ContextParallel:
         total: rows of the whole sequence if the last of the W n are padding: these see nothing, are seen by
             nothing, and their output is zero. Known from Spans; W n otherwise. n must be ceil(total / W).
 
-        Returns this rank's rows, in the layout and dtype of q. Gradients are those of this rank's q, k and v.
+        Returns this rank's rows, in the layout and dtype of q; with return_lse also their lse, float32 (B, Hq, n), -inf
+        for padding. Both are differentiable; gradients are those of this rank's q, k and v.
         The first call with a number of key heads may make process groups: call it once before it is compiled.
         Raises as `attnforge.attention`; ValueError also for shards that do not fit the mask or each other.
         """
@@ -129,9 +159,9 @@ class ContextParallel:
         shared = self._shared_heads(k.shape[1])
         layout = self._layout(shared)
         local = self._local_mask(mask, layout, q.shape[2], total, q.device)
-        call = Call(layout, shared, self._pieces, local, scale, deterministic)
-        out: Tensor = Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-        return out
+        call = Call(layout, shared, self._pieces, local, scale, return_lse, deterministic)
+        results: tuple[Tensor, ...] = Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return (results[0], results[1]) if return_lse else results[0]
 
     __call__ = attention
 
@@ -151,11 +181,9 @@ class ContextParallel:
                 f"{rows} rows of q"
             )
         if isinstance(mask, (Spans, DenseMask)):
-            length = mask.starts.shape[0] if isinstance(mask, Spans) else mask.mask.shape[-1]
-            if isinstance(mask, DenseMask) and mask.mask.shape[-2] != length:
-                raise ValueError(
-                    f"mask: is of {tuple(mask.mask.shape[-2:])} queries and keys, expected as many"
-                )
+            length = mask.seq_k
+            if isinstance(mask, DenseMask) and mask.seq_q != length:
+                raise ValueError(f"mask: is of {mask.seq_q} queries and {length} keys, expected as many")
             if total is not None and total != length:
                 raise ValueError(f"total: got {total}, but the mask is of {length} rows")
             total = length
@@ -186,26 +214,23 @@ class ContextParallel:
         if len(layout.queries) == self.world and total == self.world * rows:
             return mask
         where = (layout.queries, layout.keys, rows, total)
-        # Once per mask, not per layer: tile schedules are cached by the tensors that are made here. Not in a trace,
-        # which has no tensors yet.
+        # Once per mask, not per layer: what is made here owns tile schedules. Not in a trace, which has no tensors yet.
         trace = torch.compiler.is_compiling()
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" and not trace else 0
+        stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" and not trace else 0
+        key: Any = (where, stream)
         if not isinstance(mask, (Spans, DenseMask)):
             causal = mask is not None
             if trace:
                 return local_plain(causal, *where, device)
-            key: Any = (causal, where, device, stream)
+            key = (causal, device, key)
             if key not in self._plain:
-                self._plain = {key: kept(local_plain, causal, *where, device)}  # one length at a time
+                self._plain = {key: local_plain(causal, *where, device)}  # one length at a time
             return self._plain[key]
         make: Any = local_spans if isinstance(mask, Spans) else local_dense
         if trace:
             local: ops.Mask = make(mask, *where)
             return local
-        tensors = (mask.starts, mask.ends) if isinstance(mask, Spans) else (mask.mask,)
-        inference = any(x.is_inference() for x in tensors)
-        key = (None if inference else [x._version for x in tensors], where, stream)
         known = self._masks.get(mask)
-        if known is None or known[0] != key or inference:
-            self._masks[mask] = known = (key, kept(make, mask, *where))
+        if known is None or known[0] != key:
+            self._masks[mask] = known = (key, make(mask, *where))
         return known[1]

@@ -27,6 +27,7 @@ class Call:
     pieces: int
     mask: ops.Mask
     scale: float | None
+    return_lse: bool
     deterministic: bool
 
 
@@ -101,14 +102,14 @@ class Attention(torch.autograd.Function):
     """Exchanges and kernels, both ways. `u` in the names of tensors: laid out by rows, heads shared."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
         shared, group = call.shared, call.layout.among_heads
         pieces = _cut(q.shape[1] // shared, k.shape[1] // shared, call.pieces)
         keys = _send_keys(k, v, shared, group)
         flights = [_send_heads(q, shared, piece.q0, piece.q1, group) for piece in pieces]
         kv = _gather_keys(keys.land().flatten(0, 1), call.layout.among_rows)
         k_u, v_u = (_heads_view(x) for x in kv.split((k.shape[3], v.shape[3]), dim=3))
-        out, saved, back = _like(q, v.shape[3]), [], []
+        out, saved, back, lses = _like(q, v.shape[3]), [], [], []
         for piece, flight in zip(pieces, flights, strict=True):
             q_u = _heads_view(flight.land().flatten(0, 1))
             heads = slice(piece.k0, piece.k1)
@@ -116,19 +117,29 @@ class Attention(torch.autograd.Function):
             out_u, lse_u = ops.forward(q_u, k_u[:, heads], v_u[:, heads], mask, call.scale)
             saved += [q_u, out_u, lse_u]
             back.append(_return_rows(out_u, shared, group))
+            if call.return_lse:
+                lses.append(_return_rows(lse_u[..., None], shared, group))
         for piece, flight in zip(pieces, back, strict=True):
             _take_heads(out, flight.land(), shared, piece.q0, piece.q1)
         ctx.save_for_backward(kv, *saved)
         ctx.call, ctx.pieces, ctx.dims = call, pieces, (k.shape[3], v.shape[3])
         ctx.layouts = [torch.empty_like(x, device="meta") for x in (q, k, v)]
-        return out
+        if not call.return_lse:
+            return (out,)
+        lse = q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+        for piece, flight in zip(pieces, lses, strict=True):
+            _take_heads(lse, flight.land(), shared, piece.q0, piece.q1)
+        return out, lse.squeeze(3)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
+    def backward(ctx: Any, dout: Tensor, *dlse: Tensor) -> Any:
         call, pieces = ctx.call, ctx.pieces
         shared, group = call.shared, call.layout.among_heads
         kv, *saved = ctx.saved_tensors
         flights = [_send_heads(dout, shared, piece.q0, piece.q1, group) for piece in pieces]
+        rows = [
+            [_send_heads(x[..., None], shared, piece.q0, piece.q1, group) for x in dlse] for piece in pieces
+        ]
         k_u, v_u = (_heads_view(x) for x in kv.split(ctx.dims, dim=3))
         split = len(pieces) > pieces[-1].k1
         summed = split or call.layout.among_rows is not None
@@ -137,9 +148,11 @@ class Attention(torch.autograd.Function):
         for index, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
             q_u, out_u, lse_u = saved[3 * index : 3 * index + 3]
             heads = slice(piece.k0, piece.k1)
+            dlse_u = [_heads_view(row.land().flatten(0, 1)).squeeze(3) for row in rows[index]]
             dq_u, dk, dv = ops.backward(
                 _heads_view(flight.land().flatten(0, 1)), q_u, k_u[:, heads], v_u[:, heads], out_u, lse_u,
                 _mask_of(call, piece, ctx.layouts[0].shape[1]), call.scale, call.deterministic,
+                dlse=dlse_u[0] if dlse_u else None,
             )  # fmt: skip
             back.append(_return_rows(dq_u, shared, group))
             for into, part in ((dk_u[:, heads], dk), (dv_u[:, heads], dv)):
@@ -168,12 +181,11 @@ def _like(q: Tensor, dim: int) -> Tensor:
 
 def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
     """The mask of a piece: of a dense one with a plane for each of all `heads` query heads, their planes."""
-    if not isinstance(call.mask, DenseMask) or call.mask.mask.dim() == 2 or call.mask.mask.shape[1] == 1:
+    if not isinstance(call.mask, DenseMask):
         return call.mask
     group = call.layout.among_heads
     first = 0 if group is None else dist.get_rank(group) * (heads // call.shared)
-    planes = call.mask.mask[:, first + piece.q0 : first + piece.q1]
-    return DenseMask(planes, visible_keys=call.mask.visible_keys)
+    return call.mask.narrow(1, first + piece.q0, piece.q1 - piece.q0)
 
 
 def _send_keys(k: Tensor, v: Tensor, shared: int, group: Any) -> _Flight:

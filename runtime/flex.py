@@ -44,7 +44,7 @@ def flex_attention(
 
     block_mask: see `from_block_mask`; converted at its first use, then kept with it.
     kernel_options: of torch's kernels; they change no result and are not looked at.
-    return_lse, return_aux: natural log; not differentiable here.
+    return_lse, return_aux: natural log; differentiable.
     Raises ValueError for a score_mod, for max_scores, for a BlockMask of other lengths, and as `attention`.
     """
     if score_mod is not None:
@@ -80,8 +80,7 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
         raise TypeError(f"block_mask: got {type(block_mask).__name__}, expected torch's BlockMask or None")
     with _lock:
         if block_mask not in _known:
-            # Never inference tensors: a later step that is recorded for backward may find them here.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():
                 _known[block_mask] = _convert(block_mask)
         return _known[block_mask]
 

@@ -64,11 +64,9 @@ def check_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    mask: int,
+    mask: Tensor | None,
+    kind: int,
     scale: float | None,
-    dense: Tensor | None = None,
     visible: int = 0,
 ) -> None:
     """Raises ValueError, TypeError for no tensor, for the first argument that `attention` cannot take (see there)."""
@@ -78,7 +76,7 @@ def check_forward(
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_input(name, x, q)
     _check_shapes(q, k, v)
-    _check_mask(q, k, starts, ends, dense, mask)
+    _check_mask(q, k, mask, kind)
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(
             f"scale: got {scale}, expected a finite number above 0, or None for head_dim ** -0.5"
@@ -103,9 +101,10 @@ def _check_input(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype != q.dtype:
         raise ValueError(f"{name}: got dtype {x.dtype}, but q has {q.dtype}; all inputs must have one dtype")
     for axis, what in enumerate(layout.strip("()").split(", ")):
-        if x.shape[axis] == 0:
+        if axis in (1, 3) and x.shape[axis] == 0:
             raise ValueError(f"{name}: {what} is 0 in shape {_shape(x)}, expected at least 1")
-    if x.stride(3) != 1:
+    # The stride of an axis of size 1 is never used, and an empty tensor has none to speak of.
+    if x.stride(3) != 1 and x.shape[3] != 1 and x.numel() > 0:
         raise ValueError(
             f"{name}: got stride {x.stride(3)} along head_dim, expected 1; use {name}.contiguous() "
             "(any strides are accepted along the other dimensions)"
@@ -135,54 +134,53 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_mask(
-    q: Tensor, k: Tensor, starts: Tensor | None, ends: Tensor | None, dense: Tensor | None, mask: int
-) -> None:
-    if not 0 <= mask < len(MASKS):
+def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int) -> None:
+    if not 0 <= kind < len(MASKS):
         raise ValueError(
-            f"mask: got code {mask}, accepted are " + ", ".join(f"{i} {m.value}" for i, m in enumerate(MASKS))
+            f"kind: got {kind}, accepted are " + ", ".join(f"{i} {m.value}" for i, m in enumerate(MASKS))
         )
-    for name, x in (("starts", starts), ("ends", ends)):
-        if MASKS[mask] is not Mask.SPANS:
-            if x is not None:
-                raise ValueError(f"mask: {name} is given, but the mask is {MASKS[mask].value}")
-            continue
-        if x is None:
-            raise ValueError(f"mask: {name} is missing for a spans mask")
-        if x.dtype != torch.int32:
-            raise ValueError(f"mask: {name} has dtype {x.dtype}, expected torch.int32")
-        if x.dim() != 1 or x.shape[0] != k.shape[2]:
-            raise ValueError(
-                f"mask: {name} has shape {_shape(x)}, but k has {k.shape[2]} rows; expected one entry a key"
-            )
-        if x.device != q.device:
-            raise ValueError(f"mask: {name} is on {x.device}, but q is on {q.device}; move the mask there")
-        if x.stride(0) != 1 and x.shape[0] > 1:
-            raise ValueError(f"mask: {name} has stride {x.stride(0)}, expected 1; use {name}.contiguous()")
-    _check_dense(q, k, dense, mask)
-
-
-def _check_dense(q: Tensor, k: Tensor, dense: Tensor | None, mask: int) -> None:
-    if MASKS[mask] is not Mask.DENSE:
-        if dense is not None:
-            raise ValueError(f"mask: dense is given, but the mask is {MASKS[mask].value}")
+    what = MASKS[kind]
+    if not what.listed:
+        if mask is not None:
+            raise ValueError(f"mask: data is given, but the mask is {what.value}")
         return
-    if dense is None:
-        raise ValueError("mask: dense is missing for a dense mask")
-    if dense.dtype != torch.bool:
-        raise ValueError(f"mask: dense has dtype {dense.dtype}, expected torch.bool")
-    pairs = (q.shape[2], k.shape[2])
-    planes = dense.dim() == 4 and all(dense.shape[axis] in (1, q.shape[axis]) for axis in (0, 1))
-    if tuple(dense.shape[-2:]) != pairs or not (dense.dim() == 2 or planes):
+    if mask is None:
+        raise ValueError(f"mask: data is missing for a {what.value} mask")
+    if mask.dtype != torch.int32:
+        raise ValueError(f"mask: data has dtype {mask.dtype}, expected torch.int32")
+    if mask.device != q.device:
+        raise ValueError(f"mask: is on {mask.device}, but q is on {q.device}; move the mask there")
+    if what is Mask.SPANS:
+        _check_spans(mask, k)
+    else:
+        _check_dense(mask, q, k)
+    if not mask.is_contiguous():
+        raise ValueError(f"mask: data has strides {mask.stride()}, expected contiguous memory")
+
+
+def _check_spans(mask: Tensor, k: Tensor) -> None:
+    if mask.dim() != 2 or mask.shape[0] != 2:
+        raise ValueError(f"mask: data of spans has shape {_shape(mask)}, expected (2, seq_k)")
+    if mask.shape[1] != k.shape[2]:
         raise ValueError(
-            f"mask: dense has shape {_shape(dense)}, expected (seq_q, seq_k) = {pairs} "
-            f"or (1 or {q.shape[0]}, 1 or {q.shape[1]}, {pairs[0]}, {pairs[1]})"
+            f"mask: is of {mask.shape[1]} keys, but k has {k.shape[2]} rows; expected one entry a key"
         )
-    if dense.device != q.device:
-        raise ValueError(f"mask: dense is on {dense.device}, but q is on {q.device}; move the mask there")
 
 
-def check_backward(q: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> None:
+def _check_dense(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    batch, heads, seq_q = q.shape[:3]
+    words = (k.shape[2] + 31) // 32
+    planes = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    if not planes or tuple(mask.shape[2:]) != (seq_q, words):
+        raise ValueError(
+            f"mask: data of a dense mask has shape {_shape(mask)}, expected (1 or {batch}, 1 or {heads}, {seq_q} "
+            f"queries, {words} words of 32 keys)"
+        )
+
+
+def check_backward(
+    q: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+) -> None:
     """Raises ValueError if the tensors that only the backward pass takes do not belong to q and v."""
     expected = (*q.shape[:3], v.shape[3])
     for name, x in (("dout", dout), ("out", out)):
@@ -191,11 +189,14 @@ def check_backward(q: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor)
                 f"{name}: got {_shape(x)} {x.dtype} on {x.device}, "
                 f"expected {expected} {q.dtype} on {q.device}, as q with the head_dim of v"
             )
-    if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or lse.device != q.device:
-        raise ValueError(
-            f"lse: got {_shape(lse)} {lse.dtype} on {lse.device}, "
-            f"expected (batch, heads_q, seq_q) = {_shape(q)[:-1]} torch.float32 on {q.device}"
-        )
+    for name, value in (("lse", lse), ("dlse", dlse)):
+        if value is not None and (
+            value.shape != q.shape[:3] or value.dtype != torch.float32 or value.device != q.device
+        ):
+            raise ValueError(
+                f"{name}: got {_shape(value)} {value.dtype} on {value.device}, "
+                f"expected (batch, heads_q, seq_q) = {_shape(q)[:-1]} torch.float32 on {q.device}"
+            )
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Spec
@@ -108,7 +109,7 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
     problem, tuning = plan.spec.problem, plan.spec.tuning
     launches = (*plan.launches, *plan.schedule)
     handle = torch.ops.attnforge.add_variant(
-        binary=torch.frombuffer(bytearray(entry.binary), dtype=torch.uint8),
+        binary=_bytes(entry),
         path=str(path),
         name=plan.spec.slug,
         device=device,
@@ -130,6 +131,8 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
         columns_v=plan.columns_v or problem.head_dim_v,
         bounds=plan.bounds,
         bits=plan.bits,
+        schedule_kind=plan.schedule_kind,
+        grouped=plan.grouped,
         deterministic=plan.deterministic,
         symbols=[launch.symbol for launch in launches],
         grids=["*".join(launch.grid) for launch in launches],
@@ -143,3 +146,13 @@ def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | 
         boxes=[size for item in plan.tensor_maps for size in (item.columns, item.rows, item.panels)],
     )
     return int(handle)
+
+
+def _bytes(entry: cache.Entry) -> torch.Tensor:
+    return torch.frombuffer(bytearray(entry.binary), dtype=torch.uint8)
+
+
+def load_mask_kernels(device: torch.device) -> None:
+    """Answer to mask_makers.h: compile and load the kernels that make the data of masks on a GPU. Errors as `load`."""
+    entry = cache.obtain(mask_kernels(target(device)))
+    torch.ops.attnforge.add_mask_kernels(_bytes(entry), device)

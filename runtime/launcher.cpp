@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "mask_makers.h"
 
 namespace attnforge {
 namespace {
@@ -12,44 +13,50 @@ namespace {
 
 TORCH_LIBRARY(attnforge, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
-    m.def("forward(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
-          "bool deterministic=False, SymInt visible=0, Tensor? dense=None, int variant=0) -> (Tensor out, Tensor lse)",
-          tags);
-    m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? starts, Tensor? ends, "
-          "int mask, float? scale, bool deterministic=False, SymInt visible=0, Tensor? dense=None, int variant=0) "
+    m.def("forward(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, float? scale, bool deterministic=False, "
+          "SymInt visible=0, int variant=0) -> (Tensor out, Tensor lse)", tags);
+    m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, int kind, "
+          "float? scale, bool deterministic=False, SymInt visible=0, Tensor? dlse=None, int variant=0) "
           "-> (Tensor dq, Tensor dk, Tensor dv)", tags);
-    m.def("attend(Tensor q, Tensor k, Tensor v, float? scale, bool deterministic=False, int mask=0, "
-          "Tensor? starts=None, Tensor? ends=None, SymInt visible=0, Tensor? dense=None) -> Tensor", tags);
+    m.def("attend(Tensor q, Tensor k, Tensor v, float? scale, bool deterministic=False, int kind=0, "
+          "Tensor? mask=None, SymInt visible=0) -> Tensor", tags);
     m.def("attend_full(Tensor q, Tensor k, Tensor v, float? scale=None) -> Tensor", tags);
     m.def("attend_causal(Tensor q, Tensor k, Tensor v, float? scale=None) -> Tensor", tags);
-    m.def("attend_spans(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor ends, int visible, float? scale=None) "
-          "-> Tensor", tags);
-    m.def("snapshot(Tensor x) -> Tensor", tags);
+    m.def("attend_spans(Tensor q, Tensor k, Tensor v, Tensor mask, int visible, float? scale=None) -> Tensor", tags);
+    // The data of masks, see masks.h.
+    m.def("mask_of_spans(Tensor starts, Tensor ends) -> Tensor", tags);
+    m.def("mask_of_pairs(Tensor visible) -> Tensor", tags);
+    m.def("mask_of_documents(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt seq_q, SymInt seq_k, int left, "
+          "int right) -> Tensor", tags);
+    m.def("mask_of_splits(int[] ends, int[] firsts, int[] lasts, int limit, Device device) -> Tensor", tags);
+    m.def("mask_of_data(Tensor data) -> Tensor", tags);
     // Called from C++, implemented in Python.
-    m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int mask, float? scale, "
-          "Tensor? dense, int visible, Tensor? dout, Tensor? out, Tensor? lse) -> ()");
-    m.def("resolve(bool backward, ScalarType dtype, int head_dim, int head_dim_v, int mask, int heads_q, int heads_kv, "
+    m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, float? scale, int visible, Tensor? dout, "
+          "Tensor? out, Tensor? lse, Tensor? dlse) -> ()");
+    m.def("resolve(bool backward, ScalarType dtype, int head_dim, int head_dim_v, int kind, int heads_q, int heads_kv, "
           "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible) -> int");
+    m.def("load_mask_kernels(Device device) -> ()");
     // Called from Python.
     m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
           "int head_dim, int head_dim_v, int mask, int align, int tile_m, int tile_n, bool owner_n, int parts, "
           "int statistics, bool dq_accum, bool dkv_accum, bool ordered, int columns, int columns_v, bool bounds, "
-          "str bits, bool deterministic, str[] symbols, str[] grids, int[] threads, int[] shared_bytes, "
-          "int[] persistent, int[] cluster, int[] overlaps, int launches, str[] mapped, int[] boxes) -> int");
+          "str bits, str schedule_kind, bool grouped, bool deterministic, str[] symbols, str[] grids, int[] threads, "
+          "int[] shared_bytes, int[] persistent, int[] cluster, int[] overlaps, int launches, str[] mapped, "
+          "int[] boxes) -> int");
+    m.def("add_mask_kernels(Tensor binary, Device device) -> ()");
     m.def("forget_routes() -> ()", [] { router().clear(); });
-    m.def("schedule_count() -> int", [] { return schedules().size(); });
-    m.def("forget_schedules() -> ()", [] { schedules().clear(); });
+    m.def("schedule_count(Tensor? mask=None) -> int", schedule_count);  // of a mask, else of all that live
+    m.def("forget_schedules(Tensor? mask=None) -> ()", forget_schedules);
 }
 
-Tensor snapshot(const Tensor& x) {
-    return x.clone(at::MemoryFormat::Contiguous);
-}
-
-#define ATTNFORGE_IMPLEMENT(key)       \
-    TORCH_LIBRARY_IMPL(attnforge, key, m) { \
-        m.impl("forward", forward);    \
-        m.impl("backward", backward);  \
-        m.impl("snapshot", snapshot);  \
+#define ATTNFORGE_IMPLEMENT(key)                             \
+    TORCH_LIBRARY_IMPL(attnforge, key, m) {                  \
+        m.impl("forward", forward);                          \
+        m.impl("backward", backward);                        \
+        m.impl("mask_of_spans", mask_of_spans);              \
+        m.impl("mask_of_pairs", mask_of_pairs);              \
+        m.impl("mask_of_documents", mask_of_documents);      \
+        m.impl("mask_of_data", mask_of_data);                \
     }
 ATTNFORGE_IMPLEMENT(CPU)
 ATTNFORGE_IMPLEMENT(CUDA)
@@ -63,6 +70,8 @@ TORCH_LIBRARY_IMPL(attnforge, CompositeImplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(attnforge, CompositeExplicitAutograd, m) {
     m.impl("add_variant", add_variant);
+    m.impl("add_mask_kernels", add_mask_kernels);
+    m.impl("mask_of_splits", mask_of_splits);
 }
 
 TORCH_LIBRARY_IMPL(attnforge, Autograd, m) {

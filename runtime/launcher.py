@@ -36,6 +36,8 @@ SOURCES = (
     "arguments.h",
     "call.h",
     "schedules.h",
+    "masks.h",
+    "mask_makers.h",
     "variants.h",
     "driver.h",
     "launch_config.h",

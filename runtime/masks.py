@@ -1,14 +1,32 @@
-"""Mask values of the public API: which (query i, key j) pairs are looked at. No mask (None) is full."""
+"""Mask values of the public API: which (query i, key j) pairs are looked at. No mask (None) is full.
+
+A mask copies what it is made from and never changes. It owns the tile schedules that kernels need of it: each is built
+at its first use and shared by all layers, by forward and backward, in eager and in compiled code. See runtime/masks.h.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from attnforge.codegen.spec import Mask
 from attnforge.runtime.inputs import MAX_INDEX
+from attnforge.runtime.launcher import launcher
+
+_operators = torch.ops.attnforge
+
+
+def load_operators() -> bool:
+    """Load the operators, if they are not."""
+    launcher()
+    return True
+
+
+# Dynamo runs it while tracing and keeps the result. This is all that torch.compiler.assume_constant_result
+# does, but that imports torch._dynamo: a second or more at import.
+load_operators._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Causal:
@@ -29,13 +47,47 @@ class Causal:
         return "Causal()"
 
 
-class Spans:
+class _Listed:
+    """What `Spans` and `DenseMask` share: data on a device, whose storage owns the schedules."""
+
+    data: Tensor
+    visible_keys: float | None
+    bucket: int
+
+    def _adopt(self, data: Tensor, visible_keys: float | None) -> None:
+        self.data = data
+        self.visible_keys = visible_keys
+        self.bucket = bucket(visible_keys)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the mask is: the device of q."""
+        return self.data.device
+
+    def _replaced(self, data: Tensor) -> Any:
+        """The same mask but for its data, with schedules of its own."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.data = _operators.mask_of_data(data)
+        return other
+
+    def to(self, device: torch.device | str) -> Any:
+        """This mask on another device; itself if it is there."""
+        moved = self.data.to(device)
+        return self if moved is self.data else self._replaced(moved)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copied or unpickled tensor has a plain storage, which owns no schedules.
+        load_operators()
+        self.__dict__.update(state | {"data": _operators.mask_of_data(state["data"])})
+
+
+class Spans(_Listed):
     """Key j is visible to the queries starts[j] <= i < ends[j]; an empty interval hides the key.
 
-    `starts`, `ends`: int32 (seq_k) on the device of q, the same for every batch entry and head. Tile
-    schedules are cached per pair of tensors; an in-place change that bumps their version counter is noticed,
-    one that hides from it (through `.data`, or by a CUDA graph that computes them and is replayed before a
-    call outside of it) is not. Inside a CUDA graph each call builds its schedule anew, at every replay.
+    `starts`, `ends`: int32 (seq_k) on the device of q, any values, the same for every batch entry and head. They are
+    copied: later changes of the tensors do not reach the mask. A CUDA graph that makes its masks while it is captured
+    makes them anew, with their schedules, at every replay.
 
     `visible_keys`: how many keys a query sees on average, where the host knows. By it, rounded down to a power of
     two, dispatch tells sparse packs from dense ones: it chooses kernels and changes nothing else.
@@ -53,30 +105,51 @@ class Spans:
             )
         if starts.device != ends.device:
             raise ValueError(f"ends: is on {ends.device}, but starts is on {starts.device}; move one of them")
-        self.starts = starts
-        self.ends = ends
-        self.visible_keys = visible_keys
-        self.bucket = bucket(visible_keys)
+        load_operators()
+        self._adopt(_operators.mask_of_spans(starts, ends), visible_keys)
+
+    @classmethod
+    def _of(cls, data: Tensor, visible_keys: float | None) -> Spans:
+        """Spans of data that an operator made."""
+        mask = object.__new__(Spans)
+        mask._adopt(data, visible_keys)
+        return mask
+
+    @property
+    def seq_k(self) -> int:
+        """Number of keys."""
+        return self.data.shape[1]
+
+    @property
+    def starts(self) -> Tensor:
+        """int32 (seq_k), a copy."""
+        return self.data[0].clone()
+
+    @property
+    def ends(self) -> Tensor:
+        """int32 (seq_k), a copy."""
+        return self.data[1].clone()
 
     def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:
         """Dense bool mask (seq_q, seq_k), True = visible. For small sizes and tests."""
-        if self.starts.shape[0] != seq_k:
-            raise ValueError(f"mask: starts has length {self.starts.shape[0]}, but there are {seq_k} keys")
+        if self.seq_k != seq_k:
+            raise ValueError(f"mask: is of {self.seq_k} keys, but there are {seq_k}")
         query = torch.arange(seq_q, device=device)[:, None]
-        return (self.starts.to(device)[None] <= query) & (query < self.ends.to(device)[None])
+        starts, ends = self.data.to(device)[:, None]
+        seen: Tensor = (starts <= query) & (query < ends)
+        return seen
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(seq_k={self.starts.shape[0]}, device={self.starts.device})"
+        return f"{type(self).__name__}(seq_k={self.seq_k}, device={self.device})"
 
 
-class DenseMask:
+class DenseMask(_Listed):
     """Any mask: key j is visible to query i where `mask[..., i, j]` is True.
 
     `mask`: bool (seq_q, seq_k), or (batch or 1, heads_q or 1, seq_q, seq_k) for masks that differ between batch
-    entries or query heads; on the device of q, with any strides, never copied. It is packed to bits and to lists
-    of tiles on the device, so empty tiles are skipped and full ones cost nothing; a row that sees no key gives
-    zeros. The result is cached as that of `Spans`, whose rules for changes in place hold here too: make one mask
-    a step and pass it to all layers. `visible_keys` as for `Spans`, over all planes.
+    entries or query heads; on the device of q, with any strides. It is packed to bits, an eighth of its bytes, and may
+    go at once. Kernels skip its empty tiles, and full ones cost nothing; a row that sees no key gives zeros. Make one
+    mask a step and pass it to all layers. `visible_keys` as for `Spans`, over all planes.
     """
 
     kind: ClassVar[Mask] = Mask.DENSE
@@ -95,21 +168,45 @@ class DenseMask:
                 f"mask: got shape {tuple(mask.shape)}, expected (seq_q, seq_k) "
                 "or (batch or 1, heads_q or 1, seq_q, seq_k)"
             )
-        for axis in range(mask.dim() - 2):  # what is expanded is one plane: nothing must ever write it out
-            if mask.stride(axis) == 0:
-                mask = mask.narrow(axis, 0, 1)
-        self.mask = mask
-        self.visible_keys = visible_keys
-        self.bucket = bucket(visible_keys)
+        load_operators()
+        # The operator's result has one plane for an axis of stride 0: nothing ever writes out what is expanded.
+        self.seq_k = mask.shape[-1]
+        self._adopt(_operators.mask_of_pairs(mask), visible_keys)
+
+    @property
+    def seq_q(self) -> int:
+        """Number of queries."""
+        return self.data.shape[2]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch or 1, heads_q or 1, seq_q, seq_k)."""
+        return (*self.data.shape[:3], self.seq_k)
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask as bool, of `shape`, (seq_q, seq_k) if there is one plane; unpacked at each access."""
+        bit = torch.arange(32, dtype=torch.int32, device=self.device)
+        visible = ((self.data[..., None] >> bit) & 1).bool().flatten(-2)[..., : self.seq_k]
+        return visible[0, 0] if visible.shape[:2] == (1, 1) else visible
+
+    def narrow(self, dim: int, start: int, length: int) -> DenseMask:
+        """The planes [start, start + length) of batch entries (dim 0) or heads (dim 1); itself if all share one."""
+        if dim not in (0, 1):
+            raise ValueError(f"dim: got {dim}, expected 0 for batch entries or 1 for heads")
+        if self.data.shape[dim] == 1:
+            return self
+        narrowed: DenseMask = self._replaced(self.data.narrow(dim, start, length))
+        return narrowed
 
     def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:
         """Dense bool mask (seq_q, seq_k) or (B or 1, Hq or 1, seq_q, seq_k), True = visible. For tests."""
-        if tuple(self.mask.shape[-2:]) != (seq_q, seq_k):
-            raise ValueError(f"mask: has shape {tuple(self.mask.shape)}, but pairs are {seq_q} x {seq_k}")
+        if self.shape[-2:] != (seq_q, seq_k):
+            raise ValueError(f"mask: has shape {self.shape}, but pairs are {seq_q} x {seq_k}")
         return self.mask.to(device)
 
     def __repr__(self) -> str:
-        return f"DenseMask(shape={tuple(self.mask.shape)}, device={self.mask.device})"
+        return f"DenseMask(shape={self.shape}, device={self.device})"
 
 
 def bucket(visible_keys: float | None) -> int:

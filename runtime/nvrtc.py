@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from attnforge.codegen.render import Source
+from attnforge.codegen.mask_kernels import Compilable
 from attnforge.codegen.spec import Arch
 from attnforge.runtime.errors import CompileError, NoCompilerError
 from attnforge.runtime.toolchain import Built, cuda_homes, parse_ptxas, site_packages, write_source
@@ -64,14 +64,14 @@ class Nvrtc:
     def flags(self) -> tuple[str, ...]:
         return (*FLAGS, f"--gpu-architecture={self.arch.nvcc_name}")
 
-    def compile(self, source: Source, directory: Path) -> Built:
+    def compile(self, source: Compilable, directory: Path) -> Built:
         """Compile to a cubin in `directory`. Raises CompileError with NVRTC's log."""
         path = write_source(source, directory)
         begin = time.perf_counter()
         command = ("nvrtc", *self.flags, path.name)
         status, log, cubin = compile_text(load(self.library), source.text, path.name, self.flags)
         if cubin is None:
-            raise CompileError(source.spec.slug, command, path, log or status)
+            raise CompileError(source.slug, command, path, log or status)
         (directory / BINARY_NAME).write_bytes(cubin)
         return Built(BINARY_NAME, log, command, time.perf_counter() - begin, parse_ptxas(log))
 

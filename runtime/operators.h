@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/ops/full.h>
 
 #include "arguments.h"
 
@@ -10,6 +11,16 @@ namespace attnforge {
 using ForwardResult = std::tuple<Tensor, Tensor>;
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
 
+// What a call without a pair gives: nobody sees anything.
+inline ForwardResult empty_forward(const Call& call, bool with_lse) {
+    const Tensor& q = call.q;
+    Tensor lse;
+    if (with_lse) {
+        lse = at::full(q.sizes().slice(0, 3), -INFINITY, q.options().dtype(at::kFloat));
+    }
+    return {output(q, call.v).zero_(), std::move(lse)};
+}
+
 // The lse is undefined where it is not wanted.
 inline ForwardResult run_forward(const Call& call, int64_t variant_handle, bool with_lse) {
     if (!acceptable(call)) {
@@ -17,6 +28,9 @@ inline ForwardResult run_forward(const Call& call, int64_t variant_handle, bool 
     }
     const Tensor& q = call.q;
     const c10::DeviceGuard guard(q.device());
+    if (call.is_empty()) {
+        return empty_forward(call, with_lse);
+    }
     const int64_t align = row_alignment({&q, &call.k, &call.v});
     const Variant& variant = choose(call, false, false, align, variant_handle);
     const int64_t heads = q.size(1), rows = q.size(2);
@@ -34,32 +48,33 @@ inline ForwardResult run_forward(const Call& call, int64_t variant_handle, bool 
     return {std::move(out), std::move(lse)};
 }
 
-inline ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
-                             const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                             bool /*deterministic*/, int64_t visible, const OptionalTensor& dense,
+inline ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                             int64_t kind, std::optional<double> scale, bool /*deterministic*/, int64_t visible,
                              int64_t variant_handle) {
-    return run_forward({q, k, v, starts, ends, mask, scale, dense, visible}, variant_handle, true);
+    return run_forward({q, k, v, mask, kind, scale, visible}, variant_handle, true);
 }
 
-inline BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Tensor& out_any, const Tensor& lse_any, const OptionalTensor& starts,
-                               const OptionalTensor& ends, int64_t mask, std::optional<double> scale,
-                               bool deterministic, int64_t visible, const OptionalTensor& dense,
-                               int64_t variant_handle) {
-    const Call call{q, k, v, starts, ends, mask, scale, dense, visible};
-    if (!acceptable(call) || !acceptable_gradient(dout_any, out_any, lse_any, call)) {
-        complain(call, dout_any, out_any, lse_any);
+inline BackwardResult run_backward(const Call& call, const Gradients& given, bool deterministic,
+                                   int64_t variant_handle) {
+    const auto& [q, k, v, mask, kind, scale, visible] = call;
+    if (!acceptable(call) || !acceptable_gradients(given, call)) {
+        complain(call, given.dout, given.out, given.lse, given.dlse);
     }
     const c10::DeviceGuard guard(q.device());
+    if (call.is_empty()) {
+        return {like(q).zero_(), like(k).zero_(), like(v).zero_()};
+    }
     // Gradients come in any layout: sum() sends an expanded scalar.
-    const Tensor dout = dout_any.stride(3) == 1 ? dout_any : dout_any.contiguous();
-    const Tensor out = out_any.stride(3) == 1 ? out_any : out_any.contiguous();
-    const Tensor lse = lse_any.contiguous();
+    const auto rows_of = [](const Tensor& x) { 
+        return x.stride(3) == 1 || x.size(3) == 1 ? x : x.contiguous();
+    };
+    const Tensor dout = rows_of(given.dout), out = rows_of(given.out), lse = given.lse.contiguous();
+    const Tensor dlse = given.dlse ? given.dlse->contiguous() : Tensor();
     const int64_t align = row_alignment({&q, &k, &v, &dout, &out});
-    deterministic = deterministic || at::globalContext().deterministicAlgorithms();
     const Variant& variant = choose(call, true, deterministic, align, variant_handle);
     Tensor dq = like(q), dk = like(k), dv = like(v);
     Params params = make_params(call, variant, out, lse.const_data_ptr<float>());
+    params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
     ATTNFORGE_SET(params, dout, dout);
     ATTNFORGE_SET(params, dq, dq);
     ATTNFORGE_SET(params, dk, dk);
@@ -79,6 +94,14 @@ inline BackwardResult backward(const Tensor& dout_any, const Tensor& q, const Te
     }
     launch(call, variant, params);
     return {std::move(dq), std::move(dk), std::move(dv)};
+}
+
+inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const Tensor& out, const Tensor& lse, const OptionalTensor& mask, int64_t kind,
+                               std::optional<double> scale, bool deterministic, int64_t visible,
+                               const OptionalTensor& dlse, int64_t variant_handle) {
+    deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    return run_backward({q, k, v, mask, kind, scale, visible}, {dout, out, lse, dlse}, deterministic, variant_handle);
 }
 
 }  // namespace attnforge

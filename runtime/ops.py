@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnforge.runtime.inputs import MASKS, expect_flags, expect_number, expect_tensors
-from attnforge.runtime.launcher import launcher
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.masks import Causal, DenseMask, Spans, load_operators
 
 Mask = Causal | Spans | DenseMask | None
 
@@ -24,22 +23,12 @@ _FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)
 _operators = torch.ops.attnforge
 
 
-def _load() -> bool:
-    launcher()
-    return True
-
-
-# Dynamo runs it while tracing and keeps the result. This is all that torch.compiler.assume_constant_result
-# does, but that imports torch._dynamo: a second or more at import.
-_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _first(name: str) -> Callable[..., Tensor]:
     """What an operator is called by until it is loaded. Later calls skip its look-up and `OpOverload.__call__`."""
 
     def call(*arguments: object) -> Tensor:
         global _attend, _attend_full, _attend_causal, _attend_spans
-        _load()
+        load_operators()
         _attend, _attend_full = _operators.attend.default._op, _operators.attend_full.default._op
         _attend_causal, _attend_spans = (
             _operators.attend_causal.default._op,
@@ -105,8 +94,9 @@ def attention(
     deterministic: gradients are the same bits on every run; torch.use_deterministic_algorithms implies it.
 
     Returns out (B, Hq, Sq, Dv) in the layout and dtype of q; with return_lse also the natural log of the softmax
-    denominator, float32 (B, Hq, Sq), -inf for a row that sees no key, and not differentiable. Under autocast,
-    inputs are cast as those of scaled_dot_product_attention.
+    denominator, float32 (B, Hq, Sq), -inf for a row that sees no key; it is differentiable, too. Under autocast,
+    inputs are cast as those of scaled_dot_product_attention. Batch, queries and keys may be none: the result is empty,
+    or zeros where there are queries but no keys.
     Raises ValueError or TypeError naming the argument; never falls back to something slow.
     What the two passes keep and allocate: docs/training.md, "Memory".
     """
@@ -123,10 +113,10 @@ def attention(
                 return _attend_causal(q, k, v) if scale is None else _attend_causal(q, k, v, scale)
             if isinstance(mask, Spans):
                 if scale is None:
-                    return _attend_spans(q, k, v, mask.starts, mask.ends, mask.bucket)
-                return _attend_spans(q, k, v, mask.starts, mask.ends, mask.bucket, scale)
-        code, starts, ends, dense, visible = _unpack(mask)
-        return _attend(q, k, v, scale, deterministic, code, starts, ends, visible, dense)
+                    return _attend_spans(q, k, v, mask.data, mask.bucket)
+                return _attend_spans(q, k, v, mask.data, mask.bucket, scale)
+        data, kind, visible = _unpack(mask, q, k)
+        return _attend(q, k, v, scale, deterministic, kind, data, visible)
     except (RuntimeError, ValueError):
         # For an argument of a wrong type torch has words of its own, about operators that nobody has heard of.
         expect_tensors(q=q, k=k, v=v)
@@ -145,10 +135,10 @@ def forward(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Else as `attention`."""
-    _load()
-    code, starts, ends, dense, visible = _unpack(mask)
+    load_operators()
+    data, kind, visible = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
-        q, k, v, starts, ends, code, scale, deterministic, visible, dense, variant
+        q, k, v, data, kind, scale, deterministic, visible, variant
     )
     return result
 
@@ -164,46 +154,42 @@ def backward(
     scale: float | None = None,
     deterministic: bool = False,
     variant: int = 0,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the layouts of q, k and v, given what `forward` returned. `variant` as there.
+
+    dlse: gradient of lse, float32 (B, Hq, Sq); None for zero.
 
     Besides these, on a GPU, until the return, in bytes, with n and m for Sq and Sk rounded up to the variant's tiles:
     4 B Hq n D for sums of dq, none in float32; 8 B Hq n for row statistics, 32 B Hq n in Hopper's 16-bit kernels; with
     the knob `split_heads` 4 B Hkv m (D + Dv) for sums of dk and dv; with ordered sums 4 B (Hq n / tile_m +
     Hkv m / tile_n) for turns. Odd head dims are rounded up to what warps share. See docs/training.md, "Memory".
     """
-    _load()
-    code, starts, ends, dense, visible = _unpack(mask)
+    load_operators()
+    data, kind, visible = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor, Tensor] = _operators.backward.default(
-        dout, q, k, v, out, lse, starts, ends, code, scale, deterministic, visible, dense, variant
+        dout, q, k, v, out, lse, data, kind, scale, deterministic, visible, dlse, variant
     )
     return result
 
 
-def _unpack(mask: Mask) -> tuple[int, Tensor | None, Tensor | None, Tensor | None, int]:
-    """What the operators take of a mask: its code, starts and ends of spans, the tensor of a dense mask, its bucket."""
+def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
+    """What the operators take of a mask: its data, its kind by number, its bucket."""
     if mask is None:
-        return _FULL, None, None, None, 0
+        return None, _FULL, 0
     if isinstance(mask, Spans):
-        starts, ends = _unshared(mask.starts, mask.ends)
-        return _SPANS, starts, ends, None, mask.bucket
+        return mask.data, _SPANS, mask.bucket
     if isinstance(mask, Causal):
-        return _CAUSAL, None, None, None, 0
+        return None, _CAUSAL, 0
     if isinstance(mask, DenseMask):
-        (dense,) = _unshared(mask.mask)
-        return _DENSE, None, None, dense, mask.bucket
+        # Bits come in words: the data alone does not say how many keys there are.
+        if q.dim() == k.dim() == 4 and mask.shape[2:] != (q.shape[2], k.shape[2]):
+            raise ValueError(
+                f"mask: has shape {mask.shape}, expected (seq_q, seq_k) = {(q.shape[2], k.shape[2])}, with planes "
+                "(batch or 1, heads_q or 1) in front if it has any"
+            )
+        return mask.data, _DENSE, mask.bucket
     raise TypeError(
         f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "
         "and attnforge.DenseMask(...)"
     )
-
-
-def _unshared(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """`tensors`, in compiled code copies of them.
-
-    Compiled code writes several values into one buffer without touching its version counter, which schedules
-    are cached by. A tensor that the operator allocated itself is never such a buffer.
-    """
-    if not is_compiling():
-        return tensors
-    return tuple(_operators.snapshot(x) for x in tensors)

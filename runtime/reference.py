@@ -89,7 +89,8 @@ def visible_rows(mask: Causal | Spans | DenseMask | None, rows: Tensor, seq_q: i
     elif isinstance(mask, Causal):
         seen = key <= row + (seq_k - seq_q)
     elif isinstance(mask, Spans):
-        seen = (mask.starts.to(rows.device) <= row) & (row < mask.ends.to(rows.device))
+        starts, ends = mask.data.to(rows.device)[:, None]
+        seen = (starts <= row) & (row < ends)
     else:
         seen = mask.mask.to(rows.device)[..., rows, :]
     return seen.reshape(*(seen.shape[:-2] or (1, 1)), *seen.shape[-2:])

@@ -1,110 +1,21 @@
-// Tile schedules of spans and dense masks: built on the device once per mask and tile geometry, shared by all layers.
+// Tile schedules of spans and dense masks: built on the device once per mask and tile shape, owned by the mask.
 #pragma once
 
-#include <array>
 #include <exception>
-#include <list>
-#include <mutex>
-#include <optional>
 #include <thread>
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
 
+#include "masks.h"
 #include "variants.h"
 
 namespace attnforge {
 
-// What a schedule depends on. Storages are compared through weak references: an address that is used again by a
-// later tensor does not match, and a detached alias (activation checkpointing makes those) does.
-struct ScheduleKey {
-    std::array<const void*, 2> data;
-    std::array<int64_t, 2> versions;
-    c10::Device device;
-    void* stream;
-    bool owner_n, ordered, bounds;
-    Bits bits;
-    std::array<int64_t, 6> sizes;      // tile_m, tile_n, parts, seq_q, seq_k, launches (not all order their tiles)
-    std::array<long long, 7> strides;  // and planes of a dense mask; heads per kv head
-
-    bool operator==(const ScheduleKey& o) const {
-        return data == o.data && versions == o.versions && device == o.device && stream == o.stream &&
-               owner_n == o.owner_n && ordered == o.ordered && bounds == o.bounds && bits == o.bits &&
-               sizes == o.sizes && strides == o.strides;
-    }
-};
-
-// What a mask is made of: `starts` and `ends` of spans, or a dense mask as both.
-struct MaskTensors {
-    const at::Tensor& first;
-    const at::Tensor& second;
-};
-
-class ScheduleCache {
-public:
-    // Schedule tensor for `key`, or an undefined tensor. Drops entries whose mask is gone: they never match again.
-    at::Tensor find(const ScheduleKey& key) {
-        const std::lock_guard lock(mutex_);
-        at::Tensor found;
-        for (auto entry = entries_.begin(); entry != entries_.end();) {
-            if (entry->first.expired() || entry->second.expired()) {
-                entry = entries_.erase(entry);
-                continue;
-            }
-            if (entry->key == key) {
-                found = entry->schedule;
-            }
-            ++entry;
-        }
-        return found;
-    }
-
-    void insert(const ScheduleKey& key, const MaskTensors& mask, const at::Tensor& schedule) {
-        const std::lock_guard lock(mutex_);
-        if (entries_.size() >= kCapacity) {
-            entries_.pop_front();
-        }
-        entries_.push_back(
-            {key, mask.first.storage().getWeakStorageImpl(), mask.second.storage().getWeakStorageImpl(), schedule});
-    }
-
-    int64_t size() {
-        const std::lock_guard lock(mutex_);
-        return static_cast<int64_t>(entries_.size());
-    }
-
-    void clear() {
-        const std::lock_guard lock(mutex_);
-        entries_.clear();
-    }
-
-private:
-    struct Entry {
-        ScheduleKey key;
-        c10::weak_intrusive_ptr<c10::StorageImpl> first;
-        c10::weak_intrusive_ptr<c10::StorageImpl> second;
-        at::Tensor schedule;
-    };
-    // A few masks, each with a handful of tile geometries, live at a time; more would only hold memory.
-    static constexpr size_t kCapacity = 64;
-    std::mutex mutex_;
-    std::list<Entry> entries_;
-};
-
-inline ScheduleCache& schedules() {
-    static auto* cache = new ScheduleCache;  // never destroyed: the allocator may be gone at exit
-    return *cache;
-}
-
-// An int tensor that outlives the call. A thread of its own allocates it: while torch warms up a CUDA graph
-// (torch.compile's mode "reduce-overhead") and inside torch.cuda.use_mem_pool, what this thread allocates goes into
-// a pool in which nothing may stay behind.
-inline at::Tensor empty_to_keep(int64_t size, const at::TensorOptions& options) {
-    if (options.device().is_cpu()) {
-        return at::empty({size}, options);
-    }
-    const c10::Stream stream = c10::impl::VirtualGuardImpl(options.device().type()).getStream(options.device());
-    at::Tensor result;
+// An int tensor that outlives the call, where new_mask left no room. A thread of its own allocates it, since this one's
+// allocations may go into a pool in which nothing may stay behind.
+inline Tensor empty_to_keep(int64_t size, const at::TensorOptions& options, const c10::Stream& stream) {
+    Tensor result;
     std::exception_ptr error;
     std::thread([&] {
         try {
@@ -120,64 +31,123 @@ inline at::Tensor empty_to_keep(int64_t size, const at::TensorOptions& options) 
     return result;
 }
 
-inline ScheduleKey schedule_key(const Variant& variant, const MaskTensors& mask, const Params& p, void* stream) {
-    return {{mask.first.const_data_ptr(), mask.second.const_data_ptr()},
-            {static_cast<int64_t>(mask.first._version()), static_cast<int64_t>(mask.second._version())},
-            variant.device,
-            stream,
-            variant.owner_n,
-            variant.ordered,
-            variant.bounds,
-            variant.bits,
-            {variant.tile_m, variant.tile_n, variant.parts, p.seq_q, p.seq_k,
-             static_cast<int64_t>(variant.schedule.size())},
-            {p.dense_batch, p.dense_head, p.dense_row, p.dense_col, p.mask_batches, p.mask_heads,
-             p.mask_heads > 1 ? p.heads_q / p.heads_kv : 1}};
+// The parts of a schedule's memory, in ints. codegen/params.py says what is in each.
+struct ScheduleLayout {
+    int64_t tiles, bounds, bits, reach, lists, counters;
+
+    ScheduleLayout(const Variant& variant, Params& p) {
+        const bool of_keys = variant.bits == Bits::kOfKeys;
+        p.bits_row = variant.bits == Bits::kNone ? 0 : ((of_keys ? p.padded_k : p.padded_q) + 31) / 32;
+        p.list_stride = variant.owner_n ? p.tiles_m : p.tiles_n;
+        tiles = int64_t{p.mask_planes} * (variant.owner_n ? p.tiles_n : p.tiles_m);
+        bounds = variant.bounds ? int64_t{2} * p.padded_k : 0;
+        bits = int64_t{p.mask_planes} * (of_keys ? p.padded_q : p.padded_k) * p.bits_row;
+        reach = variant.parts > 1 ? 8 * tiles : 0;
+        lists = tiles * (2 + p.list_stride * (variant.ordered ? 2 : 1));
+        counters = variant.bounds ? 2 : 0;
+    }
+
+    int64_t size() const { return bounds + bits + reach + lists + counters; }
+
+    void point(const Variant& variant, Params& p, int* memory) const {
+        p.bounds = memory;  // first, where the allocator aligns it for TMA
+        p.bits = reinterpret_cast<unsigned*>(p.bounds + bounds);
+        p.reach = p.bounds + bounds + bits;
+        p.tile_count = p.reach + reach;
+        p.tile_order = p.tile_count + tiles;
+        p.tile_list = p.tile_order + tiles;
+        p.turn = variant.ordered ? p.tile_list + tiles * p.list_stride : nullptr;
+        p.pieces = memory + size() - counters;
+    }
+};
+
+// What keeps the tables of a call's schedule until its kernels are in the stream.
+struct Attached {
+    std::shared_ptr<const Schedule> schedule;
+    Tensor tables;
+    Tensor counters;
+};
+
+// Memory for the tables of `made`: behind the mask's data if there is room.
+inline void allocate(MaskState& state, Schedule& made, int64_t size) {
+    if (state.used + size <= state.memory.numel()) {
+        made.memory = state.memory;
+        made.tables = made.memory.mutable_data_ptr<int>() + state.used;
+        state.used += aligned(size);
+        return;
+    }
+    const c10::InferenceMode normal(false);
+    const auto options = state.memory.options();
+    made.memory = made.stream ? empty_to_keep(size, options, *made.stream) : at::empty({size}, options);
+    made.tables = made.memory.mutable_data_ptr<int>();
 }
 
-// Points `params` at the schedule of `mask` for `variant`, building it on `stream` if there is none yet.
-// The returned tensor owns the memory: the caller keeps it until its kernels are enqueued.
-inline at::Tensor attach_schedule(const Variant& variant, const MaskTensors& mask, Params& params, void* stream) {
-    const int64_t tiles = int64_t{params.mask_planes} * (variant.owner_n ? params.tiles_n : params.tiles_m);
-    const int64_t bounds = variant.bounds ? int64_t{2} * params.padded_k : 0;
-    const int64_t counters = variant.bounds ? 2 : 0;
-    const int64_t reach = variant.parts > 1 ? 8 * tiles : 0;
-    const bool of_keys = variant.bits == Bits::kOfKeys;
-    params.bits_row = variant.bits == Bits::kNone ? 0 : ((of_keys ? params.padded_k : params.padded_q) + 31) / 32;
-    const int64_t bits = int64_t{params.mask_planes} * (of_keys ? params.padded_q : params.padded_k) * params.bits_row;
-    params.list_stride = variant.owner_n ? params.tiles_m : params.tiles_n;
-    // Inference tensors have no version counter: a change in place would go unseen. A CUDA graph builds its own,
-    // in its own memory, from what the mask holds at each replay.
-    const bool cacheable = !mask.first.is_inference() && !mask.second.is_inference() && !is_capturing(stream);
-    std::optional<ScheduleKey> key;
-    at::Tensor schedule;
-    if (cacheable) {
-        key = schedule_key(variant, mask, params, stream);
-        schedule = schedules().find(*key);
+// The schedule that `state` has for `key`; built now if this is its first use. Whoever comes meanwhile waits.
+inline std::shared_ptr<const Schedule> schedule_of(MaskState& state, const ScheduleKey& key, const Variant& variant,
+                                                   const ScheduleLayout& layout, Params& params, void* stream) {
+    const std::lock_guard lock(state.mutex);
+    if (auto found = state.find(key)) {
+        return found;
     }
-    const bool build = !schedule.defined();
-    if (build) {
-        const int64_t lists = tiles * (2 + params.list_stride * (variant.ordered ? 2 : 1));
-        const int64_t size = bounds + bits + reach + lists + counters;
-        const auto options = mask.first.options().dtype(at::kInt);
-        schedule = cacheable ? empty_to_keep(size, options) : at::empty({size}, options);
+    const auto made = std::make_shared<Schedule>(key);
+    made->stream = current_stream_of(variant.device);
+    allocate(state, *made, layout.size());
+    layout.point(variant, params, made->tables);
+    run(variant, variant.schedule, params, stream);
+    if (made->stream) {
+        made->built.emplace(made->stream->device_type());
+        made->built->record(*made->stream);
     }
-    params.bounds = schedule.mutable_data_ptr<int>();  // first, where the allocator aligns it for TMA
-    params.bits = reinterpret_cast<unsigned*>(params.bounds + bounds);
-    params.reach = params.bounds + bounds + bits;
-    params.tile_count = params.reach + reach;
-    params.tile_order = params.tile_count + tiles;
-    params.tile_list = params.tile_order + tiles;
-    params.turn = variant.ordered ? params.tile_list + tiles * params.list_stride : nullptr;
-    // Launches that share a schedule are in one stream, so one at a time counts.
-    params.pieces = schedule.mutable_data_ptr<int>() + schedule.numel() - counters;
-    if (build) {
+    state.schedules.push_back(made);
+    return made;
+}
+
+// Does the mask keep schedules for calls from here? A CUDA graph builds its own, in its own memory, at every replay;
+// a stream that is not torch's is on its own unless the mask was made on it.
+inline bool keeps_schedules(const MaskState* state, const std::optional<c10::Stream>& here, void* stream) {
+    if (state == nullptr) {
+        return false;
+    }
+    return !here || ((!is_external(*here) || *here == *state->stream) && !is_capturing(stream));
+}
+
+// Makes `here`, another stream than the one that built the schedule, ready to read it.
+inline void share(const MaskState& state, const ScheduleLayout& layout, const c10::Stream& here, Params& params,
+                  Attached& attached) {
+    const Schedule& schedule = *attached.schedule;
+    schedule.built->block(here);
+    keep_for(schedule.memory, here);
+    if (layout.counters > 0) {
+        // Launches in one stream come one after the other and leave the counter at zero; others need their own.
+        attached.counters = at::zeros({layout.counters}, state.memory.options());
+        params.pieces = attached.counters.mutable_data_ptr<int>();
+    }
+}
+
+// Points `params` at a schedule of the mask `data` for `variant`, built on `stream` if there is none yet.
+// The caller keeps the result until its kernels are in the stream.
+inline Attached attach_schedule(const Variant& variant, const Tensor& data, Params& params, void* stream) {
+    const ScheduleLayout layout(variant, params);
+    const auto here = current_stream_of(variant.device);
+    MaskState* const state = state_of(data);
+    Attached result;
+    if (!keeps_schedules(state, here, stream)) {
+        result.tables = at::empty({layout.size()}, data.options().dtype(at::kInt));
+        layout.point(variant, params, result.tables.mutable_data_ptr<int>());
         run(variant, variant.schedule, params, stream);
-        if (cacheable) {
-            schedules().insert(*key, mask, schedule);
-        }
+        return result;
     }
-    return schedule;
+    const int64_t group = variant.grouped && params.mask_heads > 1 ? params.heads_q / params.heads_kv : 1;
+    const ScheduleKey key{variant.schedule_kind, params.seq_q, group};
+    result.schedule = schedule_of(*state, key, variant, layout, params, stream);
+    layout.point(variant, params, result.schedule->tables);
+    if (here && *here != *result.schedule->stream) {
+        share(*state, layout, *here, params, result);
+    }
+    if (here && *here != *state->stream) {
+        keep_for(state->memory, *here);
+    }
+    return result;
 }
 
 }  // namespace attnforge

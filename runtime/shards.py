@@ -48,15 +48,9 @@ def divide(world: int, shared: int, rank: int) -> tuple[tuple[int, ...], tuple[i
     return teams[team(rank)], neighbours, tuple(b for block in neighbours for b in teams[team(block)])
 
 
-def kept(make: Any, *arguments: Any) -> Any:
-    """`make(*arguments)` as plain tensors, whatever mode is on: what is kept may be recorded for backward later."""
-    with torch.inference_mode(False), torch.no_grad():
-        return make(*arguments)
-
-
 def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int) -> Spans:
     """Of `total` real rows, the rest padding: the queries of some blocks in order, and keys as blocks list them."""
-    device = mask.starts.device
+    device = mask.device
     first = torch.tensor(queries, device=device)[None] * rows
 
     def count(position: Tensor) -> Tensor:
@@ -65,7 +59,7 @@ def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], ro
 
     padding = torch.zeros(len(keys) * rows - total, dtype=torch.int32, device=device)
     order = rows_of(keys, rows, device)
-    starts, ends = (torch.cat([count(x).to(torch.int32), padding])[order] for x in (mask.starts, mask.ends))
+    starts, ends = (torch.cat([count(x).to(torch.int32), padding])[order] for x in mask.data)
     # The blocks of a rank are early and late ones: its queries see about as many keys as all do.
     return Spans(starts, ends, visible_keys=mask.visible_keys)
 
@@ -74,7 +68,7 @@ def local_dense(
     mask: DenseMask, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int
 ) -> DenseMask:
     """As `local_spans`, for a mask of all heads."""
-    row, column = (rows_of(blocks, rows, mask.mask.device) for blocks in (queries, keys))
+    row, column = (rows_of(blocks, rows, mask.device) for blocks in (queries, keys))
     real = (row < total)[:, None] & (column < total)[None]
     row, column = row.clamp(max=total - 1), column.clamp(max=total - 1)
     visible = mask.mask.index_select(-2, row).index_select(-1, column) & real

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from attnforge.codegen.render import Source
+from attnforge.codegen.mask_kernels import Compilable
 from attnforge.codegen.spec import Arch
 from attnforge.runtime.errors import CompileError, NoCompilerError
 from attnforge.runtime.settings import settings
@@ -59,7 +59,7 @@ class Toolchain(Protocol):
     def flags(self) -> tuple[str, ...]:
         """Arguments that change the binary: part of the cache key."""
 
-    def compile(self, source: Source, directory: Path) -> Built:
+    def compile(self, source: Compilable, directory: Path) -> Built:
         """Write the source and its binary into `directory`. Raises CompileError."""
 
 
@@ -73,21 +73,21 @@ class Command:
     flags: tuple[str, ...]
     binary_name: str
 
-    def compile(self, source: Source, directory: Path) -> Built:
+    def compile(self, source: Compilable, directory: Path) -> Built:
         """Run the program on the source inside `directory`. Raises CompileError with the program's output."""
         path = write_source(source, directory)
         command = (str(self.program), *self.flags, "-o", self.binary_name, path.name)
         begin = time.perf_counter()
         code, log = run(command, directory)
         if code != 0 or not (directory / self.binary_name).is_file():
-            raise CompileError(source.spec.slug, command, path, log or f"exit status {code}, no output")
+            raise CompileError(source.slug, command, path, log or f"exit status {code}, no output")
         seconds = time.perf_counter() - begin
         return Built(self.binary_name, log, command, seconds, parse_ptxas(log))
 
 
-def write_source(source: Source, directory: Path) -> Path:
+def write_source(source: Compilable, directory: Path) -> Path:
     """Write the text as `kernel.cu` or `kernel.cpp`: one short name, so that logs do not vary."""
-    path = directory / f"kernel{source.plan.suffix}"
+    path = directory / f"kernel{source.suffix}"
     path.write_text(source.text)
     return path
 

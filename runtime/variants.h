@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <map>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
@@ -53,6 +54,8 @@ struct Variant {
     int64_t columns = 0;     // of their rows: those of dq and dk, those of dv
     int64_t columns_v = 0;
     bool bounds = false;     // in the schedule
+    int64_t schedule_kind = 0;  // the same for variants whose schedules are the same for the same mask
+    bool grouped = false;       // the q heads of a kv head share an order of tiles
     Bits bits = Bits::kNone;
     bool deterministic = false;
     std::vector<Launch> launches;
@@ -172,13 +175,22 @@ inline VariantTable& variants() {
     return *table;
 }
 
+// The same number for the same text.
+inline int64_t number_of(const std::string& text) {
+    static std::mutex mutex;
+    static std::map<std::string, int64_t> numbers;
+    const std::lock_guard lock(mutex);
+    return numbers.emplace(text, static_cast<int64_t>(numbers.size()) + 1).first->second;
+}
+
 // Loads a variant and returns its handle; the arguments are those of runtime/kernels.py.
 inline int64_t add_variant(const at::Tensor& binary, std::string path, std::string name, at::Device device,
                            bool backward, at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v, int64_t mask,
                            int64_t align, int64_t tile_m, int64_t tile_n, bool owner_n, int64_t parts,
                            int64_t statistics, bool dq_accum, bool dkv_accum, bool ordered, int64_t columns,
-                           int64_t columns_v, bool bounds, std::string bits, bool deterministic,
-                           std::vector<std::string> symbols, std::vector<std::string> grids,
+                           int64_t columns_v, bool bounds, std::string bits, const std::string& schedule_kind,
+                           bool grouped, bool deterministic, std::vector<std::string> symbols,
+                           std::vector<std::string> grids,
                            std::vector<int64_t> threads, std::vector<int64_t> shared_bytes,
                            std::vector<int64_t> persistent, std::vector<int64_t> cluster,
                            std::vector<int64_t> overlaps, int64_t launches, std::vector<std::string> mapped,
@@ -204,6 +216,8 @@ inline int64_t add_variant(const at::Tensor& binary, std::string path, std::stri
     v.columns_v = columns_v;
     v.bounds = bounds;
     v.bits = bits.empty() ? Bits::kNone : bits == "k" ? Bits::kOfKeys : Bits::kOfQueries;
+    v.schedule_kind = number_of(schedule_kind);
+    v.grouped = grouped;
     v.deterministic = deterministic;
     for (size_t i = 0; i < symbols.size(); ++i) {
         auto& list = static_cast<int64_t>(i) < launches ? v.launches : v.schedule;

@@ -113,12 +113,10 @@ def _portable(case: Case) -> Case:
 
 
 def _moved(mask: Mask, device: torch.device) -> Mask:
-    """`mask` with its tensors copied to `device`."""
-    if isinstance(mask, Spans):
-        copies = (x.to(device, copy=True) for x in (mask.starts, mask.ends))
-        return Spans(*copies, visible_keys=mask.visible_keys)
-    if isinstance(mask, DenseMask):
-        return DenseMask(mask.mask.to(device, copy=True), visible_keys=mask.visible_keys)
+    """`mask` on `device`."""
+    if isinstance(mask, (Spans, DenseMask)):
+        moved: Mask = mask.to(device)
+        return moved
     return mask
 
 

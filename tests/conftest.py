@@ -99,17 +99,6 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def no_schedules() -> None:
-    """The operators, loaded, with no schedule of a mask kept."""
-    import torch
-
-    from attnforge.runtime.launcher import launcher
-
-    launcher()
-    torch.ops.attnforge.forget_schedules()
-
-
-@pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Spec]]:
     """The specs that dispatch loads, in order. It has forgotten all choices, and forgets them again in the end."""
     from attnforge.runtime import dispatch, kernels

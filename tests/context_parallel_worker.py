@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -112,6 +113,30 @@ def check(case: Case, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device
     return worst
 
 
+def check_lse(mesh: DeviceMesh) -> None:
+    """The lse of this rank's rows and its gradient, as of attention on one device."""
+    cp, device = attnforge.context_parallel(mesh), torch.device("cpu")
+    for case in (Case("packed", 96, 4, 2), Case("causal", 90, 4, 1), Case("dense heads", 96, 4, 2)):
+        mask = make_mask(case, device)
+        heads = (case.heads_q, case.heads_kv, case.heads_kv)
+        q, k, v = (
+            draw(case, n, 32, torch.float32, device, seed).requires_grad_() for seed, n in enumerate(heads)
+        )
+        a, b, c = (cp.shard(x.detach(), dim=2).requires_grad_() for x in (q, k, v))
+        weight = torch.randn(1, case.heads_q, case.total, generator=torch.Generator().manual_seed(3))
+
+        def loss(out: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
+            return out.sum() + (lse.masked_fill(lse == -torch.inf, 0) * weight).sum()
+
+        out, lse = cp.attention(a, b, c, mask, total=case.total, return_lse=True)
+        gradients = torch.autograd.grad(loss(out, lse, cp.shard(weight, dim=2)), (a, b, c))
+        one, one_lse = attnforge.attention(q, k, v, mask, return_lse=True)
+        expected = torch.autograd.grad(loss(one, one_lse, weight), (q, k, v))
+        for ours, theirs in zip((lse, *gradients), (one_lse, *expected), strict=True):
+            torch.testing.assert_close(cp.gather(ours, dim=2, total=case.total), theirs, rtol=1e-4, atol=1e-4)
+        assert (cp.gather(lse, dim=2)[:, :, case.total :] == -torch.inf).all(), "padding has an lse"
+
+
 def check_reuse(mesh: DeviceMesh) -> None:
     """Layers share what is made of a mask; checkpointing and autocast change nothing; bad shards are refused."""
     cp = attnforge.context_parallel(mesh)
@@ -120,10 +145,13 @@ def check_reuse(mesh: DeviceMesh) -> None:
     x = [torch.randn(1, heads, 24, 16, requires_grad=True) for heads in (4, 2, 2)]
     q, k, v = x
     layout = cp._layout(2)
-    first = cp._local_mask(mask, layout, 24, 96, mask.starts.device)
-    assert first is cp._local_mask(mask, layout, 24, 96, mask.starts.device)
-    mask.starts.add_(0)
-    assert first is not cp._local_mask(mask, layout, 24, 96, mask.starts.device)
+    first = cp._local_mask(mask, layout, 24, 96, mask.device)
+    assert first is cp._local_mask(mask, layout, 24, 96, mask.device)
+    for total in (95, 93):  # what was kept for one total does not serve another
+        a, b, c = (cp.gather(y, dim=2, total=total) for y in x)
+        whole = attnforge.attention(a, b, c, attnforge.Causal())
+        ours = cp.gather(cp(q, k, v, attnforge.Causal(), total=total), dim=2, total=total)
+        torch.testing.assert_close(ours, whole)
     plain = torch.autograd.grad(cp(q, k, v, mask).sum(), x)
     again = torch.autograd.grad(checkpoint(cp, q, k, v, mask, use_reentrant=False).sum(), x)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
@@ -150,6 +178,7 @@ def main() -> None:
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     check_reuse(everyone)
+    check_lse(everyone)
     failed = 0
     for case, dtype in product(CASES, (torch.float32, torch.bfloat16)):
         for mesh in (pairs["cp"], everyone):

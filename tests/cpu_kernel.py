@@ -62,7 +62,13 @@ class Kernel:
         return out, lse
 
     def backward(
-        self, x: Inputs, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, threads: int = 2
+        self,
+        x: Inputs,
+        dout: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        threads: int = 2,
+        dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv like q, k, v."""
         grads = {
@@ -74,6 +80,8 @@ class Kernel:
         dq_accum = torch.full((*delta.shape, x.q.shape[3]), math.nan)
         turns = torch.full((*x.q.shape[:2], padded // tile_m), -1, dtype=torch.int32)
         flat = {"lse": lse, "delta": delta, "dq_accum": dq_accum, "turns_taken": turns}
+        if dlse is not None:
+            flat["dlse"] = dlse
         self._call(x, {"dout": dout, "out": out, **grads}, flat, threads)
         return grads["dq"], grads["dk"], grads["dv"]
 

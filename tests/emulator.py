@@ -49,6 +49,7 @@ BODIES = {
     "mma_half": "const unsigned a[2] = {a0, a1}; multiply(d, a, &b0, 8);",
     "exp2_approx": "return std::exp2(x);",
     "log2_approx": "return std::log2(x);",
+    "min_or_nan": "return x > y ? y : x;",
     "pack": "return narrow_pair(low, high);",
     "to_float": "return widen(bits);",
 }
@@ -148,13 +149,22 @@ class Emulated:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Mask,
+        dlse: Tensor | None = None,
     ) -> list[Tensor]:
         """[dq, dk, dv], as the operator."""
         grads = [torch.full(x.shape, math.nan, dtype=x.dtype) for x in (q, k, v)]
         tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
         p = self._params(tensors | dict(zip(("dq", "dk", "dv"), grads, strict=True)), mask)
         p.lse = lse.data_ptr()
+        p.dlse = None if dlse is None else dlse.data_ptr()
         plan, heads = self.plan, p.batch * p.heads_q
         p.delta = self._workspace(heads * p.padded_q * 2)
         p.dq_accum = self._workspace(heads * p.padded_q * plan.columns)
@@ -189,13 +199,10 @@ class Emulated:
         """As set_dense of runtime/arguments.h and attach_schedule of runtime/schedules.h."""
         p.mask_batches = p.mask_heads = p.mask_planes = 1
         if isinstance(mask, attnforge.Spans):
-            p.starts, p.ends = mask.starts.data_ptr(), mask.ends.data_ptr()
+            p.starts, p.ends = (row.data_ptr() for row in mask.data)
         elif isinstance(mask, attnforge.DenseMask):
-            x = mask.mask.expand(p.batch, p.heads_q, p.seq_q, p.seq_k)
-            p.dense = x.data_ptr()
-            p.dense_batch, p.dense_head, p.dense_row, p.dense_col = x.stride()
-            p.mask_batches = p.batch if p.dense_batch else 1
-            p.mask_heads = p.heads_q if p.dense_head else 1
+            p.mask_bits = mask.data.data_ptr()
+            p.mask_batches, p.mask_heads, _, p.mask_words = mask.data.shape
             p.mask_planes = p.mask_batches * p.mask_heads
         if not self.plan.schedule:
             return

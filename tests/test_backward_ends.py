@@ -66,6 +66,9 @@ class Ends:
         self.dk, self.dv = (torch.full_like(packed(HEADS_KV, SEQ_K, d), math.nan) for _ in range(2))
         self.lse = torch.randn(BATCH, HEADS_Q, SEQ_Q)
         self.lse[0, 1, 70:90] = -math.inf
+        self.lse[1, 0, 20:23] = torch.tensor([4.2e6, -1e30, math.inf])  # too large for gradients
+        self.dlse = torch.randn_like(self.lse)
+        self.dlse[self.lse.abs() > 4e6] = math.nan
         kv = packed(HEADS_KV, SEQ_K, d)
         given = {"q": self.out, "k": kv, "v": kv, "out": self.out, "dout": self.dout}
         self.params = self.emulated._params(given | {"dq": self.dq, "dk": self.dk, "dv": self.dv}, None)
@@ -77,6 +80,7 @@ class Ends:
             (BATCH * (HEADS_Q * p.tiles_m + HEADS_KV * p.tiles_n),), 77, dtype=torch.int32
         )
         p.lse, p.delta, p.dq_accum = self.lse.data_ptr(), self.stats.data_ptr(), self.sums.data_ptr()
+        p.dlse = self.dlse.data_ptr()
         p.dkv_accum, p.turns_taken = self.sums_kv.data_ptr(), self.turns.data_ptr()
 
     def run(self, name: str) -> None:
@@ -107,13 +111,13 @@ def test_before(ends: Ends) -> None:
     rows = (
         -columns[..., :3].sum(-1).transpose(2, 3).flatten(3)
     )  # (batch, heads, lse / scale or delta, padded_q)
-    delta = (ends.out.double() * ends.dout.double()).sum(-1)
+    delta = (ends.out.double() * ends.dout.double()).sum(-1) - ends.dlse
     scores = rows[:, :, 0] * ends.params.scale_log2  # what is taken from those of base 2
-    seen = ends.lse > -math.inf
+    seen = ends.lse.abs() < 4e6
     torch.testing.assert_close(
         scores[..., :SEQ_Q][seen], ends.lse[seen].double() / math.log(2), rtol=1e-6, atol=1e-6
     )
-    torch.testing.assert_close(rows[:, :, 1, :SEQ_Q], delta, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows[:, :, 1, :SEQ_Q], delta.where(seen, 0), rtol=1e-5, atol=1e-5)
     assert (scores[..., :SEQ_Q][~seen] > 1e30).all()
     assert (scores[..., SEQ_Q:] > 1e30).all()
     assert not rows[:, :, 1, SEQ_Q:].any()
@@ -135,11 +139,20 @@ def test_statistics_at_the_smallest_scale(ends: Ends) -> None:
     ends.run("_prepare")
     ends.params.scale_log2 = usual
     powers = ends.stats[:, :, :, 0, :, :3].double().sum(-1).flatten(2) * least
-    seen = ends.lse > -math.inf
+    seen = ends.lse.abs() < 4e6
     expected = -ends.lse.double() / math.log(2)
     torch.testing.assert_close(powers[..., :SEQ_Q][seen], expected[seen], rtol=1e-6, atol=1e-6)
     without = torch.cat((powers[..., :SEQ_Q][~seen], powers[..., SEQ_Q:].flatten()))
     assert (without.isfinite() & (without < -150)).all()  # 2^-150 is 0 in float32
+
+
+def test_no_gradient_of_lse(ends: Ends) -> None:
+    ends.params.dlse = None
+    ends.run("_prepare")
+    ends.params.dlse = ends.dlse.data_ptr()
+    delta = -ends.stats[:, :, :, 1, :, :3].double().sum(-1).flatten(2)[..., :SEQ_Q]
+    exact = (ends.out.double() * ends.dout.double()).sum(-1)
+    torch.testing.assert_close(delta, exact.where(ends.lse.abs() < 4e6, 0), rtol=1e-5, atol=1e-5)
 
 
 def test_dq(ends: Ends) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnforge
 from attnforge.runtime import dropins
@@ -125,27 +127,58 @@ def test_dense(
     assert q.grad.shape == q.shape
 
 
-def test_mask_is_kept_for_the_same_tensors_only() -> None:
-    cu, other = bounds([3, 4]), bounds([3, 4])
-    first = dropins.documents(cu, cu, 7, 7, False)
-    assert dropins.documents(cu, cu, 7, 7, False) is first
-    assert dropins.documents(other, other, 7, 7, False) is not first
-    assert dropins.documents(cu, cu, 7, 7, True) is not first
-    cu[1] = 5  # in place: noticed
-    changed = dropins.documents(cu, cu, 7, 7, False)
-    assert changed.ends.tolist() == [5] * 5 + [7] * 2
-    del cu
-    again = bounds([1, 6])  # perhaps at the same address
-    assert dropins.documents(again, again, 7, 7, False).ends.tolist() == [1] + [7] * 6
+def test_the_mask_is_that_of_the_call() -> None:
+    """cu_seqlens may change in any way between calls and before backward, noticed by torch or not."""
+    q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    host = np.array([0, 3, 7], dtype=np.int32)
+    cu = torch.from_numpy(host)
+
+    def run(lens: list[int], after: int | None = None) -> tuple[Tensor, ...]:
+        host[1] = lens[0]
+        out = attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 7, 7, causal=True)
+        if after is not None:
+            host[1] = after  # the next micro-batch is written before backward
+        return (out, *torch.autograd.grad(out.pow(2).sum(), (q, k, v)))
+
+    for lens in ([3, 4], [5, 2], [1, 6]):
+        for ours, expected in zip(run(lens, after=2), run(lens), strict=True):
+            assert torch.equal(ours, expected)
+        mask = dropins.documents(cu, cu, 7, 7, True)
+        assert mask.ends.tolist() == [lens[0]] * lens[0] + [7] * lens[1]
+
+
+def test_nothing_is_kept_of_packs_that_are_gone() -> None:
+    q, k, v = (draw(70, 2, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    alive = []
+    for step in range(12):
+        cu = bounds([20 + step, 50 - step])
+        attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 50, 50, causal=True).sum().backward()
+        length = 60 + step % 10
+        attnforge.flash_attn_func(
+            q[None, :length], k[None, :length], v[None, :length], window_size=(3, 0)
+        ).sum().backward()
+        alive.append(int(torch.ops.attnforge.schedule_count()))
+    assert max(alive[6:]) <= max(alive[:6])
+
+
+def test_a_window_of_fake_tensors_stays_in_its_mode() -> None:
+    x = torch.randn(1, 19, 2, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x)
+        attnforge.flash_attn_func(fake, fake, fake, window_size=(3, 0))
+    assert type(attnforge.flash_attn_func(x, x, x, window_size=(3, 0))) is Tensor
 
 
 def test_a_mask_made_in_inference_serves_training() -> None:
-    cu = bounds([3, 4])
+    x = draw(1, 2, 30, 8, device="cpu", dtype=torch.float32, seed=0)
     with torch.inference_mode():
-        dropins.documents(cu, cu, 7, 7, False)
-    q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
-    attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4).sum().backward()
-    assert q.grad is not None
+        dropins.band(30, 30, dropins.Sides(3, 0), x.device)
+        starts = torch.zeros(30, dtype=torch.int32)
+        mask = attnforge.Spans(starts, starts + 20)
+    attnforge.attention(x, x, x, mask).sum().backward()
+    rows = x.transpose(1, 2)
+    attnforge.flash_attn_func(rows, rows, rows, window_size=(3, 0)).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize(
@@ -154,7 +187,6 @@ def test_a_mask_made_in_inference_serves_training() -> None:
         ("dropout_p", 0.1),
         ("softcap", 30.0),
         ("alibi_slopes", torch.ones(1)),
-        ("return_attn_probs", True),
         ("block_table", torch.zeros(1, 1, dtype=torch.int32)),
     ],
 )
@@ -167,6 +199,26 @@ def test_what_is_not_supported_is_named(name: str, value: object) -> None:
     if name != "block_table":
         with pytest.raises(ValueError, match=f"^{name}: "):
             attnforge.flash_attn_func(x[None], x[None], x[None], **arguments)
+
+
+def test_returned_lse() -> None:
+    """return_attn_probs without dropout: out, lse and no probabilities; the lse is differentiable."""
+    q, k, v = (draw(7, 2, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    cu = bounds([7])
+    out, lse, probabilities = attnforge.flash_attn_varlen_func(
+        q, k, v, cu, cu, causal=True, return_attn_probs=True
+    )
+    other, same, _ = attnforge.flash_attn_func(q[None], k[None], v[None], causal=True, return_attn_probs=True)
+    assert probabilities is None
+    assert (out.shape, lse.shape, same.shape) == (q.shape, (2, 7), (1, 2, 7))
+    torch.testing.assert_close(out, other[0])
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 8**-0.5
+    exact = scores.masked_fill(~torch.ones(7, 7).tril().bool(), -torch.inf).logsumexp(2)
+    torch.testing.assert_close(lse, exact)
+    torch.testing.assert_close(same[0], exact)
+    ours = torch.autograd.grad(lse.sin().sum(), (q, k), retain_graph=True)
+    for a, b in zip(ours, torch.autograd.grad(exact.sin().sum(), (q, k)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_wrong_shapes_are_named() -> None:
@@ -187,8 +239,11 @@ def test_compiled(window: tuple[int, int]) -> None:
     q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
 
     def block(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-        packed = attnforge.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, causal=True, window_size=window)
-        return packed + attnforge.flash_attn_func(q[None], k[None], v[None], window_size=window)[0]
+        packed: Tensor = attnforge.flash_attn_varlen_func(
+            q, k, v, cu, cu, 4, 4, causal=True, window_size=window
+        )
+        dense: Tensor = attnforge.flash_attn_func(q[None], k[None], v[None], window_size=window)
+        return dense[0] + packed
 
     expected = block(q, k, v, cu)
     out = torch.compile(block, fullgraph=True, backend="aot_eager")(q, k, v, cu)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Shape, draw, make_mask, spans
+from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from attnforge.runtime import ops
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16
 KINDS = ("full", "causal", "spans")
-pytestmark = pytest.mark.usefixtures("no_schedules")
 
 
 class Seen(TorchDispatchMode):
@@ -39,29 +39,37 @@ class Seen(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(device: str, kind: str) -> None:
     x = draw(Shape(group=2), DTYPE, device)
-    code, starts, ends, dense, visible = ops._unpack(make_mask(kind, 65, 65, device))
-    shared = {"dense": dense, "visible": visible}
-    torch.library.opcheck(
-        torch.ops.attnforge.forward.default, (x.q, x.k, x.v, starts, ends, code, None), shared
-    )
+    data, code, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
+    shared = {"visible": visible}
+    torch.library.opcheck(torch.ops.attnforge.forward.default, (x.q, x.k, x.v, data, code, None), shared)
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
     out, lse = ops.forward(q, k, v, make_mask(kind, 65, 65, device))
-    torch.library.opcheck(
-        torch.ops.attnforge.backward.default, (x.dout, q, k, v, out, lse, starts, ends, code, 0.2), shared
-    )
+    arguments = (x.dout, q, k, v, out, lse, data, code, 0.2)
+    for dlse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(torch.ops.attnforge.backward.default, arguments, shared | {"dlse": dlse})
 
 
 @devices
-def test_opcheck_snapshot(device: str) -> None:
-    torch.library.opcheck(torch.ops.attnforge.snapshot.default, (spans(65, 65, device).starts,))
+def test_opcheck_masks(device: str) -> None:
+    """The operators that make the data of masks."""
+    mask, make = spans(65, 65, device), torch.ops.attnforge
+    visible = torch.rand(2, 1, 33, 70, device=device) < 0.5
+    cu = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=device)
+    torch.library.opcheck(make.mask_of_spans.default, (mask.starts, mask.ends))
+    torch.library.opcheck(make.mask_of_pairs.default, (visible,))
+    torch.library.opcheck(make.mask_of_pairs.default, (visible[0, 0].mT,))
+    torch.library.opcheck(make.mask_of_pairs.default, (visible.expand(2, 3, 33, 70),))
+    torch.library.opcheck(make.mask_of_documents.default, (cu, cu, 9, 11, -1, 0))
+    torch.library.opcheck(make.mask_of_data.default, (mask.data,))
+    torch.library.opcheck(make.mask_of_splits.default, ([3, 9], [-1, 3], [9, 9], 9, torch.device(device)))
 
 
 @devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck_attend(device: str, kind: str) -> None:
     x = draw(Shape(group=2), DTYPE, device)
-    code, starts, ends, dense, visible = ops._unpack(make_mask(kind, 65, 65, device))
-    given = (0.2, True, code, starts, ends, visible, dense)
+    data, code, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
+    given = (0.2, True, code, data, visible)
     torch.library.opcheck(torch.ops.attnforge.attend.default, (x.q, x.k, x.v, *given))
 
 
@@ -100,11 +108,36 @@ def test_fake_tensors_outside_of_compilers(grad: Callable[[], AbstractContextMan
 
 
 @devices
-def test_lse_is_not_differentiable(device: str) -> None:
-    x = draw(Shape(), DTYPE, device)
-    out, lse = attnforge.attention(x.q, x.k, x.v, return_lse=True)
-    assert out.requires_grad
-    assert not lse.requires_grad
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("used", ["both", "lse", "out"])
+def test_lse_is_differentiable(device: str, kind: str, used: str) -> None:
+    """Against float64; rows that see nothing have an lse of -inf and pass no gradient on."""
+    x = draw(Shape(group=2), torch.float32, device)
+    mask = make_mask(kind, 65, 65, device)
+
+    def loss(out: Tensor, lse: Tensor) -> Tensor:
+        seen = lse > -torch.inf
+        of_lse = (torch.where(seen, lse, 0.0).sin() * torch.linspace(-1, 2, 65, device=device)).sum()
+        of_out = (out * x.dout).sum()
+        return of_lse if used == "lse" else of_out if used == "out" else of_lse + of_out
+
+    leaves = (x.q, x.k, x.v)
+    ours = torch.autograd.grad(
+        loss(*attnforge.attention(*leaves, mask, return_lse=True)), leaves, allow_unused=True
+    )
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    visible = (
+        torch.ones(65, 65, dtype=torch.bool, device=device) if mask is None else mask.visible(65, 65, device)
+    )
+    k, v = (t.repeat_interleave(2, 1) for t in wide[1:])
+    scores = (wide[0] @ k.mT * x.q.shape[3] ** -0.5).masked_fill(~visible, -1e300)
+    lse = scores.logsumexp(3)
+    weights = (scores - lse[..., None]).exp() * visible
+    loss_of_both = loss(weights @ v, torch.where(visible.any(1), lse, -torch.inf))
+    exact = torch.autograd.grad(loss_of_both, wide, allow_unused=True)
+    for name, a, given in zip("qkv", ours, exact, strict=True):
+        b = torch.zeros_like(a) if given is None else given  # v has no part in lse
+        assert (a.double() - b).abs().max() <= 2e-5 * max(1.0, float(b.abs().max())), name
 
 
 @devices
@@ -169,7 +202,7 @@ def test_checkpointing(device: str, reentrant: bool) -> None:
     for value, expected in zip((x.q, x.k, x.v), plain, strict=True):
         torch.testing.assert_close(value.grad, expected)
     # One schedule for each direction, recomputation and detached copies included.
-    assert torch.ops.attnforge.schedule_count() == 2
+    assert torch.ops.attnforge.schedule_count(mask.data) == 2
 
 
 @devices

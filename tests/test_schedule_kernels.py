@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from emulated_schedule import EmulatedSchedule
 from oracle import dense, spans
 from torch import Tensor
 
+from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm80Backward, Sm80Forward, Sm90Backward, Sm90Forward
 
@@ -111,3 +115,23 @@ def test_dense(name: str, tmp_path: Path) -> None:
     for seq_q, seq_k in SIZES[:2]:
         mask = dense(seq_q, seq_k, "cpu").mask
         check(schedule, schedule.run(mask, None, seq_q, seq_k), mask)
+
+
+def test_schedules_are_shared_by_plans_that_render_the_same() -> None:
+    """What `schedule_kind` says are the same tables comes from the same text, names aside."""
+    texts: dict[str, set[str]] = {}
+    section = re.compile(r"^// ---- Tile schedule.*?(?=^// ---- |\Z)", re.MULTILINE | re.DOTALL)
+    problems = itertools.product(
+        Direction,
+        (Arch.CPU, Arch.SM80, Arch.SM90A),
+        (DType.BFLOAT16, DType.FLOAT32),
+        (64,),
+        (Mask.SPANS, Mask.DENSE),
+    )
+    for direction, arch, dtype, head_dim, mask in problems:
+        for spec in itertools.islice(candidates(Problem(direction, arch, dtype, head_dim, mask)), 0, 24, 6):
+            source = render(spec)
+            text = "".join(section.findall(source.text)).replace(spec.symbol, "kernel")
+            texts.setdefault(source.plan.schedule_kind, set()).add(text)
+    assert len(texts) > 10
+    assert {kind for kind, found in texts.items() if len(found) > 1} == set()

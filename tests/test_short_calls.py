@@ -35,9 +35,9 @@ def operators() -> None:
 @kinds
 def test_opcheck(device: str, kind: str) -> None:
     x = draw(Shape(group=2), DTYPE, device)
-    _, starts, ends, _, visible = ops._unpack(make_mask(kind, 65, 65, device))
+    data, _, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
     op = getattr(torch.ops.attnforge, f"attend_{kind}").default
-    rest = (starts, ends, visible) if kind == "spans" else ()
+    rest = (data, visible) if kind == "spans" else ()
     for scale in ((), (0.2,)):
         torch.library.opcheck(op, (x.q, x.k, x.v, *rest, *scale))
 

@@ -150,14 +150,14 @@ def test_compiled_code_is_good_for_every_density(
 def test_opcheck() -> None:
     x = leaves()
     mask = spans(700)
-    arguments = (*x, mask.starts, mask.ends, 2, None)
+    arguments = (*x, mask.data, 2, None)
     torch.library.opcheck(torch.ops.attnforge.forward.default, arguments, {"visible": 512})
     q, k, v = (t.detach() for t in x)
     out, lse = attnforge.attention(q, k, v, mask, return_lse=True)
-    saved = (torch.ones_like(out), q, k, v, out, lse, mask.starts, mask.ends, 2, None)
+    saved = (torch.ones_like(out), q, k, v, out, lse, mask.data, 2, None)
     torch.library.opcheck(torch.ops.attnforge.backward.default, saved, {"visible": 512})
     with pytest.raises(ValueError, match=r"^visible: got -1, expected keys"):
-        torch.ops.attnforge.forward(q, k, v, mask.starts, mask.ends, 2, None, visible=-1)
+        torch.ops.attnforge.forward(q, k, v, mask.data, 2, None, visible=-1)
 
 
 class Module(torch.nn.Module):
