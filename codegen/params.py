@@ -98,8 +98,8 @@ _SCALARS = (
     Field("int", "padded_q", "tiles_m * tile_m"),
     Field("int", "padded_k", "tiles_n * tile_n"),
     Field("int", "threads", "CPU threads to use"),
-    Field("float", "scale", "softmax scale, multiplies q k^T"),
-    Field("float", "scale_log2", "scale * log2(e), at least 1e-30"),
+    Field("float", "scale", "softmax scale, multiplies q k^T; 1e-30 to 2e38"),
+    Field("float", "scale_log2", "scale * log2(e)"),
 )
 FIELDS: tuple[Field, ...] = (*_POINTERS, *_STRIDES, *_SCALARS)
 

@@ -94,7 +94,10 @@ def render(spec: Spec, chaos: int = 0) -> Source:
     """
     plan = make_plan(spec)
     text = render_text(plan.template, spec=spec, plan=plan, c=plan.constants, knobs=knobs(spec))
-    return Source(spec, plan, plant(text, chaos) if chaos else text)
+    if chaos:
+        text = plant(text, chaos)
+        _check(text, plan.template)
+    return Source(spec, plan, text)
 
 
 def render_text(template: str, **names: Any) -> str:

@@ -110,8 +110,8 @@ struct Params {
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
-    float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e), at least 1e-30
+    float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
+    float scale_log2;  // scale * log2(e)
 };
 
 struct alignas(64) TensorMap {

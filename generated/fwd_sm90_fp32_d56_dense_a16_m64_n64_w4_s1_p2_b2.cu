@@ -82,8 +82,8 @@ struct Params {
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
-    float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e), at least 1e-30
+    float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
+    float scale_log2;  // scale * log2(e)
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
@@ -539,28 +539,95 @@ __device__ __forceinline__ void apply_mask(const Params& p, int plane, float (&s
     }
 }
 
-// Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima.
+// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
+// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+constexpr float kLarge = 65536.0f;
+
+// A row maximum, or 0 for -infinity, that of a row that has seen nothing.
+__device__ __forceinline__ float finite(float row_max) {
+    return row_max == __int_as_float(0xff800000) ? 0.0f : row_max;
+}
+
+// What the exponents of a row are relative to; 0 if maxima are `large`, as S is relative to them then.
+// Rounded once, never fused: P, O and the row sums must have the same, or the sums drift away.
+__device__ __forceinline__ float base_of(float row_max, bool large, float scale_log2) {
+    return large ? 0.0f : __fmul_rn(finite(row_max), scale_log2);
+}
+
+// The factor of O and of a row sum when the maximum of the row grows from `before` to `row_max`.
+__device__ __forceinline__ float rescale_of(float before, float row_max, bool large, float scale_log2) {
+    if (!large) {
+        return exp2_approx(__fmul_rn(before, scale_log2) - base_of(row_max, false, scale_log2));
+    }
+    return exp2_approx((before - finite(row_max)) * scale_log2);
+}
+
+// Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima. `large`: whether
+// maxima are subtracted from S, as some row of the warp has a large one.
 __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (&o)[kFragsM][kFragsD][4],
-                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2], float scale_log2) {
-    const float empty = __int_as_float(0xff800000);
-    float rescale[kFragsM][2];
+                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2], bool& large,
+                                        float scale_log2) {
+    float top[kFragsM][2];
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float top = row_max[i][half];
+            top[i][half] = row_max[i][half];
 #pragma unroll
             for (int j = 0; j < kFragsN; ++j) {
-                top = fmaxf(top, fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
+                top[i][half] = fmaxf(top[i][half], fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
             }
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            // Not fused: P, O and the row sums must be relative to the same rounded base, or the sums drift away.
-            const float base = top == empty ? 0.0f : __fmul_rn(top, scale_log2);
-            rescale[i][half] = exp2_approx(__fmul_rn(row_max[i][half], scale_log2) - base);
-            moved |= top != row_max[i][half];
-            row_max[i][half] = top;
+            top[i][half] = fmaxf(top[i][half], __shfl_xor_sync(~0u, top[i][half], 1));
+            top[i][half] = fmaxf(top[i][half], __shfl_xor_sync(~0u, top[i][half], 2));
+            moved |= top[i][half] != row_max[i][half];
+        }
+    }
+    if (__any_sync(~0u, moved)) {  // rare after the first few tiles
+        bool some = false;
+#pragma unroll
+        for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                some |= fabsf(finite(top[i][half]) * scale_log2) > kLarge;
+            }
+        }
+        large = __any_sync(~0u, some);
+#pragma unroll
+        for (int i = 0; i < kFragsM; ++i) {
+            float rescale[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                rescale[half] = rescale_of(row_max[i][half], top[i][half], large, scale_log2);
+                row_sum[i][half] *= rescale[half];
+                row_max[i][half] = top[i][half];
+            }
+#pragma unroll
+            for (int j = 0; j < kFragsD; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    o[i][j][e] *= rescale[e / 2];
+                }
+            }
+        }
+    }
+    if (large) {
+#pragma unroll
+        for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+            for (int j = 0; j < kFragsN; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    s[i][j][e] -= finite(row_max[i][e / 2]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float base = base_of(row_max[i][half], large, scale_log2);
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < kFragsN; ++j) {
@@ -571,20 +638,7 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
                     sum += value;
                 }
             }
-            row_sum[i][half] = row_sum[i][half] * rescale[i][half] + sum;
-        }
-    }
-    if (!__any_sync(~0u, moved)) {
-        return;  // the usual case after the first few tiles: every factor is 1
-    }
-#pragma unroll
-    for (int i = 0; i < kFragsM; ++i) {
-#pragma unroll
-        for (int j = 0; j < kFragsD; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                o[i][j][e] *= rescale[i][e / 2];
-            }
+            row_sum[i][half] += sum;
         }
     }
 }
@@ -694,6 +748,7 @@ attnforge_fwd_sm90_fp32_d56_dense_a16_m64_n64_w4_s1_p2_b2(const __grid_constant_
     float o[kFragsM][kFragsD][4] = {};
     float row_sum[kFragsM][2] = {};
     float row_max[kFragsM][2];
+    bool large = false;  // see softmax
 #pragma unroll
     for (int i = 0; i < kFragsM; ++i) {
         row_max[i][0] = row_max[i][1] = __int_as_float(0xff800000);
@@ -728,7 +783,7 @@ attnforge_fwd_sm90_fp32_d56_dense_a16_m64_n64_w4_s1_p2_b2(const __grid_constant_
         }
         cp_async_commit();
 
-        softmax(s, o, row_max, row_sum, p.scale_log2);
+        softmax(s, o, row_max, row_sum, large, p.scale_log2);
         accumulate(o, s, v_warp);
     }
     cp_async_wait_all();

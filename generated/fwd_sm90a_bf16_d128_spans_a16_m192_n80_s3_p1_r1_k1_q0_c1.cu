@@ -92,8 +92,8 @@ struct Params {
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
-    float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e), at least 1e-30
+    float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
+    float scale_log2;  // scale * log2(e)
 };
 
 struct alignas(64) TensorMap {
@@ -814,10 +814,14 @@ __device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsi
 
 // Statistics of the two query rows of a thread.
 struct Rows {
-    float top[2];  // what P is relative to: a maximum of S so far, not always the latest
-    float sum[2];  // of P so far, this thread's columns only
-    bool known;    // whether all rows of the warp have a maximum
+    float top[2];   // what P is relative to: a maximum of S so far, not always the latest
+    float sum[2];   // of P so far, this thread's columns only
+    bool ordinary;  // whether all rows of the warp have a maximum, and none a large one
 };
+
+// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
+// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+constexpr float kLarge = 4096.0f;
 
 // Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be
 // multiplied by `factor`.
@@ -846,24 +850,35 @@ __device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows,
         rows.sum[half] *= rescale[half];
     }
     factor = make_float2(rescale[0], rescale[1]);
-    rows.known = __all_sync(~0u, rows.top[0] != empty && rows.top[1] != empty);
+    const float larger = fmaxf(fabsf(rows.top[0]), fabsf(rows.top[1]));  // infinite if one has no maximum
+    rows.ordinary = __all_sync(~0u, larger * scale_log2 <= kLarge);
     return true;
 }
 
 // Warp: P = 2^(scale log2(e) (S - top)) in the registers and precision that wgmma takes as its A operand. The result
 // is as that of `follow`. Unless `careful`, P is computed from the maxima there are, in the hope that it stays small:
-// that spares the search for new ones, except where the sums show that it was needed.
-__device__ __forceinline__ bool softmax(const float (&s)[kTileN / 2], unsigned (&p)[kTileN / 16][4], Rows& rows,
+// that spares the search for new ones, except where the sums show that it was needed. From S with a large maximum that
+// is subtracted first, which is exact wherever P is not 0.
+__device__ __forceinline__ bool softmax(float (&s)[kTileN / 2], unsigned (&p)[kTileN / 16][4], Rows& rows,
                                         bool careful, float scale_log2, float2& factor) {
     const float empty = __int_as_float(0xff800000);
     bool moved = false;
     float sum[2];
     for (bool again = true; again;) {
+        float base[2] = {rows.top[0] * scale_log2, rows.top[1] * scale_log2};
         if (careful) {
             moved = follow(s, rows, scale_log2, factor);
+            const float top[2] = {rows.top[0] == empty ? 0.0f : rows.top[0], rows.top[1] == empty ? 0.0f : rows.top[1]};
+            base[0] = top[0] * scale_log2;
+            base[1] = top[1] * scale_log2;
+            if (__any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLarge)) {
+#pragma unroll
+                for (int i = 0; i < kTileN / 2; ++i) {
+                    s[i] -= top[i / 2 % 2];
+                }
+                base[0] = base[1] = 0.0f;
+            }
         }
-        const float base[2] = {rows.top[0] == empty ? 0.0f : rows.top[0] * scale_log2,
-                               rows.top[1] == empty ? 0.0f : rows.top[1] * scale_log2};
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < kTileN / 2; i += 2) {
@@ -1041,7 +1056,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
             if (leader) {
                 barrier_arrive(base + kEmptyV + v_stage * 8);
             }
-            const bool careful = (entry >> group & 1) || i < reach.x + kExact || !rows.known;
+            const bool careful = (entry >> group & 1) || i < reach.x + kExact || !rows.ordinary;
             if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
                 rescale_out(o, factor);
             }

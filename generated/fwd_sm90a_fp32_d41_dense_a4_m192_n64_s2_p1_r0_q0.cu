@@ -92,8 +92,8 @@ struct Params {
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
-    float scale;  // softmax scale, multiplies q k^T
-    float scale_log2;  // scale * log2(e), at least 1e-30
+    float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
+    float scale_log2;  // scale * log2(e)
 };
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
@@ -637,16 +637,34 @@ struct Rows {
     float sum[2];  // of P so far, this thread's columns only
 };
 
-// What the exponents of a row are relative to. Rounded once: P, O and the row sums must have the same, or the sums
-// drift away.
-__device__ __forceinline__ float base_of(float top, float scale_log2) { return __fmul_rn(top, scale_log2); }
+// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
+// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+constexpr float kLarge = 65536.0f;
+
+// A row maximum, or 0 for -infinity, that of a row that has seen nothing.
+__device__ __forceinline__ float finite(float row_max) {
+    return row_max == __int_as_float(0xff800000) ? 0.0f : row_max;
+}
+
+// What the exponents of a row are relative to; 0 if maxima are `large`, as S is relative to them then.
+// Rounded once, never fused: P, O and the row sums must have the same, or the sums drift away.
+__device__ __forceinline__ float base_of(float row_max, bool large, float scale_log2) {
+    return large ? 0.0f : __fmul_rn(finite(row_max), scale_log2);
+}
+
+// The factor of O and of a row sum when the maximum of the row grows from `before` to `row_max`.
+__device__ __forceinline__ float rescale_of(float before, float row_max, bool large, float scale_log2) {
+    if (!large) {
+        return exp2_approx(__fmul_rn(before, scale_log2) - base_of(row_max, false, scale_log2));
+    }
+    return exp2_approx((before - finite(row_max)) * scale_log2);
+}
 
 // Warp: P = 2^(scale log2(e) (S - top)) in parts, as wgmma takes them for its A operand. Moves the rows to their new
 // maxima; O must be multiplied by `factor`.
-__device__ __forceinline__ void softmax(const float (&s)[kTileN / 2], unsigned (&parts)[kSplits][kTileN / 16][4],
+__device__ __forceinline__ void softmax(float (&s)[kTileN / 2], unsigned (&parts)[kSplits][kTileN / 16][4],
                                         Rows& rows, float scale_log2, float (&factor)[2]) {
-    const float empty = __int_as_float(0xff800000);
-    float base[2];
+    float next[2];
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -657,10 +675,23 @@ __device__ __forceinline__ void softmax(const float (&s)[kTileN / 2], unsigned (
         }
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top = fmaxf(rows.top[half], top);
-        base[half] = top == empty ? 0.0f : base_of(top, scale_log2);
-        factor[half] = exp2_approx(base_of(rows.top[half], scale_log2) - base[half]);
-        rows.top[half] = top;
+        next[half] = fmaxf(rows.top[half], top);
+    }
+    // If some row of the warp has a large maximum, maxima are subtracted from S.
+    const float largest = fmaxf(fabsf(finite(next[0])), fabsf(finite(next[1])));
+    const bool large = __any_sync(~0u, largest * scale_log2 > kLarge);
+    float base[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        base[half] = base_of(next[half], large, scale_log2);
+        factor[half] = rescale_of(rows.top[half], next[half], large, scale_log2);
+        rows.top[half] = next[half];
+    }
+    if (large) {
+#pragma unroll
+        for (int i = 0; i < kTileN / 2; ++i) {
+            s[i] -= finite(next[i / 2 % 2]);
+        }
     }
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 2) {
@@ -761,7 +792,7 @@ __device__ __forceinline__ void store(const Params& p, const Work& work, const R
             if (threadIdx.x % 4 == 0) {
                 const float ln2 = 0.6931471805599453f;
                 const float empty = __int_as_float(0xff800000);
-                const float log = base_of(rows.top[half], p.scale_log2) * ln2 + logf(sum);
+                const float log = __fmul_rn(rows.top[half], p.scale_log2) * ln2 + logf(sum);
                 lse[query] = sum == 0.0f ? empty : log;
             }
 #pragma unroll

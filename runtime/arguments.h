@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
@@ -38,6 +40,12 @@ inline void set_dense(Params& p, const Tensor& data) {
     p.mask_planes = p.mask_batches * p.mask_heads;
 }
 
+// The scale that kernels get. Some divide lse by it, all multiply it by log2(e), and both must stay finite. Beyond these
+// bounds it makes no difference to a softmax in float32 unless scores are above 1e22, or differ by less than 1e-36.
+inline double softmax_scale(std::optional<double> scale, int64_t head_dim) {
+    return std::clamp(scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim))), 1e-30, 2e38);
+}
+
 inline Params make_params(const Call& c, const Variant& variant, const Tensor& out, const float* lse) {
     Params p{};
     ATTNFORGE_SET(p, q, c.q);
@@ -63,10 +71,9 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
         set_dense(p, *c.mask);
     }
     p.threads = at::get_num_threads();
-    const double scale = c.scale ? *c.scale : 1.0 / std::sqrt(static_cast<double>(c.q.size(3)));
+    const double scale = softmax_scale(c.scale, c.q.size(3));
     p.scale = static_cast<float>(scale);
-    // Not smaller, for some kernels divide lse by it, and that must stay finite.
-    p.scale_log2 = static_cast<float>(std::max(scale * 1.4426950408889634, 1e-30));
+    p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
     return p;
 }
 

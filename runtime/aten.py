@@ -6,6 +6,8 @@ kernels: scaled_dot_product_attention without a mask or with is_causal, and torc
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ from attnforge.runtime import ops
 from attnforge.runtime.dropins import band, documents, sides_of
 from attnforge.runtime.masks import Causal
 
+logger = logging.getLogger("attnforge")
+
 NAME = "attnforge"
+
+_told: set[str] = set()
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Scaled = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int, Tensor, Tensor, Tensor]
@@ -30,8 +36,9 @@ def register_torch() -> None:
         torch.nn.attention.activate_flash_attention_impl("attnforge")      # ... restore_flash_attention_impl()
 
     On CUDA devices, for what torch's flash backend takes; torch decides which calls go to it (sdpa_kernel). A call
-    with dropout or another thing that we do not have then raises a ValueError. Arbitrary masks never get there:
-    for those use `attnforge.sdpa()`. Raises RuntimeError where torch has no such registry (before 2.11).
+    with dropout or another thing that we do not have goes on to the kernel that ours replaces, and the log (logger
+    "attnforge") says so, once per argument. Arbitrary masks never get there: for those use `attnforge.sdpa()`.
+    Raises RuntimeError where torch has no such registry (before 2.11).
     """
     try:
         from torch.nn.attention import register_flash_attention_impl
@@ -63,8 +70,41 @@ def _activate() -> _Handle:
         ("_flash_attention_forward", forward),
         ("_flash_attention_backward", backward),
     ):
-        library.impl(name, function, "CUDA")
+        library.impl(name, _or_torchs(function, _kernel(name)), "CUDA", with_keyset=True)
     return _Handle(library)
+
+
+def _kernel(name: str) -> Any:
+    """What ours is about to replace; None in a torch without CUDA, or without the function that finds it."""
+    try:
+        return torch.library.get_kernel(f"aten::{name}", "CUDA")
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _or_torchs(function: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
+    """`function`, and for what it refuses `kernel`, which it replaces."""
+
+    def run(keys: torch.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except _RefusedError as refused:
+            if kernel is None:
+                raise
+            if refused.argument not in _told:
+                _told.add(refused.argument)
+                logger.warning("flash attention runs on torch's own kernels: %s", refused)
+        return kernel.call_boxed(keys, *arguments, **named)
+
+    return run
+
+
+class _RefusedError(ValueError):
+    """`argument` has a value that our kernels have nothing for."""
+
+    def __init__(self, argument: str, value: object) -> None:
+        super().__init__(f"{argument}: got {value!r}, which attnforge does not support")
+        self.argument = argument
 
 
 def scaled_forward(
@@ -128,8 +168,7 @@ def forward(
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **rest)
     mask = _mask(query, key, cum_seq_q, cum_seq_k, is_causal, (window_size_left, window_size_right))
     out, lse = ops.forward(_heads_first(query), _heads_first(key), _heads_first(value), mask, scale)
-    packed = cum_seq_q is not None
-    return (_heads_last(out, packed), lse[0] if packed else lse, *_random_state(query))
+    return (_heads_last(out, query), lse[0] if cum_seq_q is not None else lse, *_random_state(query))
 
 
 def backward(
@@ -155,11 +194,10 @@ def backward(
     """aten::_flash_attention_backward, layouts as in `forward`."""
     _refuse(dropout_p=dropout_p)
     mask = _mask(query, key, cum_seq_q, cum_seq_k, is_causal, (window_size_left, window_size_right))
-    packed = cum_seq_q is not None
-    lse = logsumexp[None] if packed else logsumexp
+    lse = logsumexp if cum_seq_q is None else logsumexp[None]
     dout, q, k, v, o = (_heads_first(x) for x in (grad_out, query, key, value, out))
     dq, dk, dv = ops.backward(dout, q, k, v, o, lse, mask, scale)
-    return _heads_last(dq, packed), _heads_last(dk, packed), _heads_last(dv, packed)
+    return _heads_last(dq, query), _heads_last(dk, key), _heads_last(dv, value)
 
 
 def _mask(
@@ -179,19 +217,23 @@ def _mask(
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False and value != 0:
-            raise ValueError(
-                f"{name}: got {value!r}, which attnforge does not support; "
-                "torch.nn.attention.restore_flash_attention_impl() gives torch's own back"
-            )
+            raise _RefusedError(name, value)
 
 
 def _heads_first(x: Tensor) -> Tensor:
     return (x if x.dim() == 4 else x[None]).transpose(1, 2)
 
 
-def _heads_last(x: Tensor, packed: bool) -> Tensor:
-    last = x.transpose(1, 2)
-    return last[0] if packed else last
+def _heads_last(x: Tensor, like: Tensor) -> Tensor:
+    """Back to the axes of `like`, with the strides that torch's kernels would choose, which their callers rely on.
+
+    They differ only where `like` is no dense block of memory: where heads or batches are expanded, say.
+    """
+    last = x.transpose(1, 2) if like.dim() == 4 else x[0].transpose(0, 1)
+    if last.stride() == like.stride() or last.shape != like.shape:
+        return last
+    expected = torch.empty_like(like)
+    return last if last.stride() == expected.stride() else expected.copy_(last)
 
 
 def _random_state(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

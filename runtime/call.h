@@ -1,6 +1,7 @@
 // One attention call: its arguments, what makes them acceptable, and the choice of the variant that runs it.
 #pragma once
 
+#include <cfloat>
 #include <climits>
 #include <cmath>
 #include <optional>
@@ -67,11 +68,8 @@ inline bool is_mask(const Call& c) {
     }
 }
 
-// The kernels compute in float32, in which the scale must be neither 0 nor infinite.
-inline bool is_scale(double scale) {
-    const auto rounded = static_cast<float>(scale);
-    return std::isfinite(rounded) && rounded > 0.0f;
-}
+// As inputs.is_scale: the kernels compute in float32, in which the scale must be neither 0 nor infinite.
+inline bool is_scale(double scale) { return scale >= 0x1p-149 && scale <= FLT_MAX; }
 
 constexpr int64_t kMaxHeadDim = 256;
 

@@ -6,8 +6,6 @@ fake kernels come here always.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -18,6 +16,8 @@ MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_INDEX = 2**31 - 1
 MAX_HEAD_DIM = 256
+# Scales that float32 holds as more than 0 and less than infinity.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 _LAYOUT = {"q": "(batch, heads_q, seq_q, head_dim)", "k": "(batch, heads_kv, seq_k, head_dim)"}
 
 
@@ -37,9 +37,15 @@ def expect_layout(layout: str, **values: Tensor) -> None:
 
 
 def expect_number(name: str, value: object) -> None:
-    """Raises TypeError naming the argument if it is neither a number nor None."""
-    if value is not None and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    """Raises TypeError naming the argument if it is neither a number, as which a bool does not count, nor None."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number or None")
+
+
+def is_scale(scale: float | None) -> bool:
+    """Whether `attention` takes this scale; no NaN, and nothing that is 0 or infinity in float32."""
+    return scale is None or LEAST_SCALE <= scale <= LARGEST_SCALE
 
 
 def expect_flags(**values: object) -> None:
@@ -77,9 +83,10 @@ def check_forward(
         _check_input(name, x, q)
     _check_shapes(q, k, v)
     _check_mask(q, k, mask, kind)
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
+    if not is_scale(scale):
         raise ValueError(
-            f"scale: got {scale}, expected a finite number above 0, or None for head_dim ** -0.5"
+            f"scale: got {scale}, expected a number above 0 that float32 holds, {LEAST_SCALE:.2g} to "
+            f"{LARGEST_SCALE:.2g}, or None for head_dim ** -0.5"
         )
     if visible < 0:
         raise ValueError(

@@ -76,6 +76,7 @@ def launcher() -> None:
         path = cache.publish_directory(entry_name(), lambda directory: build(directory, texts))
         torch.ops.load_library(str(path / LIBRARY))
         importlib.import_module("attnforge.runtime.fakes")  # completes the operators that now exist
+        importlib.import_module("attnforge.runtime.transforms")
         _loaded = True
 
 

@@ -61,7 +61,9 @@ inline void add_mask_kernels(const Tensor& binary, at::Device device) {
     void* module = nullptr;
     d.check(d.module_load(&module, binary.const_data_ptr()), "loading the mask kernels");
     MaskKernels kernels;
-    const auto load = [&](void** function, const char* name) { d.check(d.module_function(function, module, name), name); };
+    const auto load = [&](void** function, const char* name) {
+        d.check(d.module_function(function, module, name), name);
+    };
     load(&kernels.documents, "attnforge_mask_of_documents");
     load(&kernels.pairs, "attnforge_mask_of_pairs");
     mask_kernel_table().add(device, kernels);

@@ -5,6 +5,7 @@ Everything below the wrapper is C++ (runtime/launcher.cpp): a warm call spends m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Literal, overload
 
@@ -118,11 +119,23 @@ def attention(
         data, kind, visible = _unpack(mask, q, k)
         return _attend(q, k, v, scale, deterministic, kind, data, visible)
     except (RuntimeError, ValueError):
+        if _have_dtensor(q, k, v):
+            from attnforge.runtime.dtensor import attention_on_dtensors
+
+            return attention_on_dtensors(
+                q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
+            )
         # For an argument of a wrong type torch has words of its own, about operators that nobody has heard of.
         expect_tensors(q=q, k=k, v=v)
         expect_number("scale", scale)
         expect_flags(return_lse=return_lse, deterministic=deterministic)
         raise
+
+
+def _have_dtensor(*tensors: object) -> bool:
+    """Whether one is a DTensor, without importing what takes a second to import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 
 
 def forward(

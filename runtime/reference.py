@@ -67,9 +67,12 @@ def reference(
 
 def _softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (R, Sk) of the pairs that are `seen`, and the log of each row's denominator (R). Overwrites `scores`."""
-    lse = scores.masked_fill_(~seen, -torch.inf).logsumexp(1)
-    # logsumexp of nothing is -inf, and -inf - -inf is not a number: such rows have no weights.
-    return (scores - lse[:, None]).exp().masked_fill_(~seen, 0), lse
+    # What is exponentiated is relative to the row maximum, not to lse, from which large scores leave no digits. The
+    # maximum of nothing is -inf, and -inf - -inf is not a number: such rows have no weights.
+    top = scores.masked_fill_(~seen, -torch.inf).amax(1, keepdim=True)
+    weights = (scores - top).exp().masked_fill_(~seen, 0)
+    total = weights.sum(1, keepdim=True)
+    return weights / total.where(total > 0, 1), (top + total.log())[:, 0]
 
 
 def _chunks(

@@ -8,7 +8,6 @@ goes to torch, and the log (logger "attnforge") says why, once per reason.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,17 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from attnforge.codegen.spec import Direction, Mask, Problem
-from attnforge.runtime import dispatch, kernels
-from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.masks import Causal, DenseMask
 from attnforge.runtime.ops import attention
+from attnforge.runtime.sdpa_calls import why_not
 
 logger = logging.getLogger("attnforge")
-
-_FULL, _CAUSAL, _DENSE = (MASKS.index(kind) for kind in (Mask.FULL, Mask.CAUSAL, Mask.DENSE))
-_DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 
 _lock = threading.RLock()
 _enabled = False  # by enable()
@@ -40,10 +35,12 @@ _told: set[str] = set()
 def enable() -> None:
     """Send F.scaled_dot_product_attention to our kernels, until `disable()`; a second call changes nothing.
 
-    Taken: no mask, bool masks, is_causal with as many queries as keys, enable_gqa, scale; dtypes and head dims
-    that there are kernels for. Torch runs the rest: masks that are added, dropout, is_causal with unequal
-    lengths (which torch aligns top-left), tensor subclasses, other shapes, strides, dtypes and devices.
-    sdpa_kernel() has no say over what we take.
+    Taken: no mask, bool masks, is_causal with as many queries as keys, torch's causal_lower_right, enable_gqa,
+    scale; dtypes and head dims that there are kernels for. Torch runs the rest: masks that are added, dropout,
+    is_causal with unequal lengths (which torch aligns top-left), tensor subclasses, torch.func transforms,
+    TorchScript, other shapes, strides, dtypes and devices. sdpa_kernel() has no say over what we take, but for calls
+    to which it leaves no backend of torch's, or only the one for math (which has second derivatives).
+    The `__torch_function__` of a tensor subclass gets torch's own function, that of a mode the one of ours.
     """
     global _enabled
     with _lock:
@@ -83,8 +80,7 @@ def _update() -> None:
     global _current, _original
     wanted = _enabled or _depth > 0
     if wanted and _current is None:
-        _original = F.scaled_dot_product_attention
-        _current = _replacement(_original)
+        _original, _current = _replacement(F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = _current
     elif not wanted and _current is not None:
         # Whoever wrapped ours meanwhile keeps the wrapper: ours passes calls on from now.
@@ -93,7 +89,36 @@ def _update() -> None:
         _current = _original = None
 
 
-def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _replacement(original: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """`original` and its replacement; where `original` is a replacement already, what that replaces and itself."""
+    for theirs, ours in _replacements:
+        if original is theirs or original is ours:
+            return theirs, ours
+    ours = _make_replacement(original)
+    _introduce(original, ours)
+    _replacements.append((original, ours))
+    return original, ours
+
+
+# Never shrinks: torch's tables know functions by their ids, and a trace guards on the function that it has seen.
+_replacements: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = []
+
+
+def _introduce(original: Callable[..., Tensor], ours: Any) -> None:
+    """Enter `ours` beside `original` where torch looks functions up by identity, and give it the same name."""
+    ours.__module__, ours.__qualname__ = F.__name__, ours.__name__  # so it pickles as what is installed
+    ours.__doc__ = original.__doc__
+    torch.jit._builtins._register_builtin(ours, "aten::scaled_dot_product_attention")  # for TorchScript
+    overrides = torch.overrides.get_testing_overrides()
+    if original in overrides:
+        overrides[ours] = overrides[original]
+    overridable, names = torch.overrides._get_overridable_functions()
+    if original in names:
+        names[ours] = names[original]
+        overridable[F].append(ours)
+
+
+def _make_replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
         query: Tensor,
         key: Tensor,
@@ -101,12 +126,16 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's, or attnforge.attention where that can take the call; see attnforge.enable."""
         if _current is scaled_dot_product_attention:
-            reason = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if has_torch_function_variadic(query, key, value, attn_mask):
+                return _overridden(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+            reason = why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             if reason is None:
                 mask = _dense(attn_mask, query, key) if attn_mask is not None else None
                 return attention(query, key, value, Causal() if is_causal else mask, scale=scale)
@@ -115,7 +144,54 @@ def _replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
+    def _overridden(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any, **named: Any
+    ) -> Tensor:
+        """A call that a mode or a tensor subclass has a say in (`__torch_function__`)."""
+        tensors = (query, key, value, attn_mask)
+        if not torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0:
+            # A mode gets ours, and calls it again: as long as one is active, set_default_device's say.
+            result: Tensor = handle_torch_function(
+                scaled_dot_product_attention, tensors, *tensors, *rest, **named
+            )
+            return result
+        if attn_mask is not None and not has_torch_function_variadic(query, key, value):
+            from torch.nn.attention.bias import CausalBias  # imports torch._dynamo
+
+            if isinstance(attn_mask, CausalBias):
+                return _causal_bias(query, key, value, attn_mask, *rest, **named)
+        _tell("a tensor subclass overrides it")
+        return original(*tensors, *rest, **named)
+
     return scaled_dot_product_attention
+
+
+def _causal_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Any,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """torch.nn.attention.bias.CausalBias, which would not recognise the function that ours hands the call on to.
+
+    Its upper-left variant is is_causal. The lower-right one is our Causal where its lengths are the call's.
+    """
+    if (
+        bias.variant == type(bias.variant).LOWER_RIGHT
+        and not is_causal
+        and why_not(query, key, value, None, dropout_p, False, scale, enable_gqa) is None
+        and (bias.seq_len_q, bias.seq_len_kv) == (query.shape[2], key.shape[2])
+    ):
+        return attention(query, key, value, Causal(), scale=scale)
+    result: Tensor = bias._dispatch(
+        query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return result
 
 
 def _tell(reason: str) -> None:
@@ -130,124 +206,3 @@ def _dense(mask: Tensor, q: Tensor, k: Tensor) -> DenseMask:
     if mask.dim() == 3:
         mask = mask[None]
     return DenseMask(mask.expand(*mask.shape[:-2], q.shape[2], k.shape[2]))
-
-
-def _why_not(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> str | None:
-    """Why torch must run this call; None if we can. Few texts: each is logged once."""
-    if dropout_p > 0:
-        return "dropout_p is above 0"
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        return f"scale is {scale}, not above 0"
-    return (
-        _why_not_tensors(q, k, v)
-        or _why_not_shapes(q, k, v, is_causal, enable_gqa)
-        or (attn_mask is not None and _why_not_mask(attn_mask, q, k, is_causal))
-        or _why_not_kernels(q, k, v, attn_mask, is_causal)
-    )
-
-
-def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    compiling = torch.compiler.is_compiling()
-    for x in (q, k, v):
-        # The types are those of the trace while compiling, and transforms are refused by torch's own rules.
-        if not compiling and type(x) not in (Tensor, torch.nn.Parameter):
-            return f"a tensor is a {type(x).__name__}"
-        if x.is_nested or x.layout is not torch.strided:
-            return "a tensor is nested or sparse"
-        if x.device != q.device or x.dtype != q.dtype:
-            return "query, key and value differ in dtype or device"
-        if x.dim() != 4:
-            return f"a tensor has {x.dim()} dimensions, not 4"
-        if x.stride(3) != 1:
-            return "a tensor's last stride is not 1"
-    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a functorch transform (vmap, grad, ...) is active"
-    return None
-
-
-def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> str | None:
-    heads, seq_q, dim = q.shape[1:]
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != dim:
-        return "query, key and value differ in batch or head_dim"
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        return "a tensor is empty"
-    if heads != k.shape[1] and not (enable_gqa and heads % k.shape[1] == 0):
-        return "the heads of query and key differ, and enable_gqa does not cover it"
-    if is_causal and seq_q != k.shape[2]:
-        return "is_causal with unequal lengths: torch aligns top-left, our Causal bottom-right"
-    return None
-
-
-def _why_not_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> str | None:
-    if is_causal:
-        return "attn_mask and is_causal are both given"
-    if mask.dtype != torch.bool:
-        return "attn_mask is added to the scores; ours are bool, True where a key is visible"
-    plain = torch.compiler.is_compiling() or type(mask) is Tensor
-    if not plain or mask.layout is not torch.strided or mask.device != q.device:
-        return "attn_mask is a tensor subclass or on another device"
-    whole = (*q.shape[:3], k.shape[2])
-    sizes = (*(1,) * (4 - mask.dim()), *mask.shape)
-    if mask.dim() not in (2, 3, 4) or any(
-        size not in (1, full) for size, full in zip(sizes, whole, strict=True)
-    ):
-        return "attn_mask has a shape that does not broadcast to (batch, heads, queries, keys)"
-    return None
-
-
-def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
-    dtype, place = q.dtype, q.device.type
-    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and dtype.is_floating_point:
-        dtype = torch.get_autocast_dtype(place)  # which the operator casts to, as torch's does
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    dim, dim_v = q.shape[3], v.shape[3]
-    if (
-        torch.compiler.is_compiling()
-    ):  # a trace with dynamic shapes settles on a number here: the lookup needs one
-        dim, dim_v = len(range(dim)), len(range(dim_v))
-    code = _CAUSAL if is_causal else _FULL if mask is None else _DENSE
-    return _missing(q.device, dtype, dim, dim_v, code, grad)
-
-
-def _missing(
-    device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, mask: int, grad: bool
-) -> str | None:
-    """What there is no kernel for; None if there is one. For rows of any alignment."""
-    key = (device, dtype, dim, dim_v, mask, grad)
-    if key not in _known:
-        _known[key] = _find_missing(*key)
-    return _known[key]
-
-
-_known: dict[tuple[torch.device, torch.dtype, int, int, int, bool], str | None] = {}
-_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops._load
-
-
-def _find_missing(
-    device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, mask: int, grad: bool
-) -> str | None:
-    try:
-        arch = kernels.target(device)
-    except ValueError:
-        return f"there are no kernels for {device}"
-    if dtype not in _DTYPES:
-        return f"there are no kernels for {dtype}"
-    for direction in (Direction.FORWARD, Direction.BACKWARD)[: 2 if grad else 1]:
-        align = min(4, _DTYPES[dtype].bytes)
-        problem = Problem(direction, arch, _DTYPES[dtype], dim, MASKS[mask], align, dim_v)
-        try:
-            dispatch.choose(problem, 1, 1024, device)
-        except ValueError:
-            dims = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
-            what = f"{direction.value} kernels for {MASKS[mask].value} masks, {dtype} and head_dim {dims}"
-            return f"there are no {what} on {device.type}"
-    return None

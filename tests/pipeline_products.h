@@ -68,7 +68,7 @@ static void start_out(O&, const P&, unsigned v, int) {
 
 struct Rows {
     float top[2], sum[2];
-    bool known;
+    bool ordinary;
 };
 // The key tile whose S is complete runs mask code.
 template <class S>

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
@@ -21,6 +23,15 @@ def registered() -> None:
     if not hasattr(registry, "register_flash_attention_impl"):
         pytest.skip(f"torch {torch.__version__} has no register_flash_attention_impl")
     attnforge.register_torch()
+
+
+def test_it_is_activated_and_restored(registered: None) -> None:
+    """Also in a torch without CUDA, which has no kernels that ours would replace."""
+    registry.activate_flash_attention_impl("attnforge")
+    try:
+        assert registry.current_flash_attention_impl() == "attnforge"
+    finally:
+        registry.restore_flash_attention_impl()
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -78,12 +89,151 @@ def test_flash_functions(packed: bool, window: tuple[int | None, int | None]) ->
         assert (one - other).abs().max() < 1e-4
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda x: x,
+    "expanded heads": lambda x: x[..., :1, :].expand(x.shape),
+    "heads first": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
+    "of one projection": lambda x: torch.cat((x, x, x), -2)[..., : x.shape[-2], :],
+    "every other row": lambda x: x.repeat_interleave(2, -3)[..., ::2, :, :],
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_strides_are_torchs(name: str, packed: bool) -> None:
+    """Those of empty_like, as its meta functions say and its nested tensors rely on."""
+    shape = (20,) if packed else (2, 10)
+    q, k, v, dout = (LAYOUTS[name](draw(*shape, 4, 16, seed=i)) for i in range(4))
+    cu = torch.tensor([0, 20], dtype=torch.int32) if packed else None
+    out, lse, seed, offset, _ = aten.forward(q, k, v, cu, cu, 20, 20, 0.0, False, False)
+    assert out.stride() == torch.empty_like(q).stride()
+    for gradient, x in zip(
+        aten.backward(dout, q, k, v, out, lse, cu, cu, 20, 20, 0.0, False, seed, offset),
+        (q, k, v),
+        strict=True,
+    ):
+        assert gradient.stride() == torch.empty_like(x).stride()
+
+
+BATCH, HEADS, DIM = 5, 4, 16
+
+
+def nested(batch: int, heads: int, lengths: list[int], seed: int) -> Tensor:
+    """A strided nested tensor (batch, *, heads, dim)."""
+    return torch.nested.nested_tensor(
+        [draw(n, heads, DIM, seed=seed + i) for i, n in enumerate(lengths[:batch])]
+    )
+
+
+def as_handed_over(x: Tensor) -> Tensor:
+    """As torch hands a nested (batch, *, heads, dim) to its flash backend: view_as_dense of its
+    NestedTensorTransformerUtils.cpp, with the batch or the heads broadcast by strides of 0.
+    """
+    flat, rows, heads = x.values(), int(x._nested_tensor_size()[:, 0].sum()), x.size(2)
+    row, head = HEADS * DIM if heads == HEADS else DIM, DIM if heads == HEADS else 0
+    if x.size(0) == BATCH:
+        return flat.as_strided((rows, HEADS, DIM), (row, head, 1))
+    return flat.as_strided((BATCH, rows, HEADS, DIM), (0, row, head, 1)).reshape(-1, HEADS, DIM)
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("one_batch", [(), (0,), (1, 2)])
+@pytest.mark.parametrize("one_head", [(), (0,), (1,), (2,), (1, 2), (0, 1)])
+def test_nested_broadcasts(one_batch: tuple[int, ...], one_head: tuple[int, ...]) -> None:
+    """Which torch has for inference: each of q, k and v with one entry for all batches, or one head for all."""
+    some: tuple[list[int], list[int]] = ([3, 9, 1, 4, 2], [7, 2, 5, 1, 8])
+    lengths = [[n[0]] * BATCH if i in one_batch else n for i, n in enumerate((some[0], some[1], some[1]))]
+    q, k, v = (
+        nested(1 if i in one_batch else BATCH, 1 if i in one_head else HEADS, lengths[i], 10 * i)
+        for i in range(3)
+    )
+    cu_q, cu_k = offsets(lengths[0]), offsets(lengths[1])
+    a, b, c = (as_handed_over(x) for x in (q, k, v))
+    out = aten.forward(a, b, c, cu_q, cu_k, max(lengths[0]), max(lengths[1]), 0.0, False, False)[0]
+    flat = out.view(-1).view(-1, HEADS, DIM)  # as torch makes a nested tensor of it
+    for entry in range(BATCH):
+        a, b, c = (
+            x[0 if i in one_batch else entry].expand(-1, HEADS, -1).transpose(0, 1)[None]
+            for i, x in enumerate((q, k, v))
+        )
+        expected = F.scaled_dot_product_attention(a, b, c)[0].transpose(0, 1)
+        assert (flat[cu_q[entry] : cu_q[entry + 1]] - expected).abs().max() < 1e-5
+
+
+@pytest.fixture
+def jagged_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's attention of jagged tensors, with our functions as its flash kernels: on the CPU it has none."""
+    import torch.nested._internal.sdpa as jagged
+
+    monkeypatch.setattr(jagged, "_select_sdp_backend", lambda *_: SDPBackend.FLASH_ATTENTION)
+    library = Library("aten", "IMPL", "CPU")
+    library.impl("_flash_attention_forward", aten.forward)
+    library.impl("_flash_attention_backward", aten.backward)
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("expanded", [(), (0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_jagged(expanded: tuple[int, ...], causal: bool, jagged_route: None) -> None:
+    """Nested tensors of layout torch.jagged, also with the values of one head expanded, gradients included."""
+    lengths = [[3, 9, 1], [3, 9, 1] if causal else [7, 2, 5]]
+    leaves = [
+        draw(13 if i == 0 or causal else 14, 1 if i in expanded else HEADS, DIM, seed=i).requires_grad_()
+        for i in range(3)
+    ]
+    cu = [offsets(n).long() for n in (lengths[0], lengths[1], lengths[1])]
+    values = [x.expand(-1, HEADS, -1) for x in leaves]
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(x, c).transpose(1, 2) for x, c in zip(values, cu, strict=True)
+    )
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).values()
+    documents = []
+    for i in range(3):
+        a, b, c = (x[c[i] : c[i + 1]].transpose(0, 1)[None] for x, c in zip(values, cu, strict=True))
+        documents.append(F.scaled_dot_product_attention(a, b, c, is_causal=causal)[0].transpose(0, 1))
+    expected, dout = torch.cat(documents), draw(*out.shape, seed=9)
+    assert (out - expected).abs().max() < 1e-5
+    for one, other in zip(
+        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+    ):
+        assert (one - other).abs().max() < 1e-4
+
+
 def test_what_is_refused() -> None:
     q = draw(1, 8, 2, 16)
     with pytest.raises(ValueError, match=r"dropout_p: got 0\.1"):
         aten.scaled_forward(q, q, q, 0.1)
     with pytest.raises(ValueError, match="num_splits: got 3"):
         aten.forward(q, q, q, None, None, 8, 8, 0.0, False, False, num_splits=3)
+
+
+def test_what_is_refused_goes_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Registered, with the arguments as they came; told once an argument."""
+    given: list[Any] = []
+
+    class Kernel:
+        def call_boxed(self, *arguments: Any, **named: Any) -> str:
+            given.append((arguments, named))
+            return "torch's"
+
+    monkeypatch.setattr(aten, "_told", set())
+    q = draw(1, 2, 8, 16)
+    alone: Any = aten._or_torchs(aten.scaled_forward, None)
+    with pytest.raises(ValueError, match="dropout_p"):
+        alone("keys", q, q, q, 0.1)
+    run: Any = aten._or_torchs(aten.scaled_forward, Kernel())
+    assert len(run("keys", q, q, q, scale=0.3)) == 9
+    assert not given
+    for _ in range(2):
+        assert run("keys", q, q, q, 0.1, scale=0.3) == "torch's"
+    assert given == [(("keys", q, q, q, 0.1), {"scale": 0.3})] * 2
+    assert ["dropout_p: got 0.1" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.gpu
@@ -103,13 +253,26 @@ def test_on_a_gpu(registered: None) -> None:
         return out, *gradients
 
     ran: list[bool] = []
+
+    def drop() -> tuple[Tensor, ...]:
+        """What we do not have: torch's own kernels run, in both directions."""
+        torch.manual_seed(0)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        return out, *torch.autograd.grad(out.float().square().sum(), q)
+
     theirs = run()
+    dropped = [drop()]
     registry.activate_flash_attention_impl("attnforge")
     try:
         ours = run()
+        dropped.append(drop())
     finally:
         registry.restore_flash_attention_impl()
     run()
     assert ran == [False, True, False]
+    assert len(dropped) == 2
+    for a, b in zip(*dropped, strict=True):
+        assert torch.equal(a, b)
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() <= 3e-2 * b.abs().max()

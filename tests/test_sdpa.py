@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -97,6 +97,8 @@ def test_same_as_torch(
         ({}, {"scale": -1.0}, "scale is -1.0"),
         ({"dtype": torch.float64}, {}, "torch.float64"),
         ({"dtype": torch.float16}, {}, "torch.float16"),
+        ({}, {"attn_mask": nn.Parameter(torch.ones(33, 33) > 0, requires_grad=False)}, "is a Parameter"),
+        ({}, {"scale": torch.tensor(0.5)}, "scale is 0.5"),
     ],
 )
 def test_the_rest_is_torchs_and_told_once(
@@ -135,6 +137,19 @@ def test_autocast_decides_the_dtype(calls: list[Any]) -> None:
     with attnforge.sdpa(), torch.autocast("cpu", torch.bfloat16):
         assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("dtype", "cast"), [(torch.float32, torch.float16), (torch.float64, torch.bfloat16)])
+def test_autocast_to_what_we_lack(dtype: torch.dtype, cast: torch.dtype, calls: list[Any]) -> None:
+    """The CPU has no float16 kernels, and autocast leaves float64 alone."""
+    q, k, v = inputs(dtype=dtype)
+    with torch.autocast("cpu", cast):
+        theirs = TORCH(q, k, v)
+        with attnforge.sdpa():
+            ours = F.scaled_dot_product_attention(q, k, v)
+    assert not calls
+    assert ours.dtype == theirs.dtype
+    assert torch.equal(ours, theirs)
 
 
 def test_blocks_nest_and_enable_outlives_them() -> None:

@@ -1,0 +1,132 @@
+"""Attention on DTensors: each rank computes its batch entries and heads, and nothing is sent.
+
+`attnforge.attention` comes here when it gets DTensors (torch.distributed.tensor), as tensor parallelism makes them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from attnforge.runtime.inputs import expect_layout
+from attnforge.runtime.masks import DenseMask
+from attnforge.runtime.ops import Mask, attention
+
+_BATCH, _HEADS = 0, 1
+_ACCEPTED = (
+    "accepted are Replicate(), Shard(0) (batch) and Shard(1) (heads) on each dimension of the mesh, the same for q, k "
+    "and v; for a sharded sequence use attnforge.context_parallel"
+)
+
+
+def attention_on_dtensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = None,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attnforge.attention` of DTensors (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), differentiable.
+
+    q, k, v: on one mesh with the same placements, each of them Replicate(), Shard(0) or Shard(1). Where heads are
+        sharded, their ranks divide Hkv, so that each rank has the key heads of its query heads.
+    mask: as for `attention`, of the whole problem and of plain tensors on the rank's device. Of a DenseMask with a
+        plane a batch entry or head each rank takes its part.
+
+    Returns out, with return_lse also lse, as DTensors with the placements of q. No communication, either way.
+    Raises TypeError or ValueError naming the argument.
+    """
+    mesh, placements = _common(q, k, v)
+    if isinstance(mask, DenseMask):
+        mask = _local_mask(mask, q, mesh, placements)
+    local_q, local_k, local_v = (_local(x) for x in (q, k, v))
+    shape = (*q.shape[:3], v.shape[3])
+    if not return_lse:
+        out = attention(local_q, local_k, local_v, mask, scale=scale, deterministic=deterministic)
+        return _global(out, shape, mesh, placements)
+    out, lse = attention(
+        local_q, local_k, local_v, mask, scale=scale, return_lse=True, deterministic=deterministic
+    )
+    return _global(out, shape, mesh, placements), _global(lse, shape[:3], mesh, placements)
+
+
+def _common(q: Tensor, k: Tensor, v: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh and the placements of all three, checked."""
+    expect_layout("(batch, heads, seq, head_dim)", q=q, k=k, v=v)
+    tensors = {"q": q, "k": k, "v": v}
+    name, first = next((n, x) for n, x in tensors.items() if isinstance(x, DTensor))
+    mesh, placements = first.device_mesh, first.placements
+    for other, x in tensors.items():
+        if not isinstance(x, DTensor):
+            raise TypeError(
+                f"{other}: got {type(x).__name__}, but {name} is a DTensor; pass DTensors on one mesh "
+                "(torch.distributed.tensor.distribute_tensor), or local tensors (to_local()) for all three"
+            )
+        if x.device_mesh != mesh:
+            raise ValueError(f"{other}: is on {x.device_mesh}, but {name} is on {mesh}; use one mesh")
+        for placement in x.placements:
+            if not (placement.is_replicate() or placement.is_shard(_BATCH) or placement.is_shard(_HEADS)):
+                raise ValueError(f"{other}: got placements {x.placements}; {_ACCEPTED}")
+        if x.placements != placements:
+            raise ValueError(
+                f"{other}: got placements {x.placements}, but {name} has {placements}; {_ACCEPTED}"
+            )
+    ranks = 1
+    for i, placement in enumerate(placements):
+        ranks *= mesh.size(i) if placement.is_shard(_HEADS) else 1
+    if k.shape[_HEADS] % ranks != 0:
+        raise ValueError(
+            f"k: got {k.shape[_HEADS]} heads sharded over {ranks} ranks, expected a multiple of {ranks}; "
+            "use k and v with repeated heads (repeat_interleave), or fewer ranks"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{name}: is on {mesh}, which this rank does not belong to")
+    return mesh, placements
+
+
+def _local(x: Tensor) -> Tensor:
+    assert isinstance(x, DTensor)
+    return x.to_local()
+
+
+def _local_mask(mask: DenseMask, q: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DenseMask:
+    """The planes of this rank's batch entries and heads."""
+    for dim in (_BATCH, _HEADS):
+        if mask.shape[dim] == 1:
+            continue  # one for all
+        if mask.shape[dim] != q.shape[dim]:
+            raise ValueError(
+                f"mask: has shape {mask.shape}, expected 1 or {q.shape[dim]} in dimension {dim}, as for the "
+                "whole q, of which each rank takes its part"
+            )
+        mask = mask.narrow(dim, *_shard(q.shape[dim], dim, mesh, placements))
+    return mask
+
+
+def _shard(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:
+    """Start and length of this rank's part of `size` entries: DTensor splits as torch.chunk does."""
+    start, length = 0, size
+    for i, placement in enumerate(placements):
+        if placement.is_shard(dim):
+            chunk = -(-length // mesh.size(i))
+            skipped = min(chunk * mesh.get_local_rank(i), length)
+            start, length = start + skipped, min(chunk, length - skipped)
+    return start, length
+
+
+def _global(
+    x: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> DTensor:
+    """`x` as this rank's part of a DTensor, whose axes have the order in memory that those of `x` have."""
+    strides, stride = [0] * x.dim(), 1
+    for axis in sorted(range(x.dim()), key=lambda axis: (x.stride(axis), -axis)):
+        strides[axis] = stride
+        stride *= shape[axis]
+    return DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )

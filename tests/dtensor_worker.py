@@ -1,0 +1,130 @@
+"""One rank of test_dtensor.py: attention on DTensors against attention of the whole problem, all cases in one start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import attnforge
+from attnforge.runtime.dtensor import attention_on_dtensors
+
+BATCH, HEADS, HEADS_KV, SEQ, DIM = 5, 8, 4, 19, 16  # two ranks get 3 and 2 entries of the batch
+PLACEMENTS: tuple[tuple[Placement, Placement], ...] = (
+    (Shard(0), Shard(1)),
+    (Replicate(), Shard(1)),
+    (Shard(1), Shard(1)),
+    (Shard(1), Shard(0)),
+    (Replicate(), Replicate()),
+)
+
+
+def visible(*planes: int) -> Tensor:
+    return torch.rand(*planes, SEQ, SEQ, generator=torch.Generator().manual_seed(1)) < 0.6
+
+
+MASKS: dict[str, Callable[[], Any]] = {
+    "full": lambda: None,
+    "causal": attnforge.Causal,
+    "spans": lambda: attnforge.Spans(*(torch.arange(SEQ, dtype=torch.int32) + i for i in (0, 4))),
+    "plane": lambda: attnforge.DenseMask(visible()),
+    "batch": lambda: attnforge.DenseMask(visible(BATCH, 1)),
+    "heads": lambda: attnforge.DenseMask(visible(1, HEADS)),
+    "both": lambda: attnforge.DenseMask(visible(BATCH, HEADS)),
+}
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(BATCH, SEQ, heads, DIM, generator=generator).transpose(1, 2)
+        for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)
+    ]
+
+
+def whole(x: Tensor) -> Tensor:
+    assert isinstance(x, DTensor)
+    return x.full_tensor()
+
+
+def check(mesh: DeviceMesh, placements: tuple[Placement, ...], mask: Any, compiled: bool = False) -> None:
+    """Results and gradients of the shards, put together, are those of the whole."""
+    *given, dout = inputs()
+    leaves = [x.clone().requires_grad_() for x in given]
+    run: Any = attnforge.attention
+    expected = run(*leaves, mask, scale=0.3, return_lse=True)
+    gradients = torch.autograd.grad(expected[0], leaves, dout)
+    parts = [distribute_tensor(x, mesh, placements).requires_grad_() for x in given]
+    run = attention_on_dtensors
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    out, lse = run(*parts, mask, scale=0.3, return_lse=True)
+    assert out.placements == placements
+    assert sorted(range(4), key=out.stride) == sorted(range(4), key=out.to_local().stride)
+    ours = torch.autograd.grad(out, parts, distribute_tensor(dout, mesh, placements))
+    for one, other in zip((out, lse, *ours), (*expected, *gradients), strict=True):
+        assert (whole(one) - other).abs().max() <= 1e-5 * other.abs().max(), (placements, mask)
+
+
+class Layer(nn.Module):
+    """A layer of attention as tensor parallelism has it: projections that are split by heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(32, heads * DIM) for heads in (HEADS, HEADS_KV, HEADS_KV))
+        self.out = nn.Linear(HEADS * DIM, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for linear in self.qkv)
+        run = attention_on_dtensors if isinstance(q, DTensor) else attnforge.attention
+        y = run(q, k, v, attnforge.Causal())
+        assert isinstance(y, Tensor)
+        result: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return result
+
+
+def check_tensor_parallel(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(2, SEQ, 32)
+    expected = layer(x)
+    expected.square().sum().backward()
+    gradients = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    plan: Any = {f"qkv.{i}": ColwiseParallel(use_local_output=False) for i in range(3)}
+    parallelize_module(layer, mesh, plan | {"out": RowwiseParallel()})
+    out = layer(x)
+    out.square().sum().backward()
+    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+    largest = max(float(x.abs().max()) for x in gradients if x is not None)
+    for parameter, gradient in zip(
+        layer.parameters(), gradients, strict=True
+    ):  # that of k's bias is 0 but for rounding
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert (whole(parameter.grad) - gradient).abs().max() <= 1e-5 * largest
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for placements, name in product(PLACEMENTS, MASKS):
+        check(mesh, placements, MASKS[name]())
+    for name in ("causal", "both"):
+        check(mesh, PLACEMENTS[0], MASKS[name](), compiled=True)
+    check_tensor_parallel(mesh["tensor"])
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks agree on {len(PLACEMENTS) * len(MASKS)} cases")
+    dist.destroy_process_group()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

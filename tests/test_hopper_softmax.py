@@ -1,0 +1,193 @@
+"""Softmax of the Hopper forward, and P of its backward, of 16-bit kernels: their own source, one warp on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cpu_kernel import Params
+from emulator import FLAGS
+from torch import Tensor
+
+from attnforge.codegen.render import Source, render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+
+PRELUDE = """#include "emulator.h"
+static float exp2_approx(float x) { return std::exp2(x); }
+static unsigned pack(float low, float high) { return narrow_pair(low, high); }
+"""
+# A warp's softmax, visit after visit: S (visits, 16, kTileN) to P relative to the last maxima, these, and sums by lane.
+FORWARD = """
+static int row_of(int i) { return threadIdx.x / 4 + i / 2 % 2 * 8; }
+static int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+extern "C" void run(const float* scores, int visits, float scale_log2, float* p, float* tops, float* sums) {
+    launch([=] {
+        Rows rows = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}, false};
+        for (int visit = 0; visit < visits; ++visit) {
+            float s[kTileN / 2];
+            for (int i = 0; i < kTileN / 2; ++i) {
+                s[i] = scores[(visit * 16 + row_of(i)) * kTileN + column_of(i)];
+            }
+            unsigned frags[kTileN / 16][4];
+            float2 factor;
+            const bool careful = visit < kExact || !rows.ordinary;
+            const bool moved = softmax(s, frags, rows, careful, scale_log2, factor);
+            for (int earlier = 0; moved && earlier < visit; ++earlier) {
+                for (int i = 0; i < kTileN / 2; ++i) {
+                    p[(earlier * 16 + row_of(i)) * kTileN + column_of(i)] *= i / 2 % 2 ? factor.y : factor.x;
+                }
+            }
+            for (int i = 0; i < kTileN / 2; ++i) {
+                const unsigned pair = frags[i / 8][i / 2 % 4];
+                p[(visit * 16 + row_of(i)) * kTileN + column_of(i)] = widen(i % 2 ? pair >> 16 : pair & 0xffff);
+            }
+        }
+        for (int half = 0; half < 2; ++half) {
+            tops[row_of(half * 2)] = rows.top[half];
+            sums[row_of(half * 2) * 4 + threadIdx.x % 4] = rows.sum[half];
+        }
+    }, 1, 32, 0);
+}
+"""
+# P of a warp's 16 keys from `key` on and kTileM queries from `query0` on, where x is what the products leave.
+BACKWARD = """
+extern "C" void run(const Params* p, int key, int query0, float x, float* out) {
+    launch([=] {
+        const int row = key + threadIdx.x / 4;
+        const int2 seen_by[2] = {queries_of(*p, row), queries_of(*p, row + 8)};
+        float s[kTileM / 2];
+        std::fill(s, s + kTileM / 2, x);
+        probabilities(s, p->scale_log2);
+        apply_mask(s, query0, seen_by);
+        for (int i = 0; i < kTileM / 2; ++i) {
+            const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            out[(threadIdx.x / 4 + i / 2 % 2 * 8) * kTileM + column] = s[i];
+        }
+    }, 1, 32, 0);
+}
+"""
+
+
+def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
+    """The constants, the mask and the softmax of a kernel, with a function `run`."""
+    first, *sections = re.split(r"(?=^// ---- )", source.text, flags=re.MULTILINE)
+    kept = [
+        s for s in sections if s.removeprefix("// ---- ").startswith(("Specialisation", "Mask", "Softmax"))
+    ]
+    spans = re.findall(
+        r"^__device__ __forceinline__ int2 queries_of.*?^}\n", source.text, re.MULTILINE | re.DOTALL
+    )
+    text = "".join((first, *kept, *spans))  # the section of the mask has span_of, which queries_of calls
+    text = re.sub(r'asm volatile\("ld\.shared[^;]*;"[^;]*;', "", text)
+    assert "asm" not in text
+    path = directory / "softmax.cpp"
+    path.write_text(PRELUDE + text.replace("#pragma unroll", "//") + harness)
+    subprocess.run(["g++", *FLAGS, str(path), "-o", str(path.with_suffix(".so"))], check=True)
+    return ctypes.CDLL(str(path.with_suffix(".so")))
+
+
+@pytest.fixture(scope="module")
+def forward(tmp_path_factory: pytest.TempPathFactory) -> tuple[ctypes.CDLL, int]:
+    """The library, and keys a visit."""
+    spec = next(candidates(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.FULL)))
+    return build(render(spec), FORWARD, tmp_path_factory.mktemp("forward")), spec.tuning.tile_n
+
+
+def ordinary(visits: int, keys: int) -> Tensor:
+    return torch.randn(visits, 16, keys)
+
+
+def growing(visits: int, keys: int) -> Tensor:
+    """Maxima that grow, by little and by much, in visits in which nobody looks for them."""
+    steps = torch.tensor([0.0, 0, 0, 0, 3, 3, 60, 60])[:visits, None, None]
+    return torch.randn(visits, 16, keys) + steps * torch.linspace(0, 1, 16)[:, None]
+
+
+def late(visits: int, keys: int) -> Tensor:
+    """Rows that see nothing at first, and one that never does."""
+    s = torch.randn(visits, 16, keys)
+    s[:4, ::3] = -math.inf
+    s[:, 7] = -math.inf
+    return s
+
+
+def equal(visits: int, keys: int) -> Tensor:
+    return (
+        torch.full((visits, 16, keys), 1133871366144.0) * torch.tensor([1.0, -1])[torch.arange(16) % 2, None]
+    )
+
+
+def ulps(visits: int, keys: int) -> Tensor:
+    """Numbers near 2^30 that differ by single ulps; beside them rows of ordinary ones, and of none for long."""
+    s = 2.0**30 + 128.0 * torch.randint(0, 8, (visits, 16, keys))
+    s[:, 8:12] *= -1
+    s[:, 3] = torch.randn(visits, keys)
+    s[:5, 4] = -math.inf
+    return s
+
+
+def falling_away(visits: int, keys: int) -> Tensor:
+    """A large negative maximum that becomes an ordinary one, and the other way round."""
+    s = torch.randn(visits, 16, keys)
+    s[:5, ::2] -= 1e9
+    s[5:, 1::2] += 1e9
+    return s
+
+
+@pytest.mark.parametrize("scale", [0.125, 2.0**-7, 1e-30, 2e38], ids=str)
+@pytest.mark.parametrize(
+    "make", [ordinary, growing, late, equal, ulps, falling_away], ids=lambda x: x.__name__
+)
+def test_forward(forward: tuple[ctypes.CDLL, int], make: Callable[[int, int], Tensor], scale: float) -> None:
+    """Weights are a softmax to the precision of bf16, and their sums the denominators, for any finite scores."""
+    library, keys = forward
+    torch.manual_seed(0)
+    scores = make(8, keys).float().contiguous()
+    p, tops, sums = torch.full_like(scores, math.nan), torch.zeros(16), torch.zeros(16, 4)
+    pointers = (x.data_ptr() for x in (scores, p, tops, sums))
+    at, p_at, tops_at, sums_at = (ctypes.c_void_p(x) for x in pointers)
+    library.run(at, len(scores), ctypes.c_float(scale / math.log(2)), p_at, tops_at, sums_at)
+    exact = scores.double().transpose(0, 1).flatten(1)
+    blind = exact.amax(1) == -math.inf
+    weights = ((exact - exact.amax(1, keepdim=True)) * scale).softmax(1)[~blind]
+    total = sums.double().sum(1)
+    got = p.double().transpose(0, 1).flatten(1)
+    assert not got[blind].any()
+    assert not total[blind].any()
+    got, total = got[~blind], total[~blind]
+    torch.testing.assert_close(got / total[:, None], weights, rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(got.sum(1), total, rtol=5e-3, atol=0)
+    # The maximum may be an earlier one: then the sum is larger.
+    lse = tops[~blind].double() * scale + total.log()
+    torch.testing.assert_close(lse, (exact[~blind] * scale).logsumexp(1), rtol=1e-6, atol=2e-3)
+
+
+def test_backward_sees_any_spans(tmp_path: Path) -> None:
+    """The queries starts[j] <= i < ends[j] have weight, for all int32."""
+    spec = next(candidates(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
+    library, tile_m = build(render(spec), BACKWARD, tmp_path), spec.tuning.tile_m
+    least, most = -(2**31), 2**31 - 1
+    numbers = [least, least + 1, -1, 0, 1, 63, 64, 65, 100, 127, 128, 129, 200, most - 1, most]
+    pairs = torch.tensor([(x, y) for x in numbers for y in numbers] + [(0, 0)] * 15, dtype=torch.int32)
+    starts, ends = (pairs[:, side].contiguous() for side in (0, 1))
+    p = Params()
+    p.seq_k, p.seq_q, p.scale_log2 = len(pairs), 256, 1.0
+    p.starts, p.ends = starts.data_ptr(), ends.data_ptr()
+    for query0 in (0, 64, 128, 2**30 - tile_m):
+        query = torch.arange(query0, query0 + tile_m)
+        for key in range(0, len(pairs) - 15, 16):
+            got = torch.full((16, tile_m), math.nan)
+            x = ctypes.c_float(-1.0)
+            library.run(ctypes.byref(p), key, query0, x, ctypes.c_void_p(got.data_ptr()))
+            seen = (starts[key : key + 16, None] <= query) & (query < ends[key : key + 16, None])
+            assert torch.equal(got, seen * 0.5), (query0, key)
