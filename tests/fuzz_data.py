@@ -36,7 +36,7 @@ class Data:
 
 def data(case: Problem) -> Data:
     """Inputs as `case` says. Whatever lies between their rows is NaN."""
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator(case.device).manual_seed(case.seed)
     f, heads_q = case.family, case.heads_kv * case.group
     sizes = (
         (case.batch, heads_q, case.seq_q, f.head_dim),
@@ -47,27 +47,30 @@ def data(case: Problem) -> Data:
     storage = torch.float32 if case.wrap == "autocast" else f.dtype
     placed = []
     for index, size in enumerate(sizes):
-        x = _values(case, index, size, generator).to(f.dtype).to(case.device, storage)
+        x = _values(case, index, size, generator).to(f.dtype).to(storage)
         layout = (
             "any address" if f.loose and index == 0 and case.layouts[0] != "one head" else case.layouts[index]
         )
         # dout has the dtype that out will have.
         placed.append(place(x.to(f.dtype) if index == 3 else x, layout))
     q, k, v, dout = placed
-    dlse = torch.randn(dout.shape[:3], generator=generator).to(case.device) if case.lse_grad else None
-    mask, seen, extra = _mask(case, generator)
+    here: Any = {"generator": generator, "device": case.device}
+    dlse = torch.randn(dout.shape[:3], **here) if case.lse_grad else None
+    masks = generator if case.device == "cpu" else torch.Generator().manual_seed(case.seed)
+    mask, seen, extra = _mask(case, masks)
     scale = f.head_dim**-0.5 if case.scale is None else case.scale
     return Data(q, k, v, dout, dlse, mask, seen.to(case.device), extra, scale)
 
 
 def _values(case: Problem, index: int, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Float64 values of q, k, v or dout (index 0 to 3). fp16 keeps away from its largest number."""
-    x = torch.randn(size, generator=generator, dtype=torch.float64)
+    place_of: Any = {"generator": generator, "device": case.device}
+    x = torch.randn(size, dtype=torch.float64, **place_of)
     half = case.family.dtype is torch.float16
     if case.values == "large" and index < 2:
         return x * (4.0 if half else 12.0)
     if case.values == "spiky" and index < 3 and size[2]:
-        row = int(torch.randint(0, size[2], (), generator=generator))
+        row = int(torch.randint(0, size[2], (), **place_of))
         x[:, :, row] *= 8.0 if half else 30.0
     if case.values == "equal":
         return torch.ones_like(x) * (1.0, 0.5, -1.25, 0.75)[index]
@@ -76,13 +79,13 @@ def _values(case: Problem, index: int, size: tuple[int, ...], generator: torch.G
     if case.values == "small":
         return x * (1e-2 if half else 1e-18)
     if case.values == "mixed":
-        powers = torch.empty((*size[:3], 1), dtype=torch.float64).uniform_(-3, 0.5, generator=generator)
+        powers = torch.empty((*size[:3], 1), dtype=torch.float64, device=case.device).uniform_(
+            -3, 0.5, generator=generator
+        )
         return x * 10**powers
     if case.values == "one hot" and index < 2:
-        return (
-            torch.eye(size[3], dtype=torch.float64)[torch.randint(0, size[3], size[:3], generator=generator)]
-            * 4
-        )
+        rows = torch.eye(size[3], dtype=torch.float64, device=case.device)
+        return rows[torch.randint(0, size[3], size[:3], **place_of)] * 4
     if case.values == "huge":
         return torch.full_like(x, 200.0 if half else 133120.0) if index < 3 else x
     return x
@@ -127,6 +130,22 @@ def place(x: Tensor, layout: str) -> Tensor:
     if layout == "one number":
         return x.new_full((1, 1, 1, 1), 0.5).expand(x.shape)
     raise ValueError(layout)
+
+
+def poison(case: Problem) -> None:
+    """Leave NaN in memory that is about to be allocated again: whatever is read there unwritten shows."""
+    f, heads = case.family, case.heads_kv * case.group
+    sizes = [case.batch * heads * case.seq_q * f.dim_v, case.batch * heads * case.seq_q * f.head_dim]
+    sizes += [
+        case.batch * case.heads_kv * case.seq_k * f.head_dim,
+        case.batch * heads * (case.seq_q + 128) * 2,
+    ]
+    kept = [
+        torch.full((n + 1,), torch.nan, device=case.device, dtype=d)
+        for n in sizes
+        for d in (f.dtype, torch.float32)
+    ]
+    del kept
 
 
 # ---- Masks

@@ -125,7 +125,7 @@ def answer(
         )
 
     # A row of scores beyond the arithmetic spoils what is summed over it.
-    spoilt = fold(lost.any(-2, keepdim=True).expand_as(lost[..., :1, :]).to(torch.int8)) > 0
+    spoilt = fold(lost.any(-2, keepdim=True).to(torch.int8)) > 0
     finish("dq", ds @ k * scale, (b_ds + many * ds.abs()) @ k.abs() * scale, k.shape[2], lost)
     b_dk = (b_ds + rows * ds.abs()).mT @ q.abs() * scale
     finish("dk", fold(ds.mT @ q * scale), fold(b_dk), q.shape[2], spoilt)

@@ -14,6 +14,8 @@ from fuzz_exact import answer, complaints, plain
 from fuzz_problems import CASES, LATER, MISSING, Problem, problem, without
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SLICE = 40  # cases of each of FAMILIES
 FAMILIES = 4
 
