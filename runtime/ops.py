@@ -104,6 +104,8 @@ def attention(
     if scale is True or scale is False:
         expect_number("scale", scale)
     if is_compiling():
+        if _have_dtensor(q, k, v):
+            return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
         out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
         return (out, lse) if return_lse else out
     try:
@@ -129,16 +131,22 @@ def _on_refusal(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What `attention` does with a call that the operators refused: DTensors go another way, others raise."""
     if _have_dtensor(q, k, v):
-        from attnforge.runtime.dtensor import attention_on_dtensors
-
-        return attention_on_dtensors(
-            q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
-        )
+        return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
     # For an argument of a wrong type torch has words of its own, about operators that nobody has heard of.
     expect_tensors(q=q, k=k, v=v)
     expect_number("scale", scale)
     expect_flags(return_lse=return_lse, deterministic=deterministic)
     raise
+
+
+def _on_dtensors(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    from attnforge.runtime.dtensor import attention_on_dtensors  # imports torch.distributed.tensor
+
+    return attention_on_dtensors(
+        q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
+    )
 
 
 def _have_dtensor(*tensors: object) -> bool:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attnforge
-from attnforge.runtime.dtensor import attention_on_dtensors
 
 BATCH, HEADS, HEADS_KV, SEQ, DIM = 5, 8, 4, 19, 16  # two ranks get 3 and 2 entries of the batch
 PLACEMENTS: tuple[tuple[Placement, Placement], ...] = (
@@ -65,7 +64,7 @@ def check(mesh: DeviceMesh, placements: tuple[Placement, ...], mask: Any, compil
     gradients = torch.autograd.grad(expected, leaves, (dout, dlse))
     parts = [distribute_tensor(x, mesh, placements).requires_grad_() for x in given]
     if compiled:
-        run = torch.compile(attention_on_dtensors, backend="aot_eager", fullgraph=True)
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
     out, lse = run(*parts, mask, scale=0.3, return_lse=True)
     assert out.placements == placements
     assert sorted(range(4), key=out.stride) == sorted(range(4), key=out.to_local().stride)
