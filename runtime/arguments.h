@@ -41,11 +41,7 @@ inline void set_dense(Params& p, const Tensor& data) {
 }
 
 // The scale that kernels get. Some divide lse by it, all multiply it by log2(e), and both must stay finite. Beyond the
-<<<<<<< HEAD
-// bounds it makes no difference to a softmax in float32 unless scores are above 1e22, or differ by less than 1e-36.
-=======
 // bounds it makes no difference to a softmax in float32 unless scores exceed 1e22, or differ by less than 1e-36.
->>>>>>> h1
 inline double softmax_scale(std::optional<double> scale, int64_t head_dim) {
     return std::clamp(scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim))), 1e-30, 2e38);
 }

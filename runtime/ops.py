@@ -91,23 +91,21 @@ def attention(
         (T, H, D) goes in as x.transpose(0, 1)[None], uncopied. D and Dv: 1 to 256.
     mask: None (all pairs), Causal(), Spans(starts, ends) or DenseMask(bool tensor). A row that sees no key gives
         zeros, and zero gradients.
-    scale: multiplies q k^T; above 0; None means D ** -0.5.
+    scale: multiplies q k^T; above 0, as float32 holds it (kernels take the nearest in 1e-30 to 2e38); None: D ** -0.5.
     deterministic: gradients are the same bits on every run; torch.use_deterministic_algorithms implies it.
 
     Returns out (B, Hq, Sq, Dv) in the layout and dtype of q; with return_lse also the natural log of the softmax
-    denominator, float32 (B, Hq, Sq), -inf for a row that sees no key; it is differentiable, too. Under autocast,
-    inputs are cast as those of scaled_dot_product_attention. Batch, queries and keys may be none: the result is empty,
-    or zeros where there are queries but no keys.
+    denominator, float32 (B, Hq, Sq), -inf for a row that sees no key, differentiable, too. Under autocast inputs are
+    cast as those of scaled_dot_product_attention. Without queries the result is empty, without keys it is zeros.
+    Finite inputs give finite results where q k^T and dout v^T fit float32. A row whose |lse| is above 2^22 (4e6) gets
+    zero gradients: float32 holds no fraction of its lse.
     Raises ValueError or TypeError naming the argument; never falls back to something slow.
     What the two passes keep and allocate: docs/training.md, "Memory".
     """
     if scale is True or scale is False:
         expect_number("scale", scale)
     if is_compiling():
-        if _have_dtensor(q, k, v):
-            return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
-        out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
-        return (out, lse) if return_lse else out
+        return _traced(q, k, v, mask, scale, return_lse, deterministic)
     try:
         if return_lse:
             return forward(q, k, v, mask, scale, deterministic=deterministic)
@@ -124,6 +122,16 @@ def attention(
         return _attend(q, k, v, scale, deterministic, kind, data, visible)
     except (RuntimeError, ValueError):
         return _on_refusal(q, k, v, mask, scale, return_lse, deterministic)
+
+
+def _traced(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` in a trace."""
+    if _have_dtensor(q, k, v):
+        return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
+    out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
+    return (out, lse) if return_lse else out
 
 
 def _on_refusal(

@@ -62,6 +62,9 @@ BAD = [
     Bad("scale: got nan", lambda: {"scale": float("nan")}),
     Bad("scale: got inf", lambda: {"scale": float("inf")}),
     Bad("scale: got 0.0", lambda: {"scale": 0.0}),
+    Bad("scale: got 1e[+]300, expected a number above 0 that float32 holds", lambda: {"scale": 1e300}),
+    Bad("scale: got 1e-50, expected a number above 0 that float32 holds", lambda: {"scale": 1e-50}),
+    Bad("scale: got bool, expected a number", lambda: {"scale": True}, TypeError),
     Bad("scale: got -0.5", lambda: {"scale": -0.5}),
     Bad(
         "mask: is of 13 keys, but k has 12 rows",
