@@ -137,6 +137,7 @@ class Emulated:
         subprocess.run(["g++", *FLAGS, half, str(path), "-o", str(library)], check=True)
         self.library = ctypes.CDLL(str(library))
         self.held: list[Tensor] = []  # memory that Params point to
+        self.scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """(out, lse), as the operator."""
@@ -191,7 +192,7 @@ class Emulated:
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
         p.tiles_m, p.tiles_n = -(-p.seq_q // tuning.tile_m), -(-p.seq_k // tuning.tile_n)
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
-        p.scale = tensors["q"].shape[3] ** -0.5
+        p.scale = self.scale or tensors["q"].shape[3] ** -0.5
         p.scale_log2 = p.scale / math.log(2)
         self._set_mask(p, mask)
         return p

@@ -261,3 +261,23 @@ def test_kernels_of_gpus(name: str, tmp_path: Path) -> None:
         assert torch.isfinite(out).all()
         for grad in backward.backward(torch.randn_like(out), q, k, v, out, lse, mask):
             assert torch.isfinite(grad).all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers and half floats as on x86-64")
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("scale", [1e30, 2e38])
+def test_kernels_of_gpus_at_large_scales(name: str, scale: float, tmp_path: Path) -> None:
+    """Scores whose product with the scale is beyond float32, of ordinary inputs: no NaN, and finite gradients."""
+    dtype, arch, tuning, arch_backward, tuning_backward = KERNELS[name]
+    forward = kernel_of(Direction.FORWARD, dtype, arch, tuning, tmp_path)
+    backward = kernel_of(Direction.BACKWARD, dtype, arch_backward, tuning_backward, tmp_path)
+    forward.scale = backward.scale = scale
+    kind = {DType.FLOAT32: FLOAT32, DType.BFLOAT16: BFLOAT16, DType.FLOAT16: FLOAT16}[dtype]
+    key = torch.arange(LENGTH, dtype=torch.int32)
+    mask = attnforge.Spans(key, key + 90)
+    q, k, v, dout = (torch.randn(1, 1, LENGTH, 32).to(kind) for _ in range(4))
+    out, lse = forward.forward(q, k, v, mask)
+    assert torch.isfinite(out).all()
+    assert not lse.isnan().any()
+    for grad in backward.backward(dout, q, k, v, out, lse, mask):
+        assert torch.isfinite(grad).all()
