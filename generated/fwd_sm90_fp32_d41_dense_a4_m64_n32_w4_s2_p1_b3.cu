@@ -568,16 +568,13 @@ __device__ __forceinline__ float base_of(float row_max, bool large, float scale_
 
 // The factor of O and of a row sum when the maximum of the row grows from `before` to `row_max`.
 __device__ __forceinline__ float rescale_of(float before, float row_max, bool large, float scale_log2) {
-    if (!large) {
-        return exp2_approx(__fmul_rn(before, scale_log2) - base_of(row_max, false, scale_log2));
-    }
-    return exp2_approx((before - finite(row_max)) * scale_log2);
+    const float small = __fmul_rn(before, scale_log2) - base_of(row_max, false, scale_log2);
+    return exp2_approx(large ? (before - finite(row_max)) * scale_log2 : small);
 }
 
-// Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima. `large`: whether
-// maxima are subtracted from S, as some row of the warp has a large one.
+// Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima.
 __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (&o)[kFragsM][kFragsD][4],
-                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2], bool& large,
+                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2],
                                         float scale_log2) {
     float top[kFragsM][2];
     bool moved = false;
@@ -595,16 +592,17 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
             moved |= top[i][half] != row_max[i][half];
         }
     }
-    if (__any_sync(~0u, moved)) {  // rare after the first few tiles
-        bool some = false;
+    bool some = false;
 #pragma unroll
-        for (int i = 0; i < kFragsM; ++i) {
+    for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                some |= fabsf(finite(top[i][half]) * scale_log2) > kLarge;
-            }
+        for (int half = 0; half < 2; ++half) {
+            some |= fabsf(finite(top[i][half]) * scale_log2) > kLarge;
         }
-        large = __any_sync(~0u, some);
+    }
+    const bool large = __any_sync(~0u, some);  // then maxima are subtracted from S
+    // Rare after the first few tiles, but a branch costs registers where a warp has few rows.
+    if (kFragsM == 1 || __any_sync(~0u, moved)) {
 #pragma unroll
         for (int i = 0; i < kFragsM; ++i) {
             float rescale[2];
@@ -612,7 +610,6 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
             for (int half = 0; half < 2; ++half) {
                 rescale[half] = rescale_of(row_max[i][half], top[i][half], large, scale_log2);
                 row_sum[i][half] *= rescale[half];
-                row_max[i][half] = top[i][half];
             }
 #pragma unroll
             for (int j = 0; j < kFragsD; ++j) {
@@ -622,6 +619,11 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
                 }
             }
         }
+    }
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+        row_max[i][0] = top[i][0];
+        row_max[i][1] = top[i][1];
     }
     if (large) {
 #pragma unroll
@@ -760,7 +762,6 @@ attnforge_fwd_sm90_fp32_d41_dense_a4_m64_n32_w4_s2_p1_b3(const __grid_constant__
     float o[kFragsM][kFragsD][4] = {};
     float row_sum[kFragsM][2] = {};
     float row_max[kFragsM][2];
-    bool large = false;  // see softmax
 #pragma unroll
     for (int i = 0; i < kFragsM; ++i) {
         row_max[i][0] = row_max[i][1] = __int_as_float(0xff800000);
@@ -795,7 +796,7 @@ attnforge_fwd_sm90_fp32_d41_dense_a4_m64_n32_w4_s2_p1_b3(const __grid_constant__
         if (entry & 1) {
             apply_mask(p, plane, s, row0, (entry >> 1) * kTileN);
         }
-        softmax(s, o, row_max, row_sum, large, p.scale_log2);
+        softmax(s, o, row_max, row_sum, p.scale_log2);
         accumulate(o, s, v_warp + stage * (kTileBytesV / 4));
         stage = stage + 1 == kStages ? 0 : stage + 1;
         fill = fill + 1 == kStages ? 0 : fill + 1;

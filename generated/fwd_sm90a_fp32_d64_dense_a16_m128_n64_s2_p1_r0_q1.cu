@@ -642,10 +642,8 @@ __device__ __forceinline__ float base_of(float row_max, bool large, float scale_
 
 // The factor of O and of a row sum when the maximum of the row grows from `before` to `row_max`.
 __device__ __forceinline__ float rescale_of(float before, float row_max, bool large, float scale_log2) {
-    if (!large) {
-        return exp2_approx(__fmul_rn(before, scale_log2) - base_of(row_max, false, scale_log2));
-    }
-    return exp2_approx((before - finite(row_max)) * scale_log2);
+    const float small = __fmul_rn(before, scale_log2) - base_of(row_max, false, scale_log2);
+    return exp2_approx(large ? (before - finite(row_max)) * scale_log2 : small);
 }
 
 // Warp: P = 2^(scale log2(e) (S - top)) in parts, as wgmma takes them for its A operand. Moves the rows to their new

@@ -96,7 +96,7 @@ def test_layout_of_out_with_its_own_head_dim(layout: str) -> None:
     compiled = torch.compile(attnforge.attention, fullgraph=True, backend="aot_eager")(x.q, x.k, x.v)
     assert compiled.stride() == out.stride()
     torch.testing.assert_close(compiled, out)
-    args = (x.q.detach(), x.k.detach(), x.v.detach(), None, None, 0, None)
+    args = (x.q.detach(), x.k.detach(), x.v.detach(), None, 0, None)
     torch.library.opcheck(torch.ops.attnforge.forward.default, args)
 
 

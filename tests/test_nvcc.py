@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
@@ -59,6 +60,13 @@ def nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults_compile_cleanly(arch: Arch, direction: Direction, head_dim: int, tmp_path: Path) -> None:
     log = check_resources(first(arch, direction, head_dim), tmp_path)
     assert not SERIALISED.search(log), log
+
+
+@pytest.mark.parametrize("arch", [arch for arch in Arch if arch.is_gpu], ids=lambda arch: arch.value)
+def test_mask_kernels_compile(arch: Arch, tmp_path: Path) -> None:
+    built = toolchain.toolchain(arch).compile(mask_kernels(arch), tmp_path)
+    assert set(built.resources) == set(mask_kernels(arch).symbols)
+    assert all(used["spill_bytes"] == 0 for used in built.resources.values())
 
 
 FP32_ARCHS = [arch for arch in Arch if arch.family == "sm80"]
