@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from attnforge.bagel.models import MODELS, Model
+from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -113,6 +114,14 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
                 yield choose_for(problem, group, size, target, strict, visible).spec
             except Infeasible:
                 continue  # dispatch would say so to the caller too
+
+
+def compile_mask_kernels(targets: Sequence[Target]) -> int:
+    """The kernels that make masks on these targets, into the cache; how many modules. Errors as `cache.obtain`."""
+    archs = {target.archs[0] for target in targets}
+    for arch in archs:
+        cache.obtain(mask_kernels(arch))
+    return len(archs)
 
 
 def compile_all(wanted: Sequence[Spec], workers: int | None = None) -> Iterator[Warmed]:

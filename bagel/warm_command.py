@@ -49,12 +49,14 @@ def warm(
     targets = warming.gpu_targets(gpu, arch)
     wanted = warming.specs(warming.request(model, dtype, mask, deterministic=deterministic), targets)
     begin, failed = time.perf_counter(), []
+    modules = warming.compile_mask_kernels(targets)
     for count, done in enumerate(warming.compile_all(wanted, workers), 1):
         if done.error is not None:
             failed.append(str(done.error))
         click.echo(f"{count}/{len(wanted)} {done.spec.slug}{' FAILED' if done.error else ''}")
     click.echo(
-        f"{len(wanted) - len(failed)} kernels in {settings().cache_dir}, {time.perf_counter() - begin:.0f} s"
+        f"{len(wanted) - len(failed)} kernels, and {modules} module{'s' * (modules > 1)} that make masks, in "
+        f"{settings().cache_dir}, {time.perf_counter() - begin:.0f} s"
     )
     launcher()
     import torch

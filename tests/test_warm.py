@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from attnforge.bagel import warm
 from attnforge.cli import main
 from attnforge.codegen import params
+from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import cache, dispatch, kernels, nvrtc, tables, toolchain
@@ -234,6 +235,9 @@ def test_warm_copy_and_start_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
         entry = cache.obtain(render(spec))
         assert entry.binary[:4] == b"\x7fELF"
         assert entry.meta["slug"] == spec.slug
+    assert cache.obtain(mask_kernels(Arch.SM90A)).meta["slug"] == "masks_sm90a"
+    with pytest.raises(NoCompilerError):
+        cache.obtain(mask_kernels(Arch.SM80))
     other = Problem(Direction.FORWARD, Arch.SM90A, DType.FLOAT16, 72, Mask.FULL)
     source = render(dispatch.choose_for(other, 1, 4096, dispatch.Target("", H200)).spec)
     with pytest.raises(NoCompilerError):
