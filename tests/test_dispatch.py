@@ -134,10 +134,40 @@ def test_no_other_cpu(tmp_path: Path) -> None:
 
 
 def test_alignment_is_the_calls_own(tmp_path: Path) -> None:
-    """Rows aligned to less than the tuned ones: the same tuning where that is feasible, else none."""
+    """Rows aligned to less than the tuned ones: the same tuning, which is feasible for all of them here."""
     tables.save(H200, entries(PROBLEM, 1), tmp_path)
-    for align in (16, 8, 4, 2):
-        assert all(spec.problem.align == align for spec in chosen(replace(PROBLEM, align=align), tmp_path))
+    offered = {align: chosen(replace(PROBLEM, align=align), tmp_path) for align in (16, 8, 4, 2)}
+    assert all(spec.problem.align == align for align, specs in offered.items() for spec in specs)
+    assert all(offered.values())
+
+
+def test_what_a_call_is_chosen_by(loaded: list[Spec], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Length, ratio of heads, alignment of rows and of where they begin; calls that agree in these share a choice."""
+    asked: list[tuple[int, int, int, int]] = []
+    choose = dispatch.choose
+
+    def noting(problem: Problem, group: int, size: int, *rest: Any) -> dispatch.Choice:
+        asked.append((problem.align, group, size, problem.head_dim_v))
+        return choose(problem, group, size, *rest)
+
+    monkeypatch.setattr(dispatch, "choose", noting)
+
+    def call(rows: int, keys: int, heads: int, first: int = 0, pad: int = 0) -> None:
+        def rows_of(heads: int, length: int) -> torch.Tensor:
+            whole = torch.zeros(heads * length * (16 + pad) + first, dtype=torch.bfloat16)
+            return whole[first:].view(1, heads, length, 16 + pad)[..., :16]
+
+        attnforge.attention(rows_of(heads, rows), rows_of(2, keys), rows_of(2, keys))
+
+    call(64, 33, 6)
+    call(70, 33, 6)  # the same octave
+    call(300, 33, 6)
+    call(64, 900, 6)  # keys do not count
+    call(64, 33, 2)
+    call(64, 33, 6, first=1)  # begins at an odd address
+    call(300, 33, 6, pad=1)  # odd rows
+    assert asked == [(4, 3, 64, 16), (4, 3, 300, 16), (4, 1, 64, 16), (2, 3, 64, 16), (2, 3, 300, 16)]
+    assert [spec.problem.align for spec in loaded] == [4, 4, 4, 2, 2]
 
 
 def test_a_table_that_is_none(tmp_path: Path) -> None:
