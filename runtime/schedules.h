@@ -82,7 +82,7 @@ inline void allocate(MaskState& state, Schedule& made, int64_t size) {
     made.tables = made.memory.mutable_data_ptr<int>();
 }
 
-// The schedule that `state` has for `key`; built now if this is its first use. Whoever comes meanwhile waits.
+// The schedule that `state` has for `key`; built now if this is its first use; other threads wait for it.
 inline std::shared_ptr<const Schedule> schedule_of(MaskState& state, const ScheduleKey& key, const Variant& variant,
                                                    const ScheduleLayout& layout, Params& params, void* stream) {
     const std::lock_guard lock(state.mutex);
@@ -102,24 +102,20 @@ inline std::shared_ptr<const Schedule> schedule_of(MaskState& state, const Sched
     return made;
 }
 
-// Does the mask keep schedules for calls from here? A CUDA graph builds its own, in its own memory, at every replay;
-// a stream that is not torch's is on its own unless the mask was made on it.
+// Does the mask keep the schedule of a call on this stream? A CUDA graph builds its own, in its own memory, at every
+// replay; so does each call on a stream that is not torch's, see is_external.
 inline bool keeps_schedules(const MaskState* state, const std::optional<c10::Stream>& here, void* stream) {
-    if (state == nullptr) {
-        return false;
-    }
-    return !here || ((!is_external(*here) || *here == *state->stream) && !is_capturing(stream));
+    return state != nullptr && (!here || (!is_external(*here) && !is_capturing(stream)));
 }
 
 // Makes `here`, another stream than the one that built the schedule, ready to read it.
-inline void share(const MaskState& state, const ScheduleLayout& layout, const c10::Stream& here, Params& params,
-                  Attached& attached) {
+inline void share(const ScheduleLayout& layout, const c10::Stream& here, Params& params, Attached& attached) {
     const Schedule& schedule = *attached.schedule;
     schedule.built->block(here);
     keep_for(schedule.memory, here);
     if (layout.counters > 0) {
         // Launches in one stream come one after the other and leave the counter at zero; others need their own.
-        attached.counters = at::zeros({layout.counters}, state.memory.options());
+        attached.counters = at::zeros({layout.counters}, schedule.memory.options());
         params.pieces = attached.counters.mutable_data_ptr<int>();
     }
 }
@@ -142,7 +138,7 @@ inline Attached attach_schedule(const Variant& variant, const Tensor& data, Para
     result.schedule = schedule_of(*state, key, variant, layout, params, stream);
     layout.point(variant, params, result.schedule->tables);
     if (here && *here != *result.schedule->stream) {
-        share(*state, layout, *here, params, result);
+        share(layout, *here, params, result);
     }
     if (here && *here != *state->stream) {
         keep_for(state->memory, *here);
