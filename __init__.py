@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnforge import bagel as bagel
-    from attnforge.runtime.aten import register_torch as register_torch
-    from attnforge.runtime.checkpointing import save_attention as save_attention
-    from attnforge.runtime.checkpointing import save_attention_policy as save_attention_policy
-    from attnforge.runtime.context_parallel import context_parallel as context_parallel
-    from attnforge.runtime.dropins import flash_attn_func as flash_attn_func
-    from attnforge.runtime.dropins import flash_attn_varlen_func as flash_attn_varlen_func
-    from attnforge.runtime.flex import flex_attention as flex_attention
-    from attnforge.runtime.flex import from_block_mask as from_block_mask
-    from attnforge.runtime.huggingface import register_huggingface as register_huggingface
+    from attnforge.runtime.distributed.context_parallel import context_parallel as context_parallel
+    from attnforge.runtime.integrations.checkpointing import save_attention as save_attention
+    from attnforge.runtime.integrations.checkpointing import save_attention_policy as save_attention_policy
+    from attnforge.runtime.integrations.flash_attn import flash_attn_func as flash_attn_func
+    from attnforge.runtime.integrations.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+    from attnforge.runtime.integrations.flex import flex_attention as flex_attention
+    from attnforge.runtime.integrations.flex import from_block_mask as from_block_mask
+    from attnforge.runtime.integrations.huggingface import register_huggingface as register_huggingface
+    from attnforge.runtime.integrations.sdpa import disable as disable
+    from attnforge.runtime.integrations.sdpa import enable as enable
+    from attnforge.runtime.integrations.sdpa import sdpa as sdpa
+    from attnforge.runtime.integrations.torch_backend import register_torch as register_torch
     from attnforge.runtime.masks import Causal as Causal
     from attnforge.runtime.masks import DenseMask as DenseMask
     from attnforge.runtime.masks import Spans as Spans
     from attnforge.runtime.ops import attention as attention
-    from attnforge.runtime.sdpa import disable as disable
-    from attnforge.runtime.sdpa import enable as enable
-    from attnforge.runtime.sdpa import sdpa as sdpa
 
 __all__ = [
     "Causal",
@@ -54,18 +54,18 @@ _HOME = {
     "Causal": "attnforge.runtime.masks",
     "DenseMask": "attnforge.runtime.masks",
     "Spans": "attnforge.runtime.masks",
-    "save_attention": "attnforge.runtime.checkpointing",
-    "save_attention_policy": "attnforge.runtime.checkpointing",
-    "context_parallel": "attnforge.runtime.context_parallel",
-    "disable": "attnforge.runtime.sdpa",
-    "enable": "attnforge.runtime.sdpa",
-    "sdpa": "attnforge.runtime.sdpa",
-    "flash_attn_func": "attnforge.runtime.dropins",
-    "flash_attn_varlen_func": "attnforge.runtime.dropins",
-    "flex_attention": "attnforge.runtime.flex",
-    "from_block_mask": "attnforge.runtime.flex",
-    "register_huggingface": "attnforge.runtime.huggingface",
-    "register_torch": "attnforge.runtime.aten",
+    "save_attention": "attnforge.runtime.integrations.checkpointing",
+    "save_attention_policy": "attnforge.runtime.integrations.checkpointing",
+    "context_parallel": "attnforge.runtime.distributed.context_parallel",
+    "disable": "attnforge.runtime.integrations.sdpa",
+    "enable": "attnforge.runtime.integrations.sdpa",
+    "sdpa": "attnforge.runtime.integrations.sdpa",
+    "flash_attn_func": "attnforge.runtime.integrations.flash_attn",
+    "flash_attn_varlen_func": "attnforge.runtime.integrations.flash_attn",
+    "flex_attention": "attnforge.runtime.integrations.flex",
+    "from_block_mask": "attnforge.runtime.integrations.flex",
+    "register_huggingface": "attnforge.runtime.integrations.huggingface",
+    "register_torch": "attnforge.runtime.integrations.torch_backend",
 }
 
 

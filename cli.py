@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from attnforge.bagel.openkernel_commands import challenge, export, model_command
-from attnforge.bagel.render_command import render
-from attnforge.bagel.shell import Commands, file_option, out_option, values
-from attnforge.bagel.warm_command import warm
+from attnforge.bagel.commands.challenge import challenge, export, model_command
+from attnforge.bagel.commands.render import render
+from attnforge.bagel.commands.shell import Commands, file_option, out_option, values
+from attnforge.bagel.commands.warm import warm
 from attnforge.codegen.spec import Arch, DType, Spec
 
 if TYPE_CHECKING:  # torch takes a second to import: commands that do not need it do without
-    from attnforge.bagel.bench import Row
-    from attnforge.bagel.selection import Selection
+    from attnforge.bagel.commands.selection import Selection
+    from attnforge.bagel.measure.bench import Row
 
 console = Console(width=None if sys.stdout.isatty() else 140)  # a log has no width of its own
 
@@ -49,7 +49,7 @@ def selecting(command: Callable[..., None]) -> Callable[..., None]:
         arch: str | None,
         **rest: Any,
     ) -> None:
-        from attnforge.bagel.selection import select
+        from attnforge.bagel.commands.selection import select
 
         if packs is not None:
             from attnforge.bagel.workloads import recorded
@@ -95,10 +95,10 @@ def search(
     json_out: Path | None,
 ) -> None:
     """Find the fastest kernels for a pack. They are what `attention` runs from then on."""
-    from attnforge.bagel.bench import machine
-    from attnforge.bagel.live import Options, run_search
-    from attnforge.runtime.search import Budget
-    from attnforge.runtime.winners import GENERATED
+    from attnforge.bagel.commands.search_screen import Options, run_search
+    from attnforge.bagel.measure.bench import machine
+    from attnforge.runtime.search.search import Budget
+    from attnforge.runtime.search.winners import GENERATED
 
     if seconds is None and variants is None:
         seconds = 50.0 if selection.device.type == "cpu" else 180.0
@@ -125,8 +125,8 @@ def bench(
     selection: Selection, suite: str, peers: str | None, json_out: Path | None, markdown: Path | None
 ) -> None:
     """Time ours against SDPA's backends and FlexAttention in one run."""
-    from attnforge.bagel import bench as bench_module
-    from attnforge.bagel.report import bench_markdown, bench_table
+    from attnforge.bagel.measure import bench as bench_module
+    from attnforge.bagel.measure.report import bench_markdown, bench_table
 
     chosen = bench_module.chosen_peers(peers, selection.device)
     facts = bench_module.machine(selection.device)
@@ -157,11 +157,11 @@ def bench(
 )
 def verify(selection: Selection, variants: int) -> None:
     """Check kernels against float64 and SDPA's error. On packs, and on a small odd relative of each."""
-    from attnforge.bagel.report import verify_table
+    from attnforge.bagel.measure.report import verify_table
     from attnforge.codegen.space import candidates
     from attnforge.runtime import kernels
-    from attnforge.runtime.verify import WrongResult
-    from attnforge.runtime.worker import Bench
+    from attnforge.runtime.search.verify import WrongResult
+    from attnforge.runtime.search.worker import Bench
 
     wrong = 0
     for case in selection.cases():
@@ -189,7 +189,7 @@ def verify(selection: Selection, variants: int) -> None:
 @click.option("--vit", is_flag=True, help="The vision encoder's mask instead of the language model's.")
 def mask(pack: str, out: Path, tile_m: int, tile_n: int, vit: bool) -> None:
     """Draw a pack's mask and how a kernel's tiles cover it, as a PNG."""
-    from attnforge.bagel.picture import draw_mask
+    from attnforge.bagel.pictures.mask import draw_mask
     from attnforge.bagel.workloads import workload
 
     chosen = workload(pack)
@@ -206,9 +206,9 @@ def cache() -> None:
 @cache.command("ls")
 def cache_ls() -> None:
     """List them, newest first."""
-    from attnforge.bagel.report import cache_table
-    from attnforge.runtime.cache import entries
-    from attnforge.runtime.settings import settings
+    from attnforge.bagel.measure.report import cache_table
+    from attnforge.runtime.build.cache import entries
+    from attnforge.runtime.build.settings import settings
 
     console.print(cache_table(entries()))
     console.print(str(settings().cache_dir), style="dim", soft_wrap=True)
@@ -217,7 +217,7 @@ def cache_ls() -> None:
 @cache.command("clear")
 def cache_clear() -> None:
     """Remove them; they are compiled again when needed."""
-    from attnforge.runtime.cache import clear
+    from attnforge.runtime.build.cache import clear
 
     console.print(f"{clear()} entries removed")
 
@@ -225,9 +225,9 @@ def cache_clear() -> None:
 @main.command()
 def doctor() -> None:
     """Say what this machine has and lacks, and what to do about it."""
-    from attnforge.bagel.report import doctor_table
-    from attnforge.runtime.doctor import report
-    from attnforge.runtime.findings import FAILURE
+    from attnforge.bagel.measure.report import doctor_table
+    from attnforge.runtime.doctor.checks import report
+    from attnforge.runtime.doctor.findings import FAILURE
 
     findings = report()
     console.print(doctor_table(findings))

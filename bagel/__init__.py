@@ -6,18 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnforge.bagel.official import patch as patch
-    from attnforge.bagel.official import unpatch as unpatch
     from attnforge.bagel.packing import PackedMask as PackedMask
-    from attnforge.bagel.recording import record as record
+    from attnforge.bagel.trainer.patch import patch as patch
+    from attnforge.bagel.trainer.patch import unpatch as unpatch
+    from attnforge.bagel.trainer.recording import record as record
 
 __all__ = ["PackedMask", "patch", "record", "unpatch"]
 
 _HOME = {
     "PackedMask": "attnforge.bagel.packing",
-    "patch": "attnforge.bagel.official",
-    "record": "attnforge.bagel.recording",
-    "unpatch": "attnforge.bagel.official",
+    "patch": "attnforge.bagel.trainer.patch",
+    "record": "attnforge.bagel.trainer.recording",
+    "unpatch": "attnforge.bagel.trainer.patch",
 }
 
 

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from attnforge.bagel.bench import machine, ours
-from attnforge.bagel.blocks import BLOCK, LENGTH, equal_documents, random_blocks
-from attnforge.bagel.cases import make_case
-from attnforge.bagel.fa4 import Unavailable
-from attnforge.bagel.peers import as_unavailable, contestant
-from attnforge.bagel.tiles import EMPTY, tile_map
+from attnforge.bagel.measure.bench import machine, ours
+from attnforge.bagel.measure.blocks import BLOCK, LENGTH, equal_documents, random_blocks
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.peers import as_unavailable, contestant
+from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime import dispatch, kernels
-from attnforge.runtime.case import Case, Inputs
 from attnforge.runtime.masks import DenseMask, Spans
-from attnforge.runtime.timing import Effort, measure_interleaved, rotate
+from attnforge.runtime.search.case import Case, Inputs
+from attnforge.runtime.search.timing import Effort, measure_interleaved, rotate
 
 SPANS, FLEX = "spans", "FlexAttention"
 HEAD = (

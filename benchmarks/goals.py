@@ -1,4 +1,4 @@
-"""All goals of `bagel/goals.py` in one run: ours and the peers in turns, floors, ratios, errors.
+"""All goals of `bagel/measure/goals.py` in one run: ours and the peers in turns, floors, ratios, errors.
 
     python benchmarks/goals.py [--suite forward] [--only "28/4/128"] [--seeds 2] [--out DIR]
 
@@ -21,16 +21,16 @@ from pathlib import Path
 
 import torch
 
-from attnforge.bagel.bench import OURS, machine
-from attnforge.bagel.cases import make_case
-from attnforge.bagel.fa4 import Attention, Unavailable
-from attnforge.bagel.goal_report import markdown, missed, one_line
-from attnforge.bagel.goals import GOALS, SEEDS, Goal
-from attnforge.bagel.peers import EXTRA
-from attnforge.bagel.rounds import Entry, Line, play
+from attnforge.bagel.measure.bench import OURS, machine
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.fa4 import Attention, Unavailable
+from attnforge.bagel.measure.goal_report import markdown, missed, one_line
+from attnforge.bagel.measure.goals import GOALS, SEEDS, Goal
+from attnforge.bagel.measure.interleaved import Entry, Line, play
+from attnforge.bagel.measure.peers import EXTRA
 from attnforge.codegen.spec import DType, Mask
-from attnforge.runtime.case import Case
-from attnforge.runtime.launcher import launcher
+from attnforge.runtime.native.launcher import launcher
+from attnforge.runtime.search.case import Case
 
 
 def triton_peer(case: Case) -> Attention:

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
-from attnforge.bagel import fa4
-from attnforge.bagel.bench import machine
-from attnforge.bagel.peers import attention_of
+from attnforge.bagel.measure import fa4
+from attnforge.bagel.measure.bench import machine
+from attnforge.bagel.measure.peers import attention_of
 from attnforge.codegen.spec import DType
-from attnforge.runtime.case import full_case
+from attnforge.runtime.search.case import full_case
 
 BURST = 100
 WARM = 3  # bursts that are not counted

@@ -25,9 +25,10 @@ import torch
 import attnforge
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, Mask, Spec
-from attnforge.runtime import cache, kernels, ops
-from attnforge.runtime.launcher import launcher
-from attnforge.runtime.winners import tuned_specs
+from attnforge.runtime import kernels, ops
+from attnforge.runtime.build import cache
+from attnforge.runtime.native.launcher import launcher
+from attnforge.runtime.search.winners import tuned_specs
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 LENGTH = 400  # rings of buffers wrap, and no tile size divides it

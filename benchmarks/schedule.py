@@ -17,11 +17,11 @@ from statistics import median
 
 import torch
 
-from attnforge.bagel.cases import make_case
-from attnforge.bagel.occupancy import Costs, Order, Schedule, simulate
-from attnforge.bagel.occupancy_picture import draw_schedules
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.occupancy import Costs, Order, Schedule, simulate
+from attnforge.bagel.pictures.occupancy import draw_schedules
 from attnforge.codegen.spec import Direction, DType
-from attnforge.runtime.case import Case
+from attnforge.runtime.search.case import Case
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 PACKS = ("pretrain", "vlm_only", "edit_only", "finetune", "t2i_lowres")

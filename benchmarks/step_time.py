@@ -3,8 +3,8 @@
     python benchmarks/step_time.py             # ours, SDPA per sample, FlexAttention as BAGEL calls it
     python benchmarks/step_time.py --packs pretrain/0 --operators attnforge,flex --markdown step.md
 
-The layer is bagel/mot.py's, with both experts: all that differs between rows is attention, with everything that BAGEL
-does for it. FlexAttention: padding to the pack's length, copies to head-major layout and back, a BlockMask of all
+The layer is bagel/mot/layer.py's, with both experts: all that differs between rows is attention, with everything that
+BAGEL does for it. FlexAttention: padding to the pack's length, copies to head-major layout and back, a BlockMask of all
 heads. SDPA: one dense mask and one call a sample, k and v repeated. Noise images go to the generation expert, all
 other tokens to the other one.
 
@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
-from attnforge.bagel.mot import CONFIGS, MotConfig, MotLayer, Shared, angles
-from attnforge.bagel.mot_attention import Operator, make_operator
-from attnforge.bagel.mot_model import rope_positions
+from attnforge.bagel.mot.attention import Operator, make_operator
+from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer, Shared, angles
+from attnforge.bagel.mot.model import rope_positions
 from attnforge.bagel.workloads import Workload, workload
 
 KINDS = {"attnforge": ("full", "selective", "none"), "flex": ("full", "none"), "sdpa": ("full",)}

@@ -17,8 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from attnforge.bagel.mot import MotConfig
-from attnforge.bagel.mot_model import Pack, rope_positions
+from attnforge.bagel.mot.layer import MotConfig
+from attnforge.bagel.mot.model import Pack, rope_positions
 
 Plan = tuple[tuple[str, str], ...]  # (what, mode) of each split
 

@@ -38,9 +38,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import attnforge
-from attnforge.bagel.mot import CONFIGS, MotConfig, MotLayer
-from attnforge.bagel.mot_attention import OPERATORS, make_operator
-from attnforge.bagel.mot_model import MotModel, Pack
+from attnforge.bagel.mot.attention import OPERATORS, make_operator
+from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer
+from attnforge.bagel.mot.model import MotModel, Pack
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -17,7 +17,7 @@ from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec, make_tuning
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
-from attnforge.runtime.launcher import launcher
+from attnforge.runtime.native.launcher import launcher
 
 log = logging.getLogger("attnforge")
 

@@ -1,4 +1,4 @@
-"""Which kernels an exported package gets, and writing it (codegen/tree.py makes its text)."""
+"""Which kernels an exported package gets, and writing it (codegen/package.py makes its text)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from attnforge.codegen.package import Item, Tree, unique
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tree import Item, Tree, unique
 from attnforge.runtime import tables
 
 ALIGN_GPU = 16  # bytes: the widest copy of the kernels

@@ -1,6 +1,6 @@
 """What is wrong with the arguments of an attention call, in words: every check names its argument.
 
-The operators test the same conditions in C++ (runtime/call.h) on every call and come here only to raise; the
+The operators test the same conditions in C++ (runtime/native/call.h) on every call and come here only to raise; the
 fake kernels come here always.
 """
 

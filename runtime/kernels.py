@@ -12,10 +12,10 @@ from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Spec
-from attnforge.runtime import cache
+from attnforge.runtime.build import cache
+from attnforge.runtime.build.settings import settings
 from attnforge.runtime.inputs import MASKS
-from attnforge.runtime.launcher import launcher
-from attnforge.runtime.settings import settings
+from attnforge.runtime.native.launcher import launcher
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,

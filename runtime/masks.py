@@ -1,7 +1,7 @@
 """Mask values of the public API: which (query i, key j) pairs are looked at. No mask (None) is full.
 
 A mask copies what it is made from and never changes. It owns the tile schedules that kernels need of it: each is built
-at its first use and shared by all layers, by forward and backward, in eager and in compiled code. See runtime/masks.h.
+at its first use and shared by all layers, by forward and backward, in eager and in compiled code. See native/masks.h.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnforge.codegen.spec import Mask
 from attnforge.runtime.inputs import MAX_INDEX
-from attnforge.runtime.launcher import launcher
+from attnforge.runtime.native.launcher import launcher
 
 _operators = torch.ops.attnforge
 

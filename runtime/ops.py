@@ -1,6 +1,6 @@
 """The public operator: `attention`, and its two halves for those who time or check a given variant.
 
-Everything below the wrapper is C++ (runtime/launcher.cpp): a warm call spends microseconds in Python.
+Everything below the wrapper is C++ (runtime/native/launcher.cpp): a warm call spends microseconds in Python.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def _on_refusal(
 def _on_dtensors(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    from attnforge.runtime.dtensor import attention_on_dtensors  # imports torch.distributed.tensor
+    from attnforge.runtime.distributed.dtensor import (
+        attention_on_dtensors,  # imports torch.distributed.tensor
+    )
 
     return attention_on_dtensors(
         q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic

@@ -1,7 +1,8 @@
 """Tuned tables: which variant won which problem class on which device, as JSON that people read and review.
 
 `generated/tuned/<device>.json` holds a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`. Tables of
-`generated/tuned/modelled/<arch>.json` were computed (bagel/modelled.py), not measured: they count after all others.
+`generated/tuned/modelled/<arch>.json` were computed (bagel/measure/modelled.py), not measured: they
+count after all others.
 """
 
 from __future__ import annotations

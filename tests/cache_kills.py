@@ -18,7 +18,7 @@ from cache_place import PATIENCE, Place, check_all, make_place, sources_of, star
 
 from attnforge.codegen.render import Source
 from attnforge.codegen.spec import Arch, Direction, DType
-from attnforge.runtime import cache
+from attnforge.runtime.build import cache
 
 
 def kill_later(processes: list[BaseProcess], seconds: float) -> int:
@@ -152,11 +152,11 @@ def search_once(place: Place, log: Path) -> None:
     import torch
 
     from attnforge.codegen.render import render
-    from attnforge.runtime import search as engine
-    from attnforge.runtime.case import causal_case
-    from attnforge.runtime.journal import source_key
-    from attnforge.runtime.timing import Timing
-    from attnforge.runtime.worker import Outcome
+    from attnforge.runtime.search import search as engine
+    from attnforge.runtime.search.case import causal_case
+    from attnforge.runtime.search.journal import source_key
+    from attnforge.runtime.search.timing import Timing
+    from attnforge.runtime.search.worker import Outcome
 
     class Idle:
         def __init__(self, *_: object) -> None: ...

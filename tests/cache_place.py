@@ -16,12 +16,12 @@ from pathlib import Path
 import fakes
 
 from attnforge.codegen.render import Source
-from attnforge.runtime import cache, store
-from attnforge.runtime.private import root
-from attnforge.runtime.settings import CACHE_DIR
+from attnforge.runtime.build import cache, store
+from attnforge.runtime.build.private import root
+from attnforge.runtime.build.settings import CACHE_DIR
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["attnforge.runtime.search", "attnforge.runtime.nvrtc", "fakes"])
+SERVER.set_forkserver_preload(["attnforge.runtime.search.search", "attnforge.runtime.build.nvrtc", "fakes"])
 PATIENCE = 120.0  # seconds after which a child counts as hanging
 
 

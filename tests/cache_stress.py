@@ -22,7 +22,7 @@ import fakes
 from cache_kills import KILLS
 from cache_place import PATIENCE, SERVER, Place, check_all, make_place, sources_of, start, wait
 
-from attnforge.runtime import cache, store
+from attnforge.runtime.build import cache, store
 
 # ---- Many processes at once
 

@@ -14,9 +14,9 @@ import hypothesis
 import pytest
 
 from attnforge.codegen.spec import Arch, Spec
-from attnforge.runtime.errors import NoCompilerError
-from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT
-from attnforge.runtime.toolchain import toolchain
+from attnforge.runtime.build.errors import NoCompilerError
+from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime.build.toolchain import toolchain
 
 if TYPE_CHECKING:  # a run that is all skipped does without
     import torch

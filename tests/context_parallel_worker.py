@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnforge
 from attnforge.runtime.ops import Mask
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 
 @dataclass(frozen=True)

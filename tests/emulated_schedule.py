@@ -49,7 +49,7 @@ class EmulatedSchedule:
         self.library = ctypes.CDLL(str(library))
 
     def run(self, mask: Tensor, ends: Tensor | None, seq_q: int, seq_k: int) -> dict[str, Tensor]:
-        """The int32 tables of runtime/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k)."""
+        """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k)."""
         p, tuning = Params(), self.spec.tuning
         p.batch = p.heads_q = p.heads_kv = p.mask_batches = p.mask_heads = p.mask_planes = 1
         p.seq_q, p.seq_k = seq_q, seq_k

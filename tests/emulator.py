@@ -198,7 +198,7 @@ class Emulated:
         return p
 
     def _set_mask(self, p: Params, mask: Mask) -> None:
-        """As set_dense of runtime/arguments.h and attach_schedule of runtime/schedules.h."""
+        """As set_dense of runtime/native/arguments.h and attach_schedule of runtime/native/schedules.h."""
         p.mask_batches = p.mask_heads = p.mask_planes = 1
         if isinstance(mask, attnforge.Spans):
             p.starts, p.ends = (row.data_ptr() for row in mask.data)

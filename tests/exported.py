@@ -13,10 +13,10 @@ from types import ModuleType
 
 import torch
 
+from attnforge.codegen.package import Tree
 from attnforge.codegen.spec import Arch, Direction, DType, Mask
-from attnforge.codegen.tree import Tree
 from attnforge.runtime import export
-from attnforge.runtime.settings import CACHE_DIR
+from attnforge.runtime.build.settings import CACHE_DIR
 
 COMMAND = "attnforge export"
 NAME = "custom_attention"

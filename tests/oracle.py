@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
 from attnforge.runtime.ops import Mask
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 NAMES = ("out", "dq", "dk", "dv")
 # Error allowed as a multiple of the peers' (two of SDPA's backends or a flash attention, see `peers`), the worse of

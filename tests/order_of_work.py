@@ -10,7 +10,7 @@ from pathlib import Path
 from cpu_kernel import Params
 
 from attnforge.codegen.render import Source
-from attnforge.runtime.case import Case
+from attnforge.runtime.search.case import Case
 
 HERE = Path(__file__).parent
 ROUNDS = re.compile(r"^__device__ __forceinline__ int (?:count_work|work_index)\(.*?^}\n", re.M | re.S)

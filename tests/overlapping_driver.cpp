@@ -1,4 +1,4 @@
-// runtime/driver.h with a libcuda.so.1 that says what it is told: how kernels are launched, by the driver's version.
+// runtime/native/driver.h with a libcuda.so.1 that says what it is told: how kernels are launched, by the driver's version.
 // Built twice: with FAKE as that library, and without as the program that opens it.
 #include <cstdint>
 #include <cstdio>

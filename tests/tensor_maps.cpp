@@ -1,4 +1,4 @@
-// runtime/tensor_maps.h with a driver that writes down what it is told: kept maps are those that encode makes anew.
+// runtime/native/tensor_maps.h with a driver that writes down what it is told: kept maps are those that encode makes anew.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>

@@ -13,7 +13,7 @@ from torch.library import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
-from attnforge.runtime import aten
+from attnforge.runtime.integrations import torch_backend
 
 registry: Any = nn.attention
 
@@ -55,10 +55,12 @@ def test_scaled_functions(causal: bool) -> None:
     a, b, c = leaves
     expected = F.scaled_dot_product_attention(a, b, c, is_causal=causal, scale=0.4, enable_gqa=True)
     gradients = torch.autograd.grad(expected, leaves, dout)
-    out, lse, _, _, max_q, max_k, seed, offset, debug = aten.scaled_forward(q, k, v, 0.0, causal, scale=0.4)
+    out, lse, _, _, max_q, max_k, seed, offset, debug = torch_backend.scaled_forward(
+        q, k, v, 0.0, causal, scale=0.4
+    )
     assert (max_q, max_k, debug.numel()) == (33, 33, 0)
     assert (out - expected).abs().max() < 1e-5
-    ours = aten.scaled_backward(
+    ours = torch_backend.scaled_backward(
         dout, q, k, v, out, lse, None, None, 33, 33, 0.0, causal, seed, offset, scale=0.4
     )
     for one, other in zip(ours, gradients, strict=True):
@@ -81,10 +83,10 @@ def test_flash_functions(packed: bool, window: tuple[int | None, int | None]) ->
     expected = expected.transpose(1, 2).reshape(q.shape)
     gradients = torch.autograd.grad(expected, leaves, dout)
     sizes: Any = {"window_size_left": window[0], "window_size_right": window[1]}
-    out, lse, seed, offset, _ = aten.forward(q, k, v, cu, cu, 20, 20, 0.0, False, False, **sizes)
+    out, lse, seed, offset, _ = torch_backend.forward(q, k, v, cu, cu, 20, 20, 0.0, False, False, **sizes)
     assert lse.shape == ((4, 40) if packed else (2, 4, 20))
     assert (out - expected).abs().max() < 1e-5
-    ours = aten.backward(dout, q, k, v, out, lse, cu, cu, 20, 20, 0.0, False, seed, offset, **sizes)
+    ours = torch_backend.backward(dout, q, k, v, out, lse, cu, cu, 20, 20, 0.0, False, seed, offset, **sizes)
     for one, other in zip(ours, gradients, strict=True):
         assert (one - other).abs().max() < 1e-4
 
@@ -105,10 +107,10 @@ def test_strides_are_torchs(name: str, packed: bool) -> None:
     shape = (20,) if packed else (2, 10)
     q, k, v, dout = (LAYOUTS[name](draw(*shape, 4, 16, seed=i)) for i in range(4))
     cu = torch.tensor([0, 20], dtype=torch.int32) if packed else None
-    out, lse, seed, offset, _ = aten.forward(q, k, v, cu, cu, 20, 20, 0.0, False, False)
+    out, lse, seed, offset, _ = torch_backend.forward(q, k, v, cu, cu, 20, 20, 0.0, False, False)
     assert out.stride() == torch.empty_like(q).stride()
     for gradient, x in zip(
-        aten.backward(dout, q, k, v, out, lse, cu, cu, 20, 20, 0.0, False, seed, offset),
+        torch_backend.backward(dout, q, k, v, out, lse, cu, cu, 20, 20, 0.0, False, seed, offset),
         (q, k, v),
         strict=True,
     ):
@@ -152,7 +154,7 @@ def test_nested_broadcasts(one_batch: tuple[int, ...], one_head: tuple[int, ...]
     )
     cu_q, cu_k = offsets(lengths[0]), offsets(lengths[1])
     a, b, c = (as_handed_over(x) for x in (q, k, v))
-    out = aten.forward(a, b, c, cu_q, cu_k, max(lengths[0]), max(lengths[1]), 0.0, False, False)[0]
+    out = torch_backend.forward(a, b, c, cu_q, cu_k, max(lengths[0]), max(lengths[1]), 0.0, False, False)[0]
     flat = out.view(-1).view(-1, HEADS, DIM)  # as torch makes a nested tensor of it
     for entry in range(BATCH):
         a, b, c = (
@@ -170,8 +172,8 @@ def jagged_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(jagged, "_select_sdp_backend", lambda *_: SDPBackend.FLASH_ATTENTION)
     library = Library("aten", "IMPL", "CPU")
-    library.impl("_flash_attention_forward", aten.forward)
-    library.impl("_flash_attention_backward", aten.backward)
+    library.impl("_flash_attention_forward", torch_backend.forward)
+    library.impl("_flash_attention_backward", torch_backend.backward)
     yield
     library._destroy()
 
@@ -206,9 +208,9 @@ def test_jagged(expanded: tuple[int, ...], causal: bool, jagged_route: None) -> 
 def test_what_is_refused() -> None:
     q = draw(1, 8, 2, 16)
     with pytest.raises(ValueError, match=r"dropout_p: got 0\.1"):
-        aten.scaled_forward(q, q, q, 0.1)
+        torch_backend.scaled_forward(q, q, q, 0.1)
     with pytest.raises(ValueError, match="num_splits: got 3"):
-        aten.forward(q, q, q, None, None, 8, 8, 0.0, False, False, num_splits=3)
+        torch_backend.forward(q, q, q, None, None, 8, 8, 0.0, False, False, num_splits=3)
 
 
 def test_what_is_refused_goes_to_torch(
@@ -222,12 +224,12 @@ def test_what_is_refused_goes_to_torch(
             given.append((arguments, named))
             return "torch's"
 
-    monkeypatch.setattr(aten, "_told", set())
+    monkeypatch.setattr(torch_backend, "_told", set())
     q = draw(1, 2, 8, 16)
-    alone: Any = aten._or_torchs(aten.scaled_forward, None)
+    alone: Any = torch_backend._or_torchs(torch_backend.scaled_forward, None)
     with pytest.raises(ValueError, match="dropout_p"):
         alone("keys", q, q, q, 0.1)
-    run: Any = aten._or_torchs(aten.scaled_forward, Kernel())
+    run: Any = torch_backend._or_torchs(torch_backend.scaled_forward, Kernel())
     assert len(run("keys", q, q, q, scale=0.3)) == 9
     assert not given
     for _ in range(2):

@@ -15,7 +15,7 @@ import attnforge
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Direction, DType, Mask, Problem
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 CPU, GPU = "cpu", "cuda"
 ON_GPU = pytest.mark.gpu

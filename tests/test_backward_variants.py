@@ -14,7 +14,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 TUNING = Sm90Backward(64, 128, 3, 2, False, 0, True, False, False)
 LIMIT = 1.2e-2  # of the rms of a gradient, the rms error; bf16 inputs and factors give about 0.004

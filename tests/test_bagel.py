@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnforge.bagel.blocks import equal_documents, random_blocks
-from attnforge.bagel.cases import make_case
+from attnforge.bagel.measure.blocks import equal_documents, random_blocks
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.tiles import EMPTY, FULL, PARTIAL, tile_map
 from attnforge.bagel.models import MODELS
 from attnforge.bagel.packing import MODES, PackedMask, visible_from_definition
-from attnforge.bagel.tiles import EMPTY, FULL, PARTIAL, tile_map
 from attnforge.bagel.workloads import names, workload
 from attnforge.codegen.spec import DType
 from attnforge.runtime.masks import DenseMask

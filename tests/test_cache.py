@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from attnforge.codegen import params
 from attnforge.codegen.spec import Arch
-from attnforge.runtime import cache, locks, store, toolchain
-from attnforge.runtime.errors import CacheError, CompileError, NoCompilerError
-from attnforge.runtime.settings import NO_JIT
+from attnforge.runtime.build import cache, locks, store, toolchain
+from attnforge.runtime.build.errors import CacheError, CompileError, NoCompilerError
+from attnforge.runtime.build.settings import NO_JIT
 
 # ---- Hit and miss
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import fakes
 import pytest
 
-from attnforge.runtime import cache, locks, private
-from attnforge.runtime.errors import CacheError
+from attnforge.runtime.build import cache, locks, private
+from attnforge.runtime.build.errors import CacheError
 
 SOURCE = fakes.source()
 BINARY = SOURCE.text.encode()

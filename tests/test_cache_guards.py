@@ -9,7 +9,7 @@ from pathlib import Path
 import fakes
 import pytest
 
-from attnforge.runtime import cache, locks, private
+from attnforge.runtime.build import cache, locks, private
 
 SOURCE = fakes.source()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import fakes
 import pytest
 
-from attnforge.runtime import cache, store
-from attnforge.runtime.errors import CacheError
+from attnforge.runtime.build import cache, store
+from attnforge.runtime.build.errors import CacheError
 
 SOURCE = fakes.source()
 BINARY = SOURCE.text.encode()

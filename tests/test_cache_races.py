@@ -19,12 +19,12 @@ import fakes
 import pytest
 
 from attnforge.codegen.render import Source
-from attnforge.runtime import cache
-from attnforge.runtime.settings import CACHE_DIR
+from attnforge.runtime.build import cache
+from attnforge.runtime.build.settings import CACHE_DIR
 
 # Children are forked from a small server: no torch, no threads, milliseconds each.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["attnforge.runtime.cache", "attnforge.runtime.nvrtc", "fakes"])
+SERVER.set_forkserver_preload(["attnforge.runtime.build.cache", "attnforge.runtime.build.nvrtc", "fakes"])
 
 PATIENCE = 30.0  # seconds after which a child counts as hanging
 SOURCES = tuple(fakes.source(f"void f{number}();\n") for number in range(4))

@@ -11,7 +11,7 @@ import cache_stress
 import pytest
 from cache_kills import KILLS
 
-from attnforge.runtime.settings import CACHE_DIR
+from attnforge.runtime.build.settings import CACHE_DIR
 
 
 @pytest.fixture(autouse=True)

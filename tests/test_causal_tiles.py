@@ -14,7 +14,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm90Forward
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 # Persistent and not, with one, two and three consumers; hidden key tiles handed back: none, one, two; one buffer of Q.
 VARIANTS = [

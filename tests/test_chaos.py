@@ -11,10 +11,11 @@ import torch
 from attnforge.codegen.chaos import ELECTED, TOGETHER, plant
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Arch, Spec
-from attnforge.runtime import cache, kernels
-from attnforge.runtime.settings import CHAOS, settings
-from attnforge.runtime.toolchain import Command, toolchain
-from attnforge.runtime.winners import tuned_specs
+from attnforge.runtime import kernels
+from attnforge.runtime.build import cache
+from attnforge.runtime.build.settings import CHAOS, settings
+from attnforge.runtime.build.toolchain import Command, toolchain
+from attnforge.runtime.search.winners import tuned_specs
 
 HOPPER = [spec for spec in tuned_specs() if spec.problem.arch is Arch.SM90A]
 CALL = "chaos_sleep();"

@@ -14,15 +14,15 @@ import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 
-from attnforge.bagel.bench import OURS, Row, best_peer
-from attnforge.bagel.cases import SUITES, make_case
-from attnforge.bagel.peers import NAMES
-from attnforge.bagel.report import bench_markdown
+from attnforge.bagel.measure.bench import OURS, Row, best_peer
+from attnforge.bagel.measure.cases import SUITES, make_case
+from attnforge.bagel.measure.peers import NAMES
+from attnforge.bagel.measure.report import bench_markdown
 from attnforge.cli import main
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
-from attnforge.runtime.case import Case
+from attnforge.runtime.search.case import Case
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -203,7 +203,7 @@ def test_a_failure_of_ours_is_reported_after_the_rest(monkeypatch: pytest.Monkey
     def boom(case: Case, direction: Direction) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr("attnforge.bagel.bench.time_ours", boom)
+    monkeypatch.setattr("attnforge.bagel.measure.bench.time_ours", boom)
     result = run("bench", *TINY, "--direction", "fwd", "--peers", "sdpa-flash", code=1)
     assert "sdpa-flash" in result.stdout
     assert "ours failed:\ncausal/96 0.5B fwd fp32: RuntimeError: no kernel" in result.stderr
@@ -229,7 +229,7 @@ def test_a_failing_peer_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     def boom(*arguments: object) -> None:
         raise RuntimeError("lowering failed:\n  no [valid] configs")
 
-    monkeypatch.setattr("attnforge.bagel.peers._flex", boom)
+    monkeypatch.setattr("attnforge.bagel.measure.peers._flex", boom)
     text = tmp_path / "bench.md"
     shown = run("bench", *TINY, "--direction", "fwd", "--peers", "flex", "--markdown", str(text)).stdout
     assert "RuntimeError: lowering failed: no [valid] configs" in " ".join(shown.replace("│", " ").split())

@@ -10,13 +10,13 @@ import torch
 from exported import COMMAND, NAME
 from oracle import Shape, draw
 
+from attnforge.codegen.package import Item, Tree
 from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tree import Item, Tree
 from attnforge.codegen.tuning import Sm90Forward
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 # By head_dim; persistent and not, with one, two and three consumers.
 VARIANTS = [

@@ -10,8 +10,8 @@ import torch
 from ranks import torchrun
 
 import attnforge
-from attnforge.runtime.exchange import _cut
-from attnforge.runtime.shards import divide, local_dense, local_plain, local_spans, rows_of
+from attnforge.runtime.distributed.exchange import _cut
+from attnforge.runtime.distributed.shards import divide, local_dense, local_plain, local_spans, rows_of
 
 WORKER = Path(__file__).parent / "context_parallel_worker.py"
 SPLITS = [(world, shared) for world in (1, 2, 4, 6, 8, 16) for shared in (1, 2, 4) if world % shared == 0]

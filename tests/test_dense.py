@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attnforge
 from attnforge.runtime import ops
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 targets = pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnforge.bagel import peers
-from attnforge.bagel.cases import make_case
-from attnforge.bagel.fa4 import Unavailable
+from attnforge.bagel.measure import peers
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.cli import main
 from attnforge.codegen.spec import Direction, DType
-from attnforge.runtime.case import Case
 from attnforge.runtime.masks import DenseMask
+from attnforge.runtime.search.case import Case
 
 CPU = torch.device("cpu")
 FORWARD = Direction.FORWARD

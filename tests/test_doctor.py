@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from attnforge.runtime import doctor, doctor_compilers, nvrtc, toolchain
-from attnforge.runtime.doctor import report
-from attnforge.runtime.findings import FAILURE, INFO, OK, WARNING, Finding
-from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime.build import nvrtc, toolchain
+from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime.doctor import checks, compilers
+from attnforge.runtime.doctor.checks import report
+from attnforge.runtime.doctor.findings import FAILURE, INFO, OK, WARNING, Finding
 
 
 def by_name() -> dict[str, Finding]:
@@ -49,7 +50,7 @@ def test_the_oldest_torch_that_will_do(
 
 
 def test_a_full_cache_is_reported(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LEAST_FREE", 1 << 62)
+    monkeypatch.setattr(checks, "LEAST_FREE", 1 << 62)
     assert by_name()["cache"].status == WARNING
 
 
@@ -90,7 +91,7 @@ def test_a_check_that_breaks_is_a_finding(cache_dir: Path, monkeypatch: pytest.M
     def _gpus() -> Iterator[Finding]:
         raise OSError("the driver is on fire")
 
-    monkeypatch.setattr(doctor, "_gpus", _gpus)
+    monkeypatch.setattr(checks, "_gpus", _gpus)
     found = by_name()
     assert (found["gpus"].status, found["gpus"].value) == (FAILURE, "OSError: the driver is on fire")
     assert "cache" in found
@@ -100,17 +101,17 @@ def test_a_check_that_breaks_is_a_finding(cache_dir: Path, monkeypatch: pytest.M
 def test_a_compiler_newer_than_the_driver_is_reported(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_compilers, "driver_cuda", lambda: (1, 1))
+    monkeypatch.setattr(compilers, "driver_cuda", lambda: (1, 1))
     troubles = [f for f in report() if f.name == "GPU kernels" and f.status == FAILURE]
     assert len(troubles) == 1
     assert "supports up to 1.1" in troubles[0].value
 
 
 def test_cuda_release() -> None:
-    assert doctor_compilers.cuda_release("Cuda compilation tools, release 13.0, V13.0.88") == (13, 0)
-    assert doctor_compilers.cuda_release("nvrtc 12.9, libnvrtc.so.12, 9 bytes") == (12, 9)
-    assert doctor_compilers.cuda_release("g++ 12.2") is None
+    assert compilers.cuda_release("Cuda compilation tools, release 13.0, V13.0.88") == (13, 0)
+    assert compilers.cuda_release("nvrtc 12.9, libnvrtc.so.12, 9 bytes") == (12, 9)
+    assert compilers.cuda_release("g++ 12.2") is None
 
 
 def test_file_system() -> None:
-    assert doctor.file_system(Path("/proc/self")) == "proc"
+    assert checks.file_system(Path("/proc/self")) == "proc"

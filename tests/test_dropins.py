@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnforge
-from attnforge.runtime import dropins
-from attnforge.runtime.reference import reference
+from attnforge.runtime.integrations import flash_attn
+from attnforge.runtime.search.reference import reference
 
 HEADS, GROUP, DIM = 4, 2, 16
 TARGETS = [
@@ -61,19 +61,19 @@ def test_documents_are_spans(
     lens_q, lens_k = (list(side) for side in zip(*pairs, strict=True))
     cu_q, cu_k = bounds(lens_q), bounds(lens_k)
     total_q, total_k = sum(lens_q) + rest_q, sum(lens_k) + rest_k
-    mask = dropins.documents(cu_q, cu_k, total_q, total_k, causal, window)
+    mask = flash_attn.documents(cu_q, cu_k, total_q, total_k, causal, window)
     assert mask.starts.dtype == mask.ends.dtype == torch.int32
     assert torch.equal(mask.visible(total_q, total_k), dense(cu_q, cu_k, total_q, total_k, causal, window))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.booleans(), st.tuples(*[st.integers(-1, 5)] * 2))
 def test_windows_are_spans(seq_q: int, seq_k: int, causal: bool, window: tuple[int, int]) -> None:
-    sides = dropins.sides_of(causal, window)
-    mask = dropins.band(seq_q, seq_k, sides, torch.device("cpu"))
+    sides = flash_attn.sides_of(causal, window)
+    mask = flash_attn.band(seq_q, seq_k, sides, torch.device("cpu"))
     expected = dense(bounds([seq_q]), bounds([seq_k]), seq_q, seq_k, causal, window)
     assert isinstance(mask, attnforge.Spans) == (sides.left >= 0 or sides.right > 0)
     assert (mask.visible(seq_q, seq_k) if mask else torch.ones_like(expected)).equal(expected)
-    assert dropins.band(seq_q, seq_k, sides, torch.device("cpu")) is mask or not isinstance(
+    assert flash_attn.band(seq_q, seq_k, sides, torch.device("cpu")) is mask or not isinstance(
         mask, attnforge.Spans
     )
 
@@ -93,7 +93,7 @@ def test_varlen(device: str, dtype: torch.dtype, tolerance: float, causal: bool)
     dout = draw(119, HEADS, DIM, seed=3, **kinds).detach()
     out.backward(dout)
     a, b, c, d = (x.detach().transpose(0, 1)[None] for x in (q, k, v, dout))
-    mask = dropins.documents(cu_q, cu_k, 119, 107, causal)
+    mask = flash_attn.documents(cu_q, cu_k, 119, 107, causal)
     exact = reference(a, b, c, mask, 0.3, dout=d)
     assert q.grad is not None
     assert kv.grad is not None
@@ -143,7 +143,7 @@ def test_the_mask_is_that_of_the_call() -> None:
     for lens in ([3, 4], [5, 2], [1, 6]):
         for ours, expected in zip(run(lens, after=2), run(lens), strict=True):
             assert torch.equal(ours, expected)
-        mask = dropins.documents(cu, cu, 7, 7, True)
+        mask = flash_attn.documents(cu, cu, 7, 7, True)
         assert mask.ends.tolist() == [lens[0]] * lens[0] + [7] * lens[1]
 
 
@@ -172,7 +172,7 @@ def test_a_window_of_fake_tensors_stays_in_its_mode() -> None:
 def test_a_mask_made_in_inference_serves_training() -> None:
     x = draw(1, 2, 30, 8, device="cpu", dtype=torch.float32, seed=0)
     with torch.inference_mode():
-        dropins.band(30, 30, dropins.Sides(3, 0), x.device)
+        flash_attn.band(30, 30, flash_attn.Sides(3, 0), x.device)
         starts = torch.zeros(30, dtype=torch.int32)
         mask = attnforge.Spans(starts, starts + 20)
     attnforge.attention(x, x, x, mask).sum().backward()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from attnforge.runtime.dtensor import attention_on_dtensors
+from attnforge.runtime.distributed.dtensor import attention_on_dtensors
 
 WORKER = Path(__file__).with_name("dtensor_worker.py")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers and half floats as on x86-64")
 

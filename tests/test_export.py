@@ -19,12 +19,12 @@ from exported import COMMAND, DIRECTIONS, NAME, built, load, make_tree, run
 from torch import Tensor
 
 from attnforge.cli import main
+from attnforge.codegen.package import Tree
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask
-from attnforge.codegen.tree import Tree
 from attnforge.runtime import export
 from attnforge.runtime.masks import DenseMask, Spans
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 SHAPES = [export.Shape(1, 2, 96, 41)]  # a multiple of nothing
 

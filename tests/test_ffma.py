@@ -18,10 +18,10 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Fp32Forward
 from attnforge.runtime import kernels, ops, tables
+from attnforge.runtime.build.settings import COMPILER
 from attnforge.runtime.export import alignment
 from attnforge.runtime.masks import Causal, DenseMask, Spans
-from attnforge.runtime.reference import reference
-from attnforge.runtime.settings import COMPILER
+from attnforge.runtime.search.reference import reference
 
 TUNINGS = (Fp32Forward(128, 64, 8, 1, 0, 1), Fp32Forward(64, 32, 4, 2, 0, 1), Fp32Forward(32, 16, 2, 1, 0, 1))
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import attnforge
 from attnforge.bagel.packing import visible_from_definition
-from attnforge.runtime import flex
+from attnforge.runtime.integrations import flex
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DOCUMENTS = torch.repeat_interleave(torch.arange(4), torch.tensor([70, 1, 150, 79]))

@@ -18,7 +18,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm90Fp32Forward
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 # Error allowed on the CPU, as a multiple of the worse of two peers that compute in float32 there.
 LIMIT = 1.1

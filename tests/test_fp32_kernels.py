@@ -15,7 +15,7 @@ from oracle import NAMES, Shape, distance, draw, make_mask, peers
 
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Fp32Backward, Fp32Forward
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnforge.bagel import fa4, peers, rounds
-from attnforge.bagel.bench import OURS
-from attnforge.bagel.cases import IMAGE_TOKENS, make_case
-from attnforge.bagel.fa4 import Attention
-from attnforge.bagel.goal_report import error_ratios, markdown, missed, rates, ratio
-from attnforge.bagel.goals import GOALS, STEP, WORKS, Goal
+from attnforge.bagel.measure import fa4, interleaved, peers
+from attnforge.bagel.measure.bench import OURS
+from attnforge.bagel.measure.cases import IMAGE_TOKENS, make_case
+from attnforge.bagel.measure.fa4 import Attention
+from attnforge.bagel.measure.goal_report import error_ratios, markdown, missed, rates, ratio
+from attnforge.bagel.measure.goals import GOALS, STEP, WORKS, Goal
+from attnforge.bagel.measure.interleaved import LAYER, MATMUL, Entry, Line, play
 from attnforge.bagel.packing import PackedMask
-from attnforge.bagel.rounds import LAYER, MATMUL, Entry, Line, play
 from attnforge.codegen.spec import Direction, DType
-from attnforge.runtime.case import Case
-from attnforge.runtime.timing import Timing
+from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.timing import Timing
 
 CPU = torch.device("cpu")
 TINY = ("causal/96", "0.5B")
@@ -75,7 +75,7 @@ def test_a_step_makes_its_mask_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(PackedMask([60, 40], [20, 40, 40], ["causal", "noise", "full"], device))
         return made[-1]
 
-    monkeypatch.setattr(rounds, "workload", lambda name: SimpleNamespace(mask=mask))
+    monkeypatch.setattr(interleaved, "workload", lambda name: SimpleNamespace(mask=mask))
     first = mask(CPU)
     case = Case("fake 0.5B", 1, 4, 2, 100, 100, 16, DType.FLOAT32, first, first.pairs, CPU)
     line = play(Goal("fake", STEP, (("fake", "0.5B"),), ("sdpa-flash",)), case, seconds=0.0)
@@ -93,7 +93,7 @@ def test_rounds_fit_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(how)
         return {name: Timing.of([10.0]) for name in calls}
 
-    monkeypatch.setattr(rounds, "measure_interleaved", timed)
+    monkeypatch.setattr(interleaved, "measure_interleaved", timed)
     goal, case = Goal("tiny", "fwd", (TINY,), ()), make_case(*TINY, DType.FLOAT32, CPU)
     for seconds, turns in ((0.5, 25), (99.0, 40), (0.0, 3)):
         play(goal, case, seconds)

@@ -88,7 +88,9 @@ def test_no_function_is_long() -> None:
     assert {name: size for name, size in sizes.items() if size > LONGEST} == {}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "runtime").glob("*.[ch]*")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "runtime" / "native").glob("*.[ch]*")), ids=lambda path: path.name
+)
 def test_no_line_of_c_is_too_long(path: Path) -> None:
     long = [n for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
     assert not long
@@ -96,12 +98,12 @@ def test_no_line_of_c_is_too_long(path: Path) -> None:
 
 def test_rendering_and_the_cache_need_no_torch() -> None:
     """Compiling ahead of time, listing the cache and the workers of a search start fast."""
-    code = "import sys, attnforge.codegen.render, attnforge.runtime.cache; sys.exit('torch' in sys.modules)"
+    code = "import sys, attnforge.codegen.render, attnforge.runtime.build.cache; sys.exit('torch' in sys.modules)"
     assert subprocess.run((sys.executable, "-c", code)).returncode == 0
 
 
 def test_no_flag_relaxes_arithmetic() -> None:
-    from attnforge.runtime import nvrtc, toolchain
+    from attnforge.runtime.build import nvrtc, toolchain
 
     flags = " ".join((*toolchain.NVCC_FLAGS, *toolchain.CPU_FLAGS, *nvrtc.FLAGS))
     for word in ("fast", "unsafe", "finite-math", "ftz", "prec-div", "reciprocal"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
-from attnforge.runtime import huggingface
+from attnforge.runtime.integrations import huggingface
 
 DEVICES = [
     pytest.param("cpu", torch.float32, id="cpu-fp32"),

@@ -8,8 +8,8 @@ import fakes
 import pytest
 
 from attnforge.codegen.spec import Arch, Spec
-from attnforge.runtime.journal import Journal, Result, environment
-from attnforge.runtime.toolchain import Command
+from attnforge.runtime.build.toolchain import Command
+from attnforge.runtime.search.journal import Journal, Result, environment
 
 
 def result_of(spec: Spec, status: str = "ok", ms: float = 1.0) -> Result:
@@ -42,7 +42,7 @@ def test_flags_and_compiler_are_part_of_the_environment(monkeypatch: pytest.Monk
 
     def env(identity: str, *flags: str) -> dict[str, str]:
         command = Command("g++", Path("g++"), identity, flags, "kernel.so")
-        monkeypatch.setattr("attnforge.runtime.journal.toolchain", lambda arch: command)
+        monkeypatch.setattr("attnforge.runtime.search.journal.toolchain", lambda arch: command)
         return environment("a device", Arch.CPU)
 
     base = env("g++ 12", "-O3")

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from attnforge.codegen import params
-from attnforge.runtime import cache, launcher
-from attnforge.runtime.errors import CompileError, NoCompilerError
-from attnforge.runtime.settings import NO_JIT
+from attnforge.runtime.build import cache
+from attnforge.runtime.build.errors import CompileError, NoCompilerError
+from attnforge.runtime.build.settings import NO_JIT
+from attnforge.runtime.native import launcher
 
 
 def test_key_follows_sources_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from test_nvcc import compile_strictly
 
-from attnforge.bagel.modelled import ARCHS, Target, model, targets
-from attnforge.bagel.tiles import EMPTY, tile_map
+from attnforge.bagel.measure.modelled import ARCHS, Target, model, targets
+from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.bagel.workloads import workload
-from attnforge.codegen.model import GPUS, Prediction, Work, occupancy, predict
+from attnforge.codegen.cost_model import GPUS, Prediction, Work, occupancy, predict
 from attnforge.codegen.plan import make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import tables
-from attnforge.runtime.settings import COMPILER
+from attnforge.runtime.build.settings import COMPILER
 
 # [knobs..., registers, milliseconds] of every variant of a search: H200, mma.sync, finetune/0 28/4/128 bf16 spans.
 MEASURED = json.loads((Path(__file__).parent / "data" / "sm90_finetune0.json").read_text())

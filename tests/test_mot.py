@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
-from attnforge.bagel.mot import CONFIGS, Experts, MotLayer, Shared, angles, rotate
-from attnforge.bagel.mot_attention import make_operator
-from attnforge.bagel.mot_model import MotModel, Pack, rope_positions
+from attnforge.bagel.mot.attention import make_operator
+from attnforge.bagel.mot.layer import CONFIGS, Experts, MotLayer, Shared, angles, rotate
+from attnforge.bagel.mot.model import MotModel, Pack, rope_positions
 from attnforge.bagel.packing import visible_from_definition
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trainer import MODES, NOISE, PAD, SAMPLES, SPLITS, TOKENS, nested, same_gradients
 
 import attnforge
-from attnforge.bagel.ports import NEMO
+from attnforge.bagel.trainer.ports import NEMO
 
 pytest.importorskip("nemo_automodel")
 try:

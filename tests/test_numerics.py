@@ -23,7 +23,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Fp32Backward, Fp32Forward, Sm90Fp32Forward, Tuning
 from attnforge.runtime.inputs import LARGEST_SCALE, LEAST_SCALE, check_forward
 from attnforge.runtime.ops import Mask as Hidden
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 EPSILON = {BFLOAT16: 2.0**-7, FLOAT16: 2.0**-10, FLOAT32: 1e-5}

@@ -13,8 +13,8 @@ from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm90Backward, Sm90Forward
-from attnforge.runtime import toolchain
-from attnforge.runtime.settings import COMPILER
+from attnforge.runtime.build import toolchain
+from attnforge.runtime.build.settings import COMPILER
 
 pytestmark = pytest.mark.nvcc
 

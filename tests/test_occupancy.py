@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnforge.bagel.cases import make_case
-from attnforge.bagel.occupancy import CACHE_BYTES, Costs, Order, _ranks, simulate
-from attnforge.bagel.occupancy_picture import FILL, LOSS, draw_schedules
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.occupancy import CACHE_BYTES, Costs, Order, _ranks, simulate
 from attnforge.bagel.packing import PackedMask
+from attnforge.bagel.pictures.occupancy import FILL, LOSS, draw_schedules
 from attnforge.codegen.spec import Direction, DType
-from attnforge.runtime.case import Case
+from attnforge.runtime.search.case import Case
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

@@ -13,9 +13,9 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
-from attnforge.bagel import openkernel, openkernel_final, openkernel_run
-from attnforge.bagel.openkernel import FINAL, final_mask, forward, install
-from attnforge.bagel.openkernel_layer import SMALL, Sizes, draw_pack, stepwise
+from attnforge.bagel.challenge import final, operator, run
+from attnforge.bagel.challenge.layer import SMALL, Sizes, draw_pack, stepwise
+from attnforge.bagel.challenge.operator import FINAL, final_mask, forward, install
 from attnforge.cli import main
 from attnforge.runtime.export import Shape
 
@@ -89,7 +89,7 @@ def test_installed_module_is_ours(tmp_path: Path) -> None:
         (sys.executable, "-c", script), capture_output=True, text=True, check=True
     ).stdout
     assert printed.split() == [
-        "attnforge.bagel.openkernel",
+        "attnforge.bagel.challenge.operator",
         str(tmp_path / "custom_attention" / "__init__.py"),
     ]
     assert install(tmp_path).exists()  # again
@@ -118,7 +118,7 @@ def test_packs_are_random_and_reproducible() -> None:
 
 
 def test_training_step_is_checked_timed_and_traced(tmp_path: Path) -> None:
-    training = openkernel_run.Training(torch.device("cpu"), 1, TINY)
+    training = run.Training(torch.device("cpu"), 1, TINY)
     row = training.run("ours", forward, tmp_path)
     assert row.error == ""
     assert row.ms > row.attention_ms > 0
@@ -129,45 +129,45 @@ def test_training_step_is_checked_timed_and_traced(tmp_path: Path) -> None:
 
 
 def test_final_round_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openkernel_final, "shapes", lambda device: (Shape(1, 2, 48, 41),))
-    right = list(openkernel_final.run_final(torch.device("cpu"), forward, (torch.float32,)))
+    monkeypatch.setattr(final, "shapes", lambda device: (Shape(1, 2, 48, 41),))
+    right = list(final.run_final(torch.device("cpu"), forward, (torch.float32,)))
     assert [row.name for row in right] == ["ours", "sdpa-flash", "sdpa-math", "naive"]
     assert all(not row.wrong and row.forward_ms and row.both_ms for row in right)
 
     def without_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return forward(q, k, v, torch.zeros_like(mask))
 
-    bad, *_ = openkernel_final.run_final(torch.device("cpu"), without_mask, (torch.float32,))
+    bad, *_ = final.run_final(torch.device("cpu"), without_mask, (torch.float32,))
     assert bad.wrong
     assert re.search(r"out is off by .* dk is off by|dk is off by .* out is off by", bad.note)
 
 
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openkernel_run, "SMALL", TINY)
-    monkeypatch.setattr(openkernel_final, "shapes", lambda device: (Shape(1, 2, 48, 41),))
-    run = ("challenge", "run", "--cpu")
-    trained = CliRunner().invoke(main, (*run, "--logs", str(tmp_path / "logs")))
+    monkeypatch.setattr(run, "SMALL", TINY)
+    monkeypatch.setattr(final, "shapes", lambda device: (Shape(1, 2, 48, 41),))
+    command = ("challenge", "run", "--cpu")
+    trained = CliRunner().invoke(main, (*command, "--logs", str(tmp_path / "logs")))
     assert trained.exit_code == 0, trained.output
     assert "native" in trained.output
     assert len(list((tmp_path / "logs").glob("*.json"))) == 2
     out = tmp_path / "final.json"
-    final = CliRunner().invoke(main, (*run, "--final", "--dtype", "fp32", "--json", str(out)))
-    assert final.exit_code == 0, final.output
-    assert "float32 forward + backward:" in final.output
+    finals = CliRunner().invoke(main, (*command, "--final", "--dtype", "fp32", "--json", str(out)))
+    assert finals.exit_code == 0, finals.output
+    assert "float32 forward + backward:" in finals.output
     assert {row["attention"] for row in json.loads(out.read_text())} == {
         "ours",
         "sdpa-flash",
         "sdpa-math",
         "naive",
     }
-    failed = CliRunner().invoke(main, (*run, "--operator", "no.such"))
+    failed = CliRunner().invoke(main, (*command, "--operator", "no.such"))
     assert failed.exit_code == 2
     assert "--operator: no.such has no operator" in failed.output
 
 
 def test_a_wrong_result_ends_with_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(openkernel_run, "SMALL", TINY)
-    monkeypatch.setattr(openkernel, "forward", lambda q, k, v, mask: stepwise(q, k, v, mask) * 2)
+    monkeypatch.setattr(run, "SMALL", TINY)
+    monkeypatch.setattr(operator, "forward", lambda q, k, v, mask: stepwise(q, k, v, mask) * 2)
     done = CliRunner().invoke(main, ("challenge", "run", "--cpu", "--logs", str(tmp_path)))
     assert done.exit_code == 1
     assert "output is off by" in done.output

@@ -9,12 +9,12 @@ import pytest
 import torch
 from order_of_work import WorkOrder
 
-from attnforge.bagel.cases import make_case
-from attnforge.bagel.occupancy import _ranks
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.occupancy import _ranks
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm90Backward, Sm90Forward
-from attnforge.runtime.case import Case
+from attnforge.runtime.search.case import Case
 
 # In one section and in several, the last of which is full or not; a last query tile that is full or not.
 CASES = ("causal/1x4096", "full/3x8192", "causal/4x8192", "causal/1x65536", "full/9x5000", "finetune/0")

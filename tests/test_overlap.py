@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 from exported import COMMAND, NAME
 
+from attnforge.codegen.package import Item, Tree
 from attnforge.codegen.plan import Plan, make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tree import Item, Tree
 from attnforge.codegen.tuning import Sm90Backward
-from attnforge.runtime import doctor_compilers
-from attnforge.runtime.launcher import sources
+from attnforge.runtime.doctor import compilers
+from attnforge.runtime.native.launcher import sources
 
 HERE = Path(__file__).parent
 WAIT, LET = "wait_for_kernel_before();", "let_next_kernel_start();"
@@ -210,7 +210,7 @@ def test_the_argument_of_the_launch_is_cudas(tmp_path: Path) -> None:
 
 
 def test_launcher_exports_and_doctor_ask_for_the_same_driver() -> None:
-    major, minor = doctor_compilers.OVERLAP
+    major, minor = compilers.OVERLAP
     number = major * 1000 + minor * 10
     assert f"kOverlappingDriver = {number};" in sources()["launch_config.h"]
     files = Tree(NAME, Arch.SM90A, (Item(plan_of().spec, 1024, "guess"),)).files(COMMAND)
@@ -219,6 +219,6 @@ def test_launcher_exports_and_doctor_ask_for_the_same_driver() -> None:
 
 @pytest.mark.parametrize(("version", "said"), [((12, 2), True), ((12, 3), False), ((13, 0), False)])
 def test_doctor_says_so(version: tuple[int, int], said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_compilers, "driver_cuda", lambda: version)
-    (finding,) = doctor_compilers.driver()
+    monkeypatch.setattr(compilers, "driver_cuda", lambda: version)
+    (finding,) = compilers.driver()
     assert ("overlap" in finding.value) is said

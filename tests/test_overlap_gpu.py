@@ -11,7 +11,7 @@ import attnforge
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from trainer import PAD, TOKENS, batch, clean, flash_attn, make_model, nemo, same_gradients, train
 
 import attnforge
-from attnforge.bagel import layers, substitutes
-from attnforge.bagel.ports import QWEN, Port
+from attnforge.bagel.trainer import layers, substitutes
+from attnforge.bagel.trainer.ports import QWEN, Port
 
 __all__ = ["clean", "flash_attn", "nemo"]  # fixtures
 

@@ -13,8 +13,8 @@ import torch
 from trainer import PAD, STANDIN, batch, clean, flash_attn, make_model, stock_varlen, train
 
 import attnforge
-from attnforge.bagel.official import FLASH
-from attnforge.bagel.ports import BAGEL, QWEN, SIGLIP
+from attnforge.bagel.trainer.patch import FLASH
+from attnforge.bagel.trainer.ports import BAGEL, QWEN, SIGLIP
 
 __all__ = ["clean", "flash_attn"]  # fixtures
 

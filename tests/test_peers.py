@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnforge.bagel import fa4, peers
-from attnforge.bagel.cases import make_case
-from attnforge.bagel.fa4 import Unavailable
+from attnforge.bagel.measure import fa4, peers
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.peers import NAMES, _mask_mod, attention_of
 from attnforge.bagel.packing import PackedMask
-from attnforge.bagel.peers import NAMES, _mask_mod, attention_of
 from attnforge.codegen.spec import DType
-from attnforge.runtime.case import Case
 from attnforge.runtime.masks import Causal, DenseMask
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.reference import reference
 
 CPU = torch.device("cpu")
 TINY = ("causal/96", "0.5B")
@@ -121,7 +121,7 @@ def test_fa4_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cute = SimpleNamespace(flash_attn_varlen_func=varlen, flash_attn_func=dense)
     monkeypatch.setattr(fa4, "installed", lambda: True)
-    monkeypatch.setattr("attnforge.bagel.fa4.importlib.import_module", lambda name: cute)
+    monkeypatch.setattr("attnforge.bagel.measure.fa4.importlib.import_module", lambda name: cute)
     mask = PackedMask([30, 20], [30, 20], ["full", "full"], CPU)
     case = Case("documents", 1, 4, 2, 50, 50, 16, DType.FLOAT32, mask, mask.pairs, CPU)
     x = case.inputs()

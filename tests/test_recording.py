@@ -18,8 +18,8 @@ from trainer import MODES, PAD, SAMPLES, SPLITS, TOKENS, batch, clean, flash_att
 
 import attnforge
 from attnforge.bagel.packing import PackedMask
-from attnforge.bagel.ports import Port
-from attnforge.bagel.recording import splits_of
+from attnforge.bagel.trainer.ports import Port
+from attnforge.bagel.trainer.recording import splits_of
 from attnforge.bagel.workloads import recorded, workload
 from attnforge.cli import main
 

@@ -15,7 +15,7 @@ from oracle import Shape, draw, spans
 from torch import Tensor
 
 import attnforge
-from attnforge.runtime.reference import reference
+from attnforge.runtime.search.reference import reference
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
-from attnforge.runtime import sdpa as module
+from attnforge.runtime.integrations import sdpa as module
 
 TORCH = F.scaled_dot_product_attention
 TARGETS = [

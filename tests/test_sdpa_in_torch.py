@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 
 import attnforge
-from attnforge.runtime import sdpa as module
+from attnforge.runtime.integrations import sdpa as module
 
 TORCH = F.scaled_dot_product_attention
 

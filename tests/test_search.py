@@ -15,14 +15,15 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import Source
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Spec
-from attnforge.runtime import search as engine
-from attnforge.runtime import tables, winners
-from attnforge.runtime.case import Case, causal_case
-from attnforge.runtime.errors import CompileError
-from attnforge.runtime.search import Budget, Finished, Measured, Started
+from attnforge.runtime import tables
+from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.search import search as engine
+from attnforge.runtime.search import winners
+from attnforge.runtime.search.case import Case, causal_case
+from attnforge.runtime.search.search import Budget, Finished, Measured, Started
+from attnforge.runtime.search.timing import Timing
+from attnforge.runtime.search.worker import Outcome, Worker
 from attnforge.runtime.tables import device_name
-from attnforge.runtime.timing import Timing
-from attnforge.runtime.worker import Outcome, Worker
 
 CPU = torch.device("cpu")
 TARGET = (Arch.CPU, "a test machine")

@@ -7,7 +7,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT, settings
+from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, settings
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import attnforge
 from attnforge.runtime import ops
-from attnforge.runtime.launcher import launcher
+from attnforge.runtime.native.launcher import launcher
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 kinds = pytest.mark.parametrize("kind", ["full", "causal", "spans"])

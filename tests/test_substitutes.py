@@ -9,7 +9,7 @@ import torch
 from trainer import MODES, SAMPLES, SPLITS, TOKENS, nested
 
 import attnforge
-from attnforge.bagel import substitutes
+from attnforge.bagel.trainer import substitutes
 
 
 def test_dense_masks_become_spans_again() -> None:

@@ -11,13 +11,13 @@ from jinja2 import Environment, FileSystemLoader
 
 from attnforge.codegen import render as rendering
 from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.package import Item, Tree
 from attnforge.codegen.plan import make_plan
 from attnforge.codegen.render import TEMPLATES, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tree import Item, Tree
-from attnforge.runtime import cache, toolchain
-from attnforge.runtime.journal import source_key
+from attnforge.runtime.build import cache, toolchain
+from attnforge.runtime.search.journal import source_key
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 COMPILER = toolchain.Command("a", Path("a"), "identity", ("-O3",), "kernel.cubin")

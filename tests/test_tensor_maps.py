@@ -1,11 +1,11 @@
-"""Tensor maps that are kept and moved (runtime/tensor_maps.h) against maps made for each call, without a GPU."""
+"""Tensor maps that are kept and moved (runtime/native/tensor_maps.h) against maps made for each call, without a GPU."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
-from attnforge.runtime.launcher import sources
+from attnforge.runtime.native.launcher import sources
 
 HERE = Path(__file__).parent
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnforge.runtime.timing import Effort, measure, measure_interleaved
+from attnforge.runtime.search.timing import Effort, measure, measure_interleaved
 
 CPU = torch.device("cpu")
 

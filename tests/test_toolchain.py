@@ -12,9 +12,9 @@ import fakes
 import pytest
 
 from attnforge.codegen.spec import Arch
-from attnforge.runtime import nvrtc, toolchain
-from attnforge.runtime.errors import CompileError, NoCompilerError, first_error
-from attnforge.runtime.settings import COMPILER
+from attnforge.runtime.build import nvrtc, toolchain
+from attnforge.runtime.build.errors import CompileError, NoCompilerError, first_error
+from attnforge.runtime.build.settings import COMPILER
 
 
 def program(path: Path, text: str = "exit 0") -> Path:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnforge.bagel.cases import make_case
+from attnforge.bagel.measure.cases import make_case
 from attnforge.codegen.spec import Direction, DType
-from attnforge.runtime.case import Case, Inputs, causal_case
 from attnforge.runtime.masks import DenseMask, Spans
-from attnforge.runtime.reference import reference
-from attnforge.runtime.verify import Outputs, WrongResult, make_check, odd_case, verify
+from attnforge.runtime.search.case import Case, Inputs, causal_case
+from attnforge.runtime.search.reference import reference
+from attnforge.runtime.search.verify import Outputs, WrongResult, make_check, odd_case, verify
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 import attnforge
-from attnforge.bagel import substitutes
-from attnforge.bagel.cases import make_case
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.trainer import substitutes
 from attnforge.bagel.workloads import workload
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.codegen.tuning import Sm90Backward
-from attnforge.runtime import export, search, tables, worker
-from attnforge.runtime.case import Case
+from attnforge.runtime import export, tables
 from attnforge.runtime.dispatch import Target, choose_for
+from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans
 from attnforge.runtime.masks import bucket
-from attnforge.runtime.shards import local_dense, local_plain, local_spans
+from attnforge.runtime.search import search, worker
+from attnforge.runtime.search.case import Case
 from attnforge.runtime.tables import Tuned
 
 CPU = torch.device("cpu")

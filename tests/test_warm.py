@@ -11,15 +11,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnforge.bagel import warm
+from attnforge.bagel.trainer import warm
 from attnforge.cli import main
 from attnforge.codegen import params
 from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import cache, dispatch, kernels, nvrtc, tables, toolchain
-from attnforge.runtime.errors import NoCompilerError
-from attnforge.runtime.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime.build import cache, nvrtc, toolchain
+from attnforge.runtime.build.errors import NoCompilerError
+from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT
 
 H200 = (Arch.SM90A, Arch.SM90)
 
@@ -220,7 +221,7 @@ def test_warm_copy_and_start_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
         str(tmp_path / "made"),
     ]
     monkeypatch.setattr(
-        "attnforge.runtime.launcher.launcher", lambda: None
+        "attnforge.runtime.native.launcher.launcher", lambda: None
     )  # half a minute, and tested elsewhere
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output

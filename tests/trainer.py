@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attnforge
-from attnforge.bagel.official import FLASH
 from attnforge.bagel.packing import visible_from_definition
-from attnforge.bagel.ports import NEMO, OFFICIAL, Port
+from attnforge.bagel.trainer.patch import FLASH
+from attnforge.bagel.trainer.ports import NEMO, OFFICIAL, Port
 
 STANDIN = Path(__file__).parent / "bagel_standin"
 # Text, a ViT image (full), a clean image, text, a noise image; text and a noise image; padding.

@@ -1,0 +1,1 @@
+"""Commands of cli.py and what they share."""

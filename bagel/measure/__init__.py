@@ -1,0 +1,1 @@
+"""Cases, peers and tables: what is measured and how."""

@@ -1,0 +1,94 @@
+"""FlashAttention-4 (package flash-attn-4, `flash_attn.cute`) as a peer: dense, causal, and documents as varlen."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnforge.bagel.packing import PackedMask
+from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.search.case import Case
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Unavailable(RuntimeError):
+    """The peer cannot do this case; the message says why, and goes into the table in place of a number."""
+
+
+def installed() -> bool:
+    """Whether flash-attn-4 can be imported here; nothing is imported to find out."""
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+def require() -> None:
+    """Raises Unavailable without flash-attn-4."""
+    if not installed():
+        raise Unavailable("flash-attn-4 is not installed")
+
+
+def attention(case: Case, pack_gqa: bool | None = None) -> Attention:
+    """FA4 on a case; `pack_gqa` folds the query heads of a group into the rows of a tile (None: its own choice).
+
+    Raises Unavailable without the package, or for a mask that is neither full nor causal nor whole documents.
+    """
+    require()
+    cute = importlib.import_module("flash_attn.cute")
+    if isinstance(case.mask, Spans):
+        return _varlen(cute.flash_attn_varlen_func, case, pack_gqa)
+    if isinstance(case.mask, DenseMask):
+        raise Unavailable("takes no mask")
+    causal = isinstance(case.mask, Causal)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = cute.flash_attn_func(q, k, v, softmax_scale=case.scale, causal=causal, pack_gqa=pack_gqa)
+        return _first(out).transpose(1, 2)
+
+    return call
+
+
+def _varlen(function: Any, case: Case, pack_gqa: bool | None) -> Attention:
+    lengths, causal = documents(case.mask)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(case.device)
+    sizes = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            softmax_scale=case.scale,
+            causal=causal,
+            pack_gqa=pack_gqa,
+            **sizes,
+        )
+        return _first(out).transpose(0, 1)[None]
+
+    return call
+
+
+def documents(mask: object) -> tuple[list[int], bool]:
+    """Lengths of the documents of a pack, and whether all are causal; Unavailable where varlen is not enough."""
+    if not isinstance(mask, PackedMask):
+        raise Unavailable("takes no mask")
+    splits = [split for split in mask.splits if split.end > split.start]
+    modes = {split.mode for split in splits}
+    whole = len({split.sample for split in splits}) == len(splits) and mask.used == splits[-1].end
+    if not (whole and (modes == {"causal"} or modes <= {"full", "noise"})):
+        raise Unavailable("takes no mask")
+    return [split.end - split.start for split in splits], modes == {"causal"}
+
+
+def _first(result: Any) -> Tensor:
+    """FA4 returns (out, lse), lse perhaps None."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out

@@ -1,0 +1,180 @@
+"""What a schedule of tiles alone allows: tiles that a mask wastes, and multiprocessors that wait for the last one.
+
+A simulation on the host, from the lists of tiles and the order in which blocks take them (order.cuh.jinja).
+Time is counted in full tiles: one tile of one head takes 1.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnforge.bagel.measure.tiles import EMPTY, FULL, PARTIAL, tile_map
+from attnforge.codegen.spec import Direction, Mask
+from attnforge.runtime.masks import Spans
+from attnforge.runtime.search.case import Case
+
+MULTIPROCESSORS = 132  # of an H100 or H200
+CACHE_BYTES = {Direction.FORWARD: 32 << 20, Direction.BACKWARD: 40 << 20}  # kCacheBytes of the template
+
+# rounds: one block a multiprocessor takes piece after piece, by turns from either end of a round (persistent forward).
+# free: a block a piece; the next one starts where a multiprocessor is free.
+Order = Literal["rounds", "free"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """In full tiles: a tile with a mask, and what every piece of work costs besides (first loads, the result)."""
+
+    masked: float = 1.0
+    piece: float = 0.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One pass under one tile shape. A piece is all that a block does for one query tile (backward: key tile)."""
+
+    full: int  # parts of the tiles of one head that need no mask arithmetic; a tile is one part unless told otherwise
+    masked: int  # visited parts that do
+    tile_use: float  # visible pairs over pairs in visited parts
+    useful: float  # visible pairs of all heads, in tiles
+    busy: tuple[float, ...]  # work of each multiprocessor: all start at 0, none pauses before its end
+
+    @property
+    def balance(self) -> float:
+        """Work over what all multiprocessors could have done until the last one was ready."""
+        return sum(self.busy) / (len(self.busy) * max(self.busy))
+
+    @property
+    def allowed(self) -> float:
+        """Part of the rate of full tiles without pause that visible pairs get."""
+        return self.useful / (len(self.busy) * max(self.busy))
+
+    def running(self, time: float) -> int:
+        """Multiprocessors at work at `time`."""
+        return sum(end > time for end in self.busy)
+
+
+def simulate(
+    case: Case,
+    direction: Direction,
+    tile_m: int,
+    tile_n: int,
+    order: Order = "rounds",
+    split_heads: bool = True,
+    costs: Costs | None = None,
+    multiprocessors: int = MULTIPROCESSORS,
+    parts: int = 1,
+) -> Schedule:
+    """The schedule of a case. Backward has a piece per key tile and query head, without `split_heads` per kv head.
+
+    A tile's rows may fall into `parts` that pass by what is hidden from them: a visited part is 1 / parts of a tile.
+    """
+    costs = costs or Costs()
+    kinds = _kinds(case, tile_m, tile_n, parts, _causal_forward(case, direction))
+    others = (1, 2) if direction is Direction.FORWARD else (0, 1)  # what a piece is summed over
+    full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
+    visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
+    loops = 1 if direction is Direction.FORWARD or split_heads else case.heads_q // case.heads_kv
+    work = (full + masked * costs.masked).double() / parts * loops + costs.piece
+    ranked = work[_longest_first(case, direction, visits)]
+    # Of a mask without lists the kernel starts last query tiles that are not full after all others.
+    last = parts > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
+    pieces = ranked[_ranks(case, direction, ranked.numel(), split_heads, last, order == "rounds")]
+    busy = _rounds(pieces, multiprocessors) if order == "rounds" else _free(pieces, multiprocessors)
+    visited = int((full + masked).sum())
+    area = tile_m * tile_n
+    useful = case.pairs * case.batch * case.heads_q / area
+    return Schedule(
+        int(full.sum()),
+        int(masked.sum()),
+        case.pairs * parts / (area * visited),
+        useful,
+        tuple(busy.tolist()),
+    )
+
+
+def _causal_forward(case: Case, direction: Direction) -> bool:
+    """Tiles then end with the last query, and the last one has most work."""
+    return case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD
+
+
+def _kinds(case: Case, tile_m: int, tile_n: int, parts: int, from_end: bool) -> Tensor:
+    """Kind of each part of each tile: (tiles_m, parts, tiles_n). Parts beyond the last query are empty.
+
+    With `from_end` the last tile ends with the last query, and parts before the first one are empty.
+    """
+    spans, queries = _spans(case), case.seq_q
+    if from_end:
+        before = -queries % tile_m // 64 * 64  # rows of whole warpgroups
+        shift = (spans.ends > spans.starts).int() * before
+        spans = Spans(spans.starts + shift, spans.ends + shift)
+        queries += before
+    rows = tile_map(spans, queries, tile_m // parts, tile_n).kinds
+    beyond = rows.new_full((-rows.shape[0] % parts, rows.shape[1]), EMPTY)
+    return torch.cat((rows, beyond)).view(-1, parts, rows.shape[1])
+
+
+def _spans(case: Case) -> Spans:
+    """The case's mask as intervals."""
+    if isinstance(case.mask, Spans):
+        return case.mask
+    key = torch.arange(case.seq_k, dtype=torch.int32)
+    offset = case.seq_k - case.seq_q
+    starts = key * 0 if case.mask_kind is Mask.FULL else (key - offset).clamp(min=0)
+    return Spans(starts, torch.full_like(key, case.seq_q))
+
+
+def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
+    """Tile of each rank: by visited tiles, earlier tiles winning ties; without a list by the template's rule."""
+    if case.mask_kind is Mask.SPANS:
+        return torch.argsort(visits, descending=True, stable=True)
+    tile = torch.arange(visits.numel())
+    return tile.flip(0) if _causal_forward(case, direction) else tile
+
+
+def _ranks(
+    case: Case, direction: Direction, tiles: int, split_heads: bool, last: bool = False, rounds: bool = False
+) -> Tensor:
+    """Rank of the tile of each piece in the order of starting, as `place_of` of the template has it.
+
+    With `last`, the pieces of the last rank come after all others. In `rounds` of a causal forward every other section
+    starts with the last rank.
+    """
+    forward = direction is Direction.FORWARD
+    heads = case.heads_q if forward or split_heads else case.heads_kv
+    together = heads // case.heads_kv if forward else 1
+    size = 4 * case.head_dim * case.seq_k if forward else 8 * case.head_dim * case.seq_q
+    planes = heads // together * case.batch
+    section = min(max(CACHE_BYTES[direction] // size, 1), planes) * together
+    whole = tiles - last
+    index = torch.arange(whole * heads * case.batch)
+    first = index // (section * max(whole, 1)) * section
+    width = (heads * case.batch - first).clamp(max=section)
+    ranks = (index - first * whole) // width
+    if rounds and _causal_forward(case, direction):
+        ascends = (heads * case.batch - 1 - first) // section % 2 == 1
+        ranks = torch.where(ascends, whole - 1 - ranks, ranks)
+    return torch.cat((ranks, ranks.new_full((last * heads * case.batch,), whole)))
+
+
+def _rounds(pieces: Tensor, multiprocessors: int) -> Tensor:
+    """Work of each block, one a multiprocessor; odd rounds run backwards."""
+    grid = min(multiprocessors, pieces.numel())
+    padded = torch.zeros(-(-pieces.numel() // grid) * grid, dtype=pieces.dtype)
+    padded[: pieces.numel()] = pieces
+    rounds = padded.view(-1, grid)
+    rounds[1::2] = rounds[1::2].flip(1)
+    return torch.cat((rounds.sum(0), pieces.new_zeros(multiprocessors - grid)))
+
+
+def _free(pieces: Tensor, multiprocessors: int) -> Tensor:
+    """Work of each multiprocessor when every piece goes to the first one that is free."""
+    ends = [0.0] * multiprocessors
+    for piece in pieces.tolist():
+        heapq.heapreplace(ends, ends[0] + piece)
+    return torch.tensor(ends, dtype=torch.float64)

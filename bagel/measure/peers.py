@@ -1,0 +1,287 @@
+"""Other attentions on a case: SDPA by backend, BAGEL's per-sample SDPA loop, compiled FlexAttention, FA4."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnforge.bagel.measure import fa4
+from attnforge.bagel.measure.fa4 import Attention, Unavailable
+from attnforge.bagel.packing import PackedMask
+from attnforge.codegen.spec import Direction, Mask
+from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.search.case import Case, Inputs
+from attnforge.runtime.search.timing import Effort, Timing, effort, measure, rotate
+
+log = logging.getLogger("attnforge")
+
+BACKENDS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-math": SDPBackend.MATH,
+}
+FA4 = ("fa4", "fa4-nopack", "flex-fa4")  # with flash-attn-4; nopack: without its packing of grouped heads
+NAMES = {
+    "cuda": (*BACKENDS, "sdpa-samples", "flex", *FA4),
+    "cpu": ("sdpa-flash", "sdpa-samples", "flex"),
+}
+EXTRA: dict[str, Callable[[Case], Attention]] = {}  # peers that a benchmark brings along, by name
+
+
+def present(device: torch.device) -> tuple[str, ...]:
+    """The peers that are installed here, in the order of tables."""
+    return tuple(name for name in NAMES[device.type] if name not in FA4 or fa4.installed())
+
+
+def known() -> tuple[str, ...]:
+    """All names that `time_peer` takes, on whatever device."""
+    return tuple(dict.fromkeys((*(name for names in NAMES.values() for name in names), "flex-bagel", *EXTRA)))
+
+
+def time_peer(name: str, case: Case, direction: Direction) -> Timing:
+    """Time one peer (of NAMES or EXTRA) on a case; backward is timed alone. Raises Unavailable."""
+    with memory_freed(case.device), as_unavailable():
+        sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), case.device)]
+        call = contestant(name, case, direction, sets)
+        how = effort(case.device)
+        if case.device.type == "cpu":  # masked SDPA takes many seconds there, and has nothing to warm up
+            how = Effort(seconds=2.0, repeats=5, least=1, warmups=int(name == "flex"))
+        return measure(call, [(index,) for index in range(len(sets))], case.device, how)
+
+
+def contestant(name: str, case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[int], Any]:
+    """A call that runs the peer on the set of inputs of that index: out, or (dq, dk, dv) of backward alone."""
+    call = attention_of(name, case)
+    if direction is Direction.FORWARD:
+        return lambda index: call(*sets[index][:3])
+    graphs = [_graph(call, x) for x in sets]
+
+    def backward(index: int) -> Any:
+        out, leaves, dout = graphs[index]
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return backward
+
+
+def _graph(call: Attention, x: Inputs) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v))
+    return call(*leaves), leaves, x.dout
+
+
+@contextlib.contextmanager
+def memory_freed(device: torch.device) -> Iterator[None]:
+    """Afterwards what is no longer in use is the device's again."""
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def as_unavailable() -> Iterator[None]:
+    """What a peer raises when it cannot do something is a fact for the table, not the end of a run."""
+    try:
+        yield
+    except Unavailable:
+        raise
+    except Exception as error:
+        log.debug("a peer failed", exc_info=True)
+        words = " ".join(str(error).split())  # of several lines, the first may say nothing
+        raise Unavailable(f"{type(error).__name__}: {words[:200]}") from error
+
+
+def attention_of(name: str, case: Case, often: bool = False) -> Attention:
+    """The peer as a function of q, k and v, its mask made. Raises Unavailable, or what the peer raises.
+
+    `often`: masks are made again and again, which FlexAttention does quickest by compiling all of
+    create_block_mask. "flex-bagel" makes them as BAGEL's trainer does; it is "flex" otherwise.
+    """
+    if name in EXTRA:
+        return EXTRA[name](case)
+    if name == "flex-fa4":
+        fa4.require()
+    if name in ("flex", "flex-bagel", "flex-fa4"):
+        making = ("bagel" if name == "flex-bagel" else "often") if often else "once"
+        return _flex(case, making, "FLASH" if name == "flex-fa4" else None)
+    if name in FA4:
+        return fa4.attention(case, False if name == "fa4-nopack" else None)
+    if name == "sdpa-samples":
+        return _samples(case)
+    return _sdpa(name, case)
+
+
+def _sdpa(name: str, case: Case) -> Attention:
+    """One call; a mask of spans or pairs becomes an additive one."""
+    backend = BACKENDS[name]
+    on_cpu = case.device.type == "cpu"
+    masked = isinstance(case.mask, (Spans, DenseMask))
+    if masked and name == "sdpa-flash" and not on_cpu:
+        raise Unavailable("takes no mask")
+    need = _bytes_needed(name, case)
+    room = _free_bytes(case.device)
+    if need > room:
+        raise Unavailable(f"needs {need / 2**30:.0f} GiB, {room / 2**30:.0f} are free")
+    bias = None
+    if isinstance(case.mask, (Spans, DenseMask)):
+        seen = case.mask.visible(case.seq_q, case.seq_k, case.device)
+        bias = _bias(seen, case.torch_dtype)
+    causal = case.mask_kind is Mask.CAUSAL
+    repeat = name == "sdpa-efficient" or on_cpu  # the kernel has no grouped heads: BAGEL repeats k and v, too
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if repeat:
+            k, v = _repeated(k, case), _repeated(v, case)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, is_causal=causal, scale=case.scale, enable_gqa=not repeat
+            )
+
+    return call
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, else -inf: what SDPA makes of a bool mask at every call, made once."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _repeated(x: Tensor, case: Case) -> Tensor:
+    group = case.heads_q // case.heads_kv
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _bytes_needed(name: str, case: Case) -> int:
+    """Rough peak of what is quadratic in the length."""
+    square = case.seq_q * case.seq_k
+    if name == "sdpa-math":
+        return 3 * 4 * case.batch * case.heads_q * square
+    return 8 * square if case.mask_kind in (Mask.SPANS, Mask.DENSE) else 0
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(0.8 * torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo") as file:  # noqa: PTH123
+        free = next(line for line in file if line.startswith("MemAvailable"))
+    return int(0.5 * 1024 * int(free.split()[1]))
+
+
+def _samples(case: Case) -> Attention:
+    """BAGEL's path without FlexAttention: one masked SDPA call a sample, k and v repeated to all heads."""
+    if not isinstance(case.mask, PackedMask):
+        raise Unavailable("only for packs")
+    backend = BACKENDS["sdpa-flash" if case.device.type == "cpu" else "sdpa-efficient"]
+    bounds = {split.sample_end for split in case.mask.splits if split.end > split.start}
+    ends = sorted(end for end in bounds if end <= case.mask.used)
+    pieces = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        row = torch.arange(start, end, device=case.device)[:, None]
+        seen = (case.mask.starts[None, start:end] <= row) & (row < case.mask.ends[None, start:end])
+        pieces.append((start, end, _bias(seen, case.torch_dtype)))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = _repeated(k, case), _repeated(v, case)
+        with sdpa_kernel(backend):
+            parts = [
+                F.scaled_dot_product_attention(
+                    q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], attn_mask=bias, scale=case.scale
+                )
+                for a, b, bias in pieces
+            ]
+        rest = q.shape[2] - pieces[-1][1]
+        return torch.cat([*parts, q.new_zeros(*q.shape[:2], rest, q.shape[3])], dim=2)
+
+    return call
+
+
+def _flex(case: Case, making: str, backend: str | None = None) -> Attention:
+    """Compiled; `backend` "FLASH" is FA4's kernels under FlexAttention's interface, None torch's Triton ones."""
+    mod = _mask_mod(case)
+    block_mask = mod and _block_mask(mod, case, making)
+    flex = _compiled_flex()
+    options = {"BACKEND": backend} if backend else None
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flex(
+            q, k, v, block_mask=block_mask, scale=case.scale, enable_gqa=True, kernel_options=options
+        )
+        return out
+
+    return call
+
+
+def _block_mask(mod: Callable[..., Tensor], case: Case, making: str) -> Any:
+    """FlexAttention's mask of a case, made "once" or "often", or as "bagel" does. On the CPU always eagerly.
+
+    Once is eagerly, too, where there is memory for it: compiled, nothing S x S is stored, but the sort of the blocks of
+    a row takes Triton minutes to compile.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    size = (None, None, case.seq_q, case.seq_k, case.device)
+    if case.device.type == "cpu":
+        return create_block_mask(mod, *size)
+    if making == "often":
+        return _compiled_block_mask()(mod, *size)
+    # Twelve bytes a pair is what it took at its peak on a CPU.
+    too_large = 12 * case.seq_q * case.seq_k > _free_bytes(case.device)
+    return create_block_mask(mod, *size, _compile=making == "bagel" or too_large)
+
+
+@cache
+def _compiled_block_mask() -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.cache_size_limit = 512  # as BAGEL does: one compilation per case, never eager
+    # Backward is timed alone, many times on one graph. Torch refuses that where it has compiled backward for one
+    # use, so that it may write over what forward saved.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    if isinstance(case.mask, Spans):
+        starts, ends = case.mask.starts, case.mask.ends
+
+        def in_span(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (starts[j] <= i) & (i < ends[j])
+
+        return in_span
+    if isinstance(case.mask, DenseMask):
+        return _pair_mod(case.mask.mask)
+    if case.mask is None:
+        return None
+    offset = case.seq_k - case.seq_q
+
+    def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + offset
+
+    return before
+
+
+def _pair_mod(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    if seen.dim() > 2:
+        raise Unavailable(
+            "a mask of its own for each batch entry or head is not written for FlexAttention here"
+        )
+
+    def in_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return seen[i, j]
+
+    return in_mask

@@ -1,0 +1,1 @@
+"""A Mixture-of-Transformers layer and a small model on packed sequences."""

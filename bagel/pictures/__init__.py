@@ -1,0 +1,1 @@
+"""PNGs of masks and schedules."""

@@ -1,0 +1,144 @@
+"""`attnforge warm`: compile ahead of time what training a model will ask for, for a GPU that need not be here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+
+from attnforge.bagel.models import MODELS, Model
+from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.render import render
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import kernels, tables
+from attnforge.runtime.build import cache
+from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.dispatch import Target, choose_for
+
+SIZES = tuple(1 << octave for octave in range(8, 18))  # rows of packs: dispatch chooses by octave
+VISIBLE = (
+    0,
+    *(1 << octave for octave in range(4, 18)),
+)  # keys that a query sees: by octave too, 0: not known
+
+
+@dataclass(frozen=True)
+class Request:
+    """What will be trained. Every combination of the fields is asked of dispatch."""
+
+    models: tuple[Model, ...]
+    dtypes: tuple[DType, ...]
+    masks: tuple[Mask, ...]
+    directions: tuple[Direction, ...]
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """One kernel: in the cache, or why not."""
+
+    spec: Spec
+    entry: cache.Entry | None
+    error: CompileError | None = None
+
+
+def request(
+    model: str,
+    dtypes: Sequence[str] = (),
+    masks: Sequence[str] = (),
+    directions: Sequence[Direction] = tuple(Direction),
+    deterministic: bool = False,
+) -> Request:
+    """Of a model by name: a language model comes with BAGEL's vision encoder. Empty: bf16, all masks.
+
+    Raises ValueError for a model that does not exist.
+    """
+    if model not in MODELS:
+        raise ValueError(f"--model: there is no {model!r}; models are {', '.join(MODELS)}")
+    return Request(
+        tuple(MODELS[name] for name in dict.fromkeys((model, "vit"))),
+        tuple(map(DType, dtypes)) or (DType.BFLOAT16,),
+        tuple(map(Mask, masks)) or tuple(Mask),
+        tuple(directions),
+        deterministic,
+    )
+
+
+def gpu_targets(gpu: str | None, arch: str | None) -> tuple[Target, ...]:
+    """Targets of `--gpu` or `--arch`. An architecture alone stands for every GPU of it that has a tuned table.
+
+    Raises ValueError naming the option.
+    """
+    if (gpu is None) == (arch is None):
+        raise ValueError("--gpu: give the GPU's name, as nvidia-smi -L shows it, or --arch, one of the two")
+    if gpu is not None:
+        return (Target(gpu, kernels.targets_of(gpu)),)
+    wanted = Arch(arch)
+    archs = [archs for archs in kernels.ARCHS.values() if wanted in archs]
+    if not archs:
+        raise ValueError(f"--arch: {wanted.value} is no GPU's; CPU kernels depend on the machine they run on")
+    named = {path.stem for path in tables.DIRECTORY.glob("*.json") if _is_of(path.stem, archs[0])}
+    return tuple(Target(name, archs[0]) for name in sorted({*named, ""}))
+
+
+def _is_of(table: str, archs: tuple[Arch, ...]) -> bool:
+    try:
+        return kernels.targets_of(table.replace("-", " ")) == archs
+    except ValueError:
+        return False
+
+
+def specs(wanted: Request, targets: Sequence[Target]) -> list[Spec]:
+    """What dispatch answers to calls of the request, each spec once, in a fixed order. Rows aligned as packs are."""
+    found = {spec.slug: spec for spec in _answers(wanted, targets)}
+    return [found[slug] for slug in sorted(found)]
+
+
+def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
+    orders = (False, True) if wanted.deterministic else (False,)
+    for target, model, dtype, mask in product(targets, wanted.models, wanted.dtypes, wanted.masks):
+        row = model.head_dim * dtype.bytes
+        align = next(size for size in (16, 8, 4, 2) if row % size == 0)
+        ratio = model.heads_q // model.heads_kv
+        # Context parallelism computes parts of a group of heads.
+        groups = sorted({ratio, max(1, ratio // 2), -(-ratio // 2)})
+        shown = VISIBLE if mask.listed else (0,)
+        for direction, group, size, visible, ordered in product(
+            wanted.directions, groups, SIZES, shown, orders
+        ):
+            problem = Problem(direction, target.archs[0], dtype, model.head_dim, mask, align)
+            strict = ordered and direction is Direction.BACKWARD
+            try:
+                yield choose_for(problem, group, size, target, strict, visible).spec
+            except Infeasible:
+                continue  # dispatch would say so to the caller too
+
+
+def compile_mask_kernels(targets: Sequence[Target]) -> int:
+    """The kernels that make masks on these targets, into the cache; how many modules. Errors as `cache.obtain`."""
+    archs = {target.archs[0] for target in targets}
+    for arch in archs:
+        cache.obtain(mask_kernels(arch))
+    return len(archs)
+
+
+def compile_all(wanted: Sequence[Spec], workers: int | None = None) -> Iterator[Warmed]:
+    """Each spec's cache entry as it is there, in the order they finish. NoCompilerError and CacheError end it."""
+
+    def one(spec: Spec) -> Warmed:
+        try:
+            return Warmed(spec, cache.obtain(render(spec)))
+        except CompileError as error:
+            return Warmed(spec, None, error)
+
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+        futures = [pool.submit(one, spec) for spec in wanted]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()

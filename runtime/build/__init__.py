@@ -1,0 +1,1 @@
+"""Compilers, the cache of compiled kernels, settings and errors."""

@@ -1,0 +1,259 @@
+"""Compilers behind one interface: nvcc and NVRTC make cubins, the host's C++ compiler makes CPU kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from attnforge.codegen.mask_kernels import Compilable
+from attnforge.codegen.spec import Arch
+from attnforge.runtime.build.errors import CompileError, NoCompilerError
+from attnforge.runtime.build.settings import settings
+
+# A kernel takes seconds; a compiler that is silent for this long hangs.
+COMPILE_SECONDS = 900
+
+NVCC_FLAGS = ("-cubin", "-O3", "-std=c++17", "--ptxas-options=-v", "-allow-unsupported-compiler")
+# -fno-math-errno lets exp() and sqrt() vectorise; no other relaxation of arithmetic.
+CPU_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno")
+
+# Variables that would change the binary behind the cache key's back.
+_DROPPED = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+
+
+@dataclass(frozen=True)
+class Built:
+    """Outcome of one compile: `binary_name` lies in the directory that was passed in."""
+
+    binary_name: str
+    log: str
+    command: tuple[str, ...]
+    seconds: float
+    # kernel symbol -> {"registers", "spill_bytes", "shared_bytes" (static)}; empty on the CPU
+    resources: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+class Toolchain(Protocol):
+    """One compiler for one target."""
+
+    @property
+    def name(self) -> str:
+        """`nvcc`, `nvrtc`, or the C++ compiler's file name."""
+
+    @property
+    def identity(self) -> str:
+        """Full version text, and for the CPU what `native` means here: part of the cache key."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Arguments that change the binary: part of the cache key."""
+
+    def compile(self, source: Compilable, directory: Path) -> Built:
+        """Write the source and its binary into `directory`. Raises CompileError."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A toolchain that is a program: nvcc or a C++ compiler."""
+
+    name: str
+    program: Path
+    identity: str
+    flags: tuple[str, ...]
+    binary_name: str
+
+    def compile(self, source: Compilable, directory: Path) -> Built:
+        """Run the program on the source inside `directory`. Raises CompileError with the program's output."""
+        path = write_source(source, directory)
+        command = (str(self.program), *self.flags, "-o", self.binary_name, path.name)
+        begin = time.perf_counter()
+        code, log = run(command, directory)
+        if code != 0 or not (directory / self.binary_name).is_file():
+            raise CompileError(source.slug, command, path, log or f"exit status {code}, no output")
+        seconds = time.perf_counter() - begin
+        return Built(self.binary_name, log, command, seconds, parse_ptxas(log))
+
+
+def write_source(source: Compilable, directory: Path) -> Path:
+    """Write the text as `kernel.cu` or `kernel.cpp`: one short name, so that logs do not vary."""
+    path = directory / f"kernel{source.suffix}"
+    path.write_text(source.text)
+    return path
+
+
+def run(command: Iterable[str], directory: Path) -> tuple[int, str]:
+    """Exit status and output of a compiler run in `directory`; its whole process group dies with the call."""
+    env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    # Temporary files go where the cache sweeps; messages stay in the language that is parsed.
+    env |= {"TMPDIR": str(directory), "LC_ALL": "C"}
+    arguments = list(command)
+    try:
+        process = subprocess.Popen(
+            arguments,
+            cwd=directory,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise NoCompilerError(f"{arguments[0]} cannot be run: {error}") from error
+    try:
+        output, _ = process.communicate(timeout=COMPILE_SECONDS)
+    except BaseException as error:
+        # nvcc is a driver: killing only it would leave cicc or ptxas behind.
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return -1, f"{_text(output)}\nerror: stopped after {COMPILE_SECONDS} s without finishing"
+        raise
+    return process.returncode, _text(output)
+
+
+def _text(output: bytes) -> str:
+    return output.decode(errors="replace")
+
+
+_FUNCTION = re.compile(r"Compiling entry function '([^']+)'|Function properties for '?([\w$]+)'?")
+_SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+RELEASE = re.compile(r"(?:release|nvrtc) (\d+)\.(\d+)")  # in the identity of a CUDA compiler
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def parse_ptxas(log: str) -> dict[str, dict[str, int]]:
+    """Registers, spilled bytes (stores + loads), static shared bytes of each kernel in a `ptxas -v` log."""
+    found: dict[str, dict[str, int]] = {}
+    symbol, entries = "", set()
+    for line in log.splitlines():
+        if match := _FUNCTION.search(line):
+            symbol = match.group(1) or match.group(2)
+            if match.group(1):
+                entries.add(symbol)
+            found.setdefault(symbol, {"registers": 0, "spill_bytes": 0, "shared_bytes": 0})
+        elif symbol and (match := _SPILL.search(line)):
+            found[symbol]["spill_bytes"] = int(match.group(1)) + int(match.group(2))
+        elif symbol and (match := _USED.search(line)):
+            shared = _SHARED.search(line)
+            found[symbol]["registers"] = int(match.group(1))
+            found[symbol]["shared_bytes"] = int(shared.group(1)) if shared else 0
+    return {name: numbers for name, numbers in found.items() if name in entries}
+
+
+# ---- Choosing
+
+
+def toolchain(arch: Arch) -> Toolchain:
+    """The compiler for `arch` under the current settings. NoCompilerError says what was looked for."""
+    return _toolchain(arch, settings().compiler, _environment())
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    """The variables the choice depends on: the choice is remembered for as long as they stay."""
+    names = ("PATH", "CUDA_HOME", "CUDA_PATH", "CXX")
+    return tuple((name, os.environ[name]) for name in names if name in os.environ)
+
+
+@lru_cache(maxsize=64)
+def _toolchain(arch: Arch, compiler: str, environment: tuple[tuple[str, str], ...]) -> Toolchain:
+    env = dict(environment)
+    if not arch.is_gpu:
+        return host_toolchain(env)
+    from attnforge.runtime.build import nvrtc
+
+    nvcc = find_nvcc(env)
+    # nvcc runs gcc even for a file that includes nothing; NVRTC needs no host compiler.
+    if compiler == "nvcc" or (compiler == "auto" and nvcc and shutil.which("gcc", path=env.get("PATH", ""))):
+        if not nvcc:
+            raise NoCompilerError(f"ATTNFORGE_COMPILER=nvcc, but {NVCC_PLACES}; {NVCC_REMEDY}")
+        return nvcc_toolchain(nvcc, arch)
+    library = nvrtc.find(env)
+    if library is None:
+        raise NoCompilerError(f"no CUDA compiler: {NVCC_PLACES}, and {nvrtc.PLACES}; {NVCC_REMEDY}")
+    return nvrtc.Nvrtc(library, arch)
+
+
+NVCC_PLACES = "nvcc is not in $CUDA_HOME/bin, $CUDA_PATH/bin, PATH or the pip package nvidia-cuda-nvcc"
+NVCC_REMEDY = "install the CUDA toolkit or `pip install attnforge[nvcc]`"
+
+
+def site_packages() -> list[Path]:
+    """Where this interpreter finds packages, the user's own and an outer environment's included."""
+    return [Path(entry) for entry in dict.fromkeys(sys.path) if (Path(entry) / "nvidia").is_dir()]
+
+
+def cuda_homes(env: Mapping[str, str]) -> list[Path]:
+    """Toolkit roots that the environment names."""
+    return [Path(env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
+
+
+def find_nvcc(env: Mapping[str, str]) -> Path | None:
+    """nvcc of CUDA_HOME or CUDA_PATH, of the PATH, or of the pip packages; absolute."""
+    places = [home / "bin" for home in cuda_homes(env)]
+    places += [Path(p) for p in env.get("PATH", "").split(os.pathsep) if p]
+    for site in site_packages():
+        places += sorted((site / "nvidia").glob("cu[0-9]*/bin"), reverse=True)
+        places += [site / "nvidia" / "cuda_nvcc" / "bin"]
+    for place in places:
+        if found := shutil.which("nvcc", path=str(place)):
+            return Path(found).absolute()
+    return None
+
+
+def find_host_compiler(env: Mapping[str, str]) -> Path | None:
+    """$CXX if set, else the first of g++, clang++, c++ on the PATH; absolute."""
+    names = (env["CXX"],) if env.get("CXX") else ("g++", "clang++", "c++")
+    for name in names:
+        if found := shutil.which(name, path=env.get("PATH", "")):
+            return Path(found).absolute()
+    return None
+
+
+def nvcc_toolchain(program: Path, arch: Arch) -> Command:
+    """nvcc for one architecture."""
+    flags = (*NVCC_FLAGS, f"-arch={arch.nvcc_name}")
+    return Command("nvcc", program, probe((str(program), "--version")), flags, "kernel.cubin")
+
+
+def host_toolchain(env: Mapping[str, str]) -> Command:
+    """The C++ compiler. Its identity holds what `native` resolves to: a home directory may be shared by
+    machines of different kinds, and a kernel for the wrong one dies of an illegal instruction."""
+    program = find_host_compiler(env)
+    if program is None:
+        looked = f"CXX={env['CXX']}" if env.get("CXX") else "g++, clang++ and c++"
+        raise NoCompilerError(
+            f"no C++ compiler: looked for {looked} on the PATH; install one (Debian: apt-get install g++) "
+            "or set CXX to one"
+        )
+    macros = probe((str(program), "-march=native", "-E", "-dM", "-x", "c++", os.devnull))
+    native = hashlib.sha256("\n".join(sorted(macros.splitlines())).encode()).hexdigest()
+    version = probe((str(program), "--version")).splitlines()[0]
+    # A library made with a newer C library does not load into an older one.
+    identity = f"{version}; {os.confstr('CS_GNU_LIBC_VERSION')}; native {native}"
+    return Command(program.name, program, identity, CPU_FLAGS, "kernel.so")
+
+
+def probe(command: tuple[str, ...]) -> str:
+    """Output of a question to a compiler; a compiler that cannot answer cannot be used: NoCompilerError."""
+    env = {name: value for name, value in os.environ.items() if name not in _DROPPED} | {"LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoCompilerError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode != 0 or not done.stdout.strip():
+        raise NoCompilerError(
+            f"{' '.join(command)} failed with status {done.returncode}: {_text(done.stderr).strip()}"
+        )
+    return _text(done.stdout).strip()

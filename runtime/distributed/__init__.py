@@ -1,0 +1,1 @@
+"""Attention over several devices: context parallelism and DTensor."""

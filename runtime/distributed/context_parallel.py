@@ -1,0 +1,236 @@
+"""Attention over a sequence that is split over the ranks of a device mesh: `context_parallel`.
+
+Rank i of W holds rows [i n, (i + 1) n) of q, k and v. With U = gcd(W, key heads) and R = W / U:
+
+- one all-to-all among U ranks turns "all heads of some rows" into "some heads of all their rows", for q, k and v
+  before the kernel and for its output behind it;
+- where the heads do not suffice (R > 1), an all-gather of k and v among R ranks completes the keys, and each of the
+  R computes the rows of its own all-to-all group. Which U ranks form a group is chosen so that early and late rows
+  are mixed: under a causal mask all have the same work.
+
+A mask stays what it is. Queries keep their order in every group, so an interval of queries remains one; keys only
+change places, and spans are per key. Exchanges run beside the kernels: heads go in `pieces`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnforge.runtime import ops
+from attnforge.runtime.distributed.exchange import Attention, Call, all_gather
+from attnforge.runtime.distributed.shards import Layout, local_dense, local_plain, local_spans, make_layout
+from attnforge.runtime.inputs import expect_layout
+from attnforge.runtime.masks import DenseMask, Spans
+
+
+def context_parallel(
+    device_mesh: DeviceMesh, *, heads: int | None = None, pieces: int = 1
+) -> ContextParallel:
+    """Attention over sequences that are sharded over a one-dimensional `device_mesh` (or `mesh["cp"]`).
+
+        cp = attnforge.context_parallel(mesh)         # once; every rank of the mesh
+        x = cp.shard(x, dim=0)                        # this rank's rows of a pack; padded if they do not divide
+        out = cp.attention(q, k, v, mask)             # shards in, shard out; the mask is the whole pack's
+
+    heads: ranks that share the heads (U above), a divisor of the mesh size and of the key heads; 1 only gathers
+        keys. None: as many as there can be.
+    pieces: exchanges and kernels overlap in up to this many portions of the heads. 1 does not overlap, and was the
+        fastest on H200s, whose kernels leave no multiprocessor to the exchange (docs/training.md).
+    Raises ValueError for a mesh of more dimensions and for numbers that do not divide, TypeError for what is neither.
+    """
+    return ContextParallel(device_mesh, heads, pieces)
+
+
+class ContextParallel:
+    """What `context_parallel` returns: `attention` on shards, `shard` and `gather` for everything else."""
+
+    def __init__(self, device_mesh: DeviceMesh, heads: int | None, pieces: int) -> None:
+        for name, number in (("heads", 1 if heads is None else heads), ("pieces", pieces)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name}: got {type(number).__name__}, expected an integer")
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"device_mesh: got {type(device_mesh).__name__}, expected torch's DeviceMesh")
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh: got {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}, expected one; "
+                "pass a dimension of it, mesh['cp']"
+            )
+        self._group = device_mesh.get_group()
+        self.world, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        if heads is not None and (heads < 1 or self.world % heads):
+            raise ValueError(f"heads: got {heads}, expected a divisor of the {self.world} ranks of the mesh")
+        if pieces < 1:
+            raise ValueError(f"pieces: got {pieces}, expected at least 1")
+        self._heads, self._pieces = heads, pieces
+        self._layouts: dict[int, Layout] = {}
+        self._plain: dict[Any, Spans] = {}
+        self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, tuple[Any, Spans | DenseMask]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's rows of the whole `x`: ceil(S / W) along `dim`, zeros where the last ranks have none."""
+        total = x.shape[dim]
+        rows = -(-total // self.world)
+        begin = min(self.rank * rows, total)
+        mine = x.narrow(dim, begin, min(rows, total - begin))
+        missing = rows - mine.shape[dim]
+        if not missing:
+            return mine
+        zeros = mine.new_zeros([missing if i == dim % x.dim() else size for i, size in enumerate(mine.shape)])
+        return torch.cat([mine, zeros], dim)
+
+    def gather(self, x: Tensor, dim: int = 0, total: int | None = None) -> Tensor:
+        """The whole of what `shard` cut, on every rank, for a look at it: no gradients flow.
+
+        total: rows of the whole; without it the padding stays.
+        """
+        with torch.no_grad():
+            first = x.movedim(dim, 0).contiguous()
+            whole = first.new_empty(self.world * first.shape[0], *first.shape[1:])
+            all_gather(whole, first, self._group)
+            return whole[:total].movedim(0, dim)
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: ops.Mask = None,
+        *,
+        total: int | None = None,
+        scale: float | None = None,
+        return_lse: Literal[False] = False,
+        deterministic: bool = False,
+    ) -> Tensor: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: ops.Mask = None,
+        *,
+        total: int | None = None,
+        scale: float | None = None,
+        return_lse: Literal[True],
+        deterministic: bool = False,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: ops.Mask = None,
+        *,
+        total: int | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        deterministic: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`attnforge.attention` of the whole sequence, of which every rank passes and gets its rows.
+
+        q: (B, Hq, n, D); k: (B, Hkv, n, D); v: (B, Hkv, n, Dv): rows [rank n, (rank + 1) n), n the same on all ranks.
+        mask: of the whole sequence, the same on all ranks: None, Causal(), or Spans or DenseMask of `total` keys
+            (and queries).
+        total: rows of the whole sequence if the last of the W n are padding: these see nothing, are seen by
+            nothing, and their output is zero. Known from Spans; W n otherwise. n must be ceil(total / W).
+
+        Returns this rank's rows, in the layout and dtype of q; with return_lse also their lse, float32 (B, Hq, n), -inf
+        for padding. Both are differentiable; gradients are those of this rank's q, k and v.
+        The first call with a number of key heads may make process groups: call it once before it is compiled.
+        Raises as `attnforge.attention`; ValueError also for shards that do not fit the mask or each other.
+        """
+        expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        total = self._check(q, k, v, mask, total)
+        shared = self._shared_heads(k.shape[1])
+        layout = self._layout(shared)
+        local = self._local_mask(mask, layout, q.shape[2], total, q.device)
+        call = Call(layout, shared, self._pieces, local, scale, return_lse, deterministic)
+        results: tuple[Tensor, ...] = Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return (results[0], results[1]) if return_lse else results[0]
+
+    __call__ = attention
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, total: int | None) -> int:
+        rows = q.shape[2]
+        for name, x in (("k", k), ("v", v)):
+            if x.dtype != q.dtype or x.device != q.device or x.shape[0] != q.shape[0]:
+                raise ValueError(
+                    f"{name}: got {x.dtype} on {x.device}, batch {x.shape[0]}, expected as q: {q.dtype} on {q.device}, "
+                    f"batch {q.shape[0]}"
+                )
+        if q.shape[1] % k.shape[1]:
+            raise ValueError(f"q: got {q.shape[1]} heads, expected a multiple of the {k.shape[1]} heads of k")
+        if k.shape[:3] != v.shape[:3] or k.shape[2] != rows:
+            raise ValueError(
+                f"k: got shapes {tuple(k.shape)} and {tuple(v.shape)} for k and v, expected equal ones with the "
+                f"{rows} rows of q"
+            )
+        if isinstance(mask, (Spans, DenseMask)):
+            length = mask.seq_k
+            if isinstance(mask, DenseMask) and mask.seq_q != length:
+                raise ValueError(f"mask: is of {mask.seq_q} queries and {length} keys, expected as many")
+            if total is not None and total != length:
+                raise ValueError(f"total: got {total}, but the mask is of {length} rows")
+            total = length
+        total = self.world * rows if total is None else total
+        if rows != -(-total // self.world):
+            raise ValueError(
+                f"q: got {rows} rows on rank {self.rank}, expected {-(-total // self.world)} on each of {self.world} "
+                f"ranks for {total} in all, padded at the end (ContextParallel.shard does it)"
+            )
+        return total
+
+    def _shared_heads(self, heads_kv: int) -> int:
+        if self._heads is None:
+            return math.gcd(self.world, heads_kv)
+        if heads_kv % self._heads:
+            raise ValueError(f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v")
+        return self._heads
+
+    def _layout(self, shared: int) -> Layout:
+        if shared not in self._layouts:
+            self._layouts[shared] = make_layout(self._group, shared)
+        return self._layouts[shared]
+
+    def _local_mask(
+        self, mask: ops.Mask, layout: Layout, rows: int, total: int, device: torch.device
+    ) -> ops.Mask:
+        """The mask of this rank's queries and of the keys in their gathered order."""
+        if len(layout.queries) == self.world and total == self.world * rows:
+            return mask
+        where = (layout.queries, layout.keys, rows, total)
+        # Once per mask, not per layer: what is made here owns tile schedules. Not in a trace, which has no tensors yet.
+        trace = torch.compiler.is_compiling()
+        stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" and not trace else 0
+        key: Any = (where, stream)
+        if not isinstance(mask, (Spans, DenseMask)):
+            causal = mask is not None
+            if trace:
+                return local_plain(causal, *where, device)
+            key = (causal, device, key)
+            if key not in self._plain:
+                self._plain = {key: local_plain(causal, *where, device)}  # one length at a time
+            return self._plain[key]
+        make: Any = local_spans if isinstance(mask, Spans) else local_dense
+        if trace:
+            local: ops.Mask = make(mask, *where)
+            return local
+        known = self._masks.get(mask)
+        if known is None or known[0] != key:
+            self._masks[mask] = known = (key, make(mask, *where))
+        return known[1]

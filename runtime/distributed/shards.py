@@ -1,0 +1,95 @@
+"""How context parallelism divides heads, rows and masks among ranks (see context_parallel.py)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnforge.runtime.masks import DenseMask, Spans
+
+
+class Layout(NamedTuple):
+    """Who does what, for one U. A block is the n rows that one rank holds."""
+
+    among_heads: Any  # process group of the all-to-all, None if U is 1
+    among_rows: Any  # process group of the all-gather, None if R is 1
+    queries: tuple[int, ...]  # blocks whose queries this rank computes, ascending
+    keys: tuple[int, ...]  # blocks as they lie one after the other once the keys are gathered
+
+
+def make_layout(group: Any, shared: int) -> Layout:
+    """Groups are made by their members alone: other parts of the job need not take part."""
+    ranks = dist.get_process_group_ranks(group)
+    world = len(ranks)
+    queries, neighbours, keys = divide(world, shared, dist.get_rank(group))
+    if shared in (1, world):
+        return Layout(group if shared > 1 else None, group if shared < world else None, queries, keys)
+    among_heads = dist.new_group([ranks[block] for block in queries], use_local_synchronization=True)
+    among_rows = dist.new_group([ranks[block] for block in neighbours], use_local_synchronization=True)
+    return Layout(among_heads, among_rows, queries, keys)
+
+
+def divide(world: int, shared: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(all-to-all group of a rank, its all-gather group, blocks of keys in the order they are gathered)."""
+    gathered = world // shared
+
+    def team(block: int) -> int:
+        """The all-to-all group of a block: 0 1 .. R-1, R-1 .. 1 0, 0 1 ..: early and late rows in each."""
+        turn, place = divmod(block, gathered)
+        return place if turn % 2 == 0 else gathered - 1 - place
+
+    teams = [tuple(block for block in range(world) if team(block) == t) for t in range(gathered)]
+    # One of each team, all at the same place of theirs: they have the same heads.
+    first = rank // gathered * gathered
+    neighbours = tuple(range(first, first + gathered))
+    return teams[team(rank)], neighbours, tuple(b for block in neighbours for b in teams[team(block)])
+
+
+def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int) -> Spans:
+    """Of `total` real rows, the rest padding: the queries of some blocks in order, and keys as blocks list them."""
+    device = mask.device
+    first = torch.tensor(queries, device=device)[None] * rows
+
+    def count(position: Tensor) -> Tensor:
+        """Queries of ours before a position: what it is among ours."""
+        return (position.clamp(0, total)[:, None] - first).clamp(0, rows).sum(1)
+
+    padding = torch.zeros(len(keys) * rows - total, dtype=torch.int32, device=device)
+    order = rows_of(keys, rows, device)
+    starts, ends = (torch.cat([count(x).to(torch.int32), padding])[order] for x in mask.data)
+    # The blocks of a rank are early and late ones: its queries see about as many keys as all do.
+    return Spans(starts, ends, visible_keys=mask.visible_keys)
+
+
+def local_dense(
+    mask: DenseMask, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int
+) -> DenseMask:
+    """As `local_spans`, for a mask of all heads."""
+    row, column = (rows_of(blocks, rows, mask.device) for blocks in (queries, keys))
+    real = (row < total)[:, None] & (column < total)[None]
+    row, column = row.clamp(max=total - 1), column.clamp(max=total - 1)
+    visible = mask.mask.index_select(-2, row).index_select(-1, column) & real
+    return DenseMask(visible, visible_keys=mask.visible_keys)
+
+
+def local_plain(
+    causal: bool,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    rows: int,
+    total: int,
+    device: torch.device,
+) -> Spans:
+    """As `local_spans`, of Causal() or None."""
+    key = torch.arange(total, dtype=torch.int32, device=device)
+    starts = key if causal else torch.zeros_like(key)
+    whole = Spans(starts, torch.full_like(key, total), visible_keys=total // 2 if causal else total)
+    return local_spans(whole, queries, keys, rows, total)
+
+
+def rows_of(blocks: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """Row numbers in the whole sequence of the rows of some blocks, int64."""
+    return torch.cat([torch.arange(block * rows, (block + 1) * rows, device=device) for block in blocks])

@@ -1,0 +1,155 @@
+"""What this machine has, what will be used, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from attnforge.runtime.build import cache, store
+from attnforge.runtime.build.errors import CacheError
+from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, settings
+from attnforge.runtime.doctor.compilers import cuda_compiler, driver, host_compiler
+from attnforge.runtime.doctor.findings import FAILURE, INFO, OK, WARNING, Finding, failed
+
+LEAST_FREE = 1 << 30  # bytes; a search of a few hundred variants fills some 100 MB
+NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fuse.sshfs", "9p")
+
+
+def report() -> list[Finding]:
+    """Look at everything; about a second, two tiny compiles, nothing changed outside the cache."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _python,
+        _torch,
+        _gpus,
+        driver,
+        cuda_compiler,
+        host_compiler,
+        _cache,
+        _launcher,
+        _tuned,
+        _environment,
+    )
+    findings: list[Finding] = []
+    for check in checks:
+        name = check.__name__.strip("_").replace("_", " ")
+        try:
+            findings += check()
+        except Exception as error:  # a broken machine must not silence the checks after this one
+            findings.append(failed(name, error))
+    return list(dict.fromkeys(findings))  # a bad setting stops several checks, and is one thing to repair
+
+
+def _python() -> Iterator[Finding]:
+    version = platform.python_version()
+    yield Finding("python", OK, f"{version} ({sys.executable})")
+    if sys.platform != "linux":
+        yield Finding("system", FAILURE, platform.platform(), "attnforge runs on Linux")
+
+
+def _torch() -> Iterator[Finding]:
+    version = importlib.metadata.version("torch")
+    import torch
+
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    status = OK if release >= (2, 10) else FAILURE
+    yield Finding(
+        "torch", status, f"{version}, built {built}", "" if status == OK else "install torch 2.10 or newer"
+    )
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    from attnforge.runtime import kernels
+
+    if not torch.cuda.is_available():
+        remedy = ""
+        if Path("/dev/nvidia0").exists() and torch.version.cuda is None:
+            remedy = "there is an NVIDIA GPU: install a CUDA build of torch to use it"
+        yield Finding(
+            "GPU", WARNING if remedy else INFO, "none that torch sees: kernels run on the CPU", remedy
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(device)
+        what = (
+            f"{properties.name}, {properties.multi_processor_count} SMs, {properties.total_memory >> 30} GiB"
+        )
+        try:
+            yield Finding(f"GPU {index}", OK, f"{what}; kernels for {kernels.target(device).value}")
+        except ValueError as error:
+            yield Finding(f"GPU {index}", WARNING, f"{what}; no kernels for it", str(error))
+
+
+def _cache() -> Iterator[Finding]:
+    path = settings().cache_dir
+    try:
+        store.publish_probe()
+    except CacheError as error:
+        yield failed("cache", error)
+        return
+    free = shutil.disk_usage(path).free
+    kind = file_system(path)
+    listed = cache.entries()
+    size = sum(entry.bytes for entry in listed)
+    value = f"{path}: {len(listed)} kernels, {size / 2**20:.1f} MiB, {free >> 30} GiB free on {kind}"
+    if free < LEAST_FREE:
+        yield Finding("cache", WARNING, value, f"free some space, or set {CACHE_DIR} to a larger disk")
+    elif kind in NETWORK:
+        yield Finding(
+            "cache", WARNING, value, f"a network disk is slow to start from: set {CACHE_DIR} to a local one"
+        )
+    else:
+        yield Finding("cache", OK, value)
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds `path`, e.g. `ext4` or `nfs4`."""
+    best, kind = "", "an unknown file system"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, this, *_ = line.split()
+        mount = mount.replace("\\040", " ")
+        if len(mount) >= len(best) and path.resolve().is_relative_to(mount):
+            best, kind = mount, this
+    return kind
+
+
+def _launcher() -> Iterator[Finding]:
+    from attnforge.runtime.native import launcher
+
+    name = launcher.entry_name()
+    if (settings().cache_dir / name).is_dir():
+        yield Finding("launcher", OK, f"built ({name})")
+    else:
+        yield Finding("launcher", INFO, "not built yet: the first call does it, in about half a minute")
+
+
+def _tuned() -> Iterator[Finding]:
+    import torch
+
+    from attnforge.runtime import tables
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", index) for index in range(gpus)] or [torch.device("cpu")]
+    for name in dict.fromkeys(tables.device_name(device) for device in devices):
+        count = len(tables.load(name))
+        if count:
+            yield Finding("tuned table", OK, f"{count} entries for {name} ({tables.table_path(name).name})")
+        else:
+            remedy = "run `python cli.py search` once to find this device's fastest kernels"
+            yield Finding("tuned table", WARNING, f"none for {name}: kernels are chosen by rule", remedy)
+
+
+def _environment() -> Iterator[Finding]:
+    for name in (CACHE_DIR, COMPILER, NO_JIT, "CUDA_HOME", "CUDA_PATH", "CXX"):
+        if name in os.environ:
+            yield Finding(name, INFO, os.environ[name])
+    if not settings().jit:
+        yield Finding("compiling", INFO, f"forbidden by {NO_JIT}: only kernels in the cache run")

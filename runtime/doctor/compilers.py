@@ -1,0 +1,136 @@
+"""What `doctor` asks of the driver and the compilers: do they make kernels, and does the driver run what they make?"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from attnforge.codegen.spec import Arch
+from attnforge.runtime.build import cache, nvrtc, toolchain
+from attnforge.runtime.build.errors import CompileError, NoCompilerError
+from attnforge.runtime.build.settings import COMPILER, settings
+from attnforge.runtime.doctor.findings import FAILURE, INFO, OK, Finding, failed
+
+OVERLAP = (12, 3)  # of the driver; kOverlappingDriver in launch_config.h
+CUDA_TEXT = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }\n'
+HOST_TEXT = '#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
+
+
+def driver() -> Iterator[Finding]:
+    """The installed driver, if there is one."""
+    version = driver_cuda()
+    if version is None:
+        yield Finding("driver", INFO, "libcuda.so.1 cannot be loaded: no NVIDIA driver here")
+        return
+    text = f"supports CUDA {version[0]}.{version[1]}"
+    module = Path("/sys/module/nvidia/version")
+    if module.exists():
+        text = f"{module.read_text().strip()}, {text}"
+    if version < OVERLAP:
+        text += "; its backward on Hopper is a little slower than with one for CUDA 12.3, which lets kernels overlap"
+    yield Finding("driver", OK, text)
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """CUDA version that the installed driver supports; None without a driver."""
+    try:
+        lib = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if lib.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def cuda_compiler() -> Iterator[Finding]:
+    """What makes GPU kernels: a tiny one is compiled."""
+    env = dict(os.environ)
+    nvcc, library = toolchain.find_nvcc(env), nvrtc.find(env)
+    yield Finding("nvcc", OK if nvcc else INFO, str(nvcc or toolchain.NVCC_PLACES))
+    yield Finding("NVRTC", OK if library else INFO, str(library or nvrtc.PLACES))
+    arch = _target()
+    try:
+        tool = toolchain.toolchain(arch if arch.is_gpu else Arch.SM80)
+        with tempfile.TemporaryDirectory() as directory:
+            _try(tool, "kernel.cu", CUDA_TEXT, Path(directory))
+    except (NoCompilerError, CompileError) as error:
+        if arch.is_gpu:
+            yield failed("GPU kernels", error)
+        else:
+            yield Finding(
+                "GPU kernels", INFO, f"cannot be compiled, and there is no GPU to run them: {error}"
+            )
+        return
+    made = cuda_release(tool.identity)
+    release = ".".join(map(str, made)) if made else "unknown"
+    yield Finding("GPU kernels", OK, f"compiled by {tool.name} of CUDA {release} ({_why(tool.name)})")
+    if (runs := driver_cuda()) and made and made[0] > runs[0]:
+        yield Finding(
+            "GPU kernels",
+            FAILURE,
+            f"the compiler is of CUDA {made[0]}.{made[1]}, the driver supports up to {runs[0]}.{runs[1]}",
+            f"update the driver, or install nvidia-cuda-nvcc of CUDA {runs[0]}",
+        )
+
+
+def _why(name: str) -> str:
+    asked = settings().compiler
+    if asked != "auto":
+        return f"{COMPILER}={asked}"
+    return "found it and gcc" if name == "nvcc" else "there is no nvcc with a gcc"
+
+
+def cuda_release(identity: str) -> tuple[int, int] | None:
+    """CUDA release that a CUDA compiler's identity names."""
+    match = toolchain.RELEASE.search(identity)
+    return (int(match.group(1)), int(match.group(2))) if match else None
+
+
+def host_compiler() -> Iterator[Finding]:
+    """What makes CPU kernels: a tiny library is compiled and loaded."""
+    try:
+        tool = toolchain.host_toolchain(os.environ)
+        with tempfile.TemporaryDirectory() as name:
+            binary = _try(tool, "kernel.cpp", HOST_TEXT, Path(name))
+        entry = cache.Entry(Path("doctor"), binary, Path("doctor"), {})
+        with entry.library() as path:
+            threads = ctypes.CDLL(path).threads()
+    except (NoCompilerError, CompileError) as error:
+        yield failed("CPU kernels", error)
+        return
+    except OSError as error:
+        yield Finding(
+            "CPU kernels", FAILURE, f"cannot be loaded: {error}", "allow executable memory files (memfd)"
+        )
+        return
+    yield Finding("CPU kernels", OK, f"compiled by {tool.program}: {tool.identity.split(';')[0]}")
+    yield Finding("OpenMP", OK, f"{threads} threads")
+
+
+def _try(tool: toolchain.Toolchain, name: str, text: str, directory: Path) -> bytes:
+    """Binary of a tiny file. Raises CompileError."""
+    (directory / name).write_text(text)
+    if isinstance(tool, nvrtc.Nvrtc):
+        _, log, cubin = nvrtc.compile_text(nvrtc.load(tool.library), text, name, tool.flags)
+        if cubin is None:
+            raise CompileError("a tiny kernel", ("nvrtc", *tool.flags), directory / name, log)
+        return cubin
+    assert isinstance(tool, toolchain.Command)
+    command = (str(tool.program), *tool.flags, "-o", tool.binary_name, name)
+    code, log = toolchain.run(command, directory)
+    if code != 0:
+        raise CompileError("a tiny kernel", command, directory / name, log)
+    return (directory / tool.binary_name).read_bytes()
+
+
+def _target() -> Arch:
+    """Architecture that kernels will be made for here: the first GPU's, else the CPU."""
+    import torch
+
+    from attnforge.runtime import kernels
+
+    return kernels.target(torch.device("cuda", 0)) if torch.cuda.is_available() else Arch.CPU

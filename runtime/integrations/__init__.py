@@ -1,0 +1,1 @@
+"""Attention under other names: SDPA, flash-attn, FlexAttention, transformers, checkpointing."""

@@ -1,0 +1,192 @@
+"""Which calls of scaled_dot_product_attention our kernels take (see sdpa.py), and why not the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from attnforge.codegen.spec import Direction, Mask, Problem
+from attnforge.runtime import dispatch, kernels
+from attnforge.runtime.inputs import MASKS, is_scale
+
+_FULL, _CAUSAL, _DENSE = (MASKS.index(kind) for kind in (Mask.FULL, Mask.CAUSAL, Mask.DENSE))
+_DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
+
+
+def why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str | None:
+    """Why torch must run this call; None if we can. Few texts: each is logged once."""
+    return (
+        _why_not_tensors(q, k, v)
+        or _why_not_options(dropout_p, is_causal, scale, enable_gqa)
+        or _why_not_shapes(q, k, v, is_causal, enable_gqa)
+        or (attn_mask is not None and _why_not_mask(attn_mask, q, k, is_causal))
+        or _why_not_kernels(q, k, v, attn_mask, is_causal)
+        or _why_not_backends(q, k, v, attn_mask, is_causal, scale, enable_gqa)
+    )
+
+
+def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    for x in (q, k, v):
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            return f"a tensor is a {type(x).__name__}"
+        if x.is_nested or x.layout is not torch.strided:
+            return "a tensor is nested or sparse"
+        if x.device != q.device or x.dtype != q.dtype:
+            return "query, key and value differ in dtype or device"
+        if x.dim() != 4:
+            return f"a tensor has {x.dim()} dimensions, not 4"
+        if x.stride(3) != 1:
+            return "a tensor's last stride is not 1"
+    if _in_transform():
+        return "a functorch transform (vmap, grad, ...) is active"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace is recording"
+    return None
+
+
+def _why_not_backends(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str | None:
+    """sdpa_kernel() may leave torch nothing that can run the call, or only what is asked for by those who need it."""
+    flash, math_too, *others = _enabled_backends()
+    if flash and math_too:
+        return None
+    if torch.compiler.is_compiling():
+        fused = flash or any(others)
+    else:
+        choice = torch._fused_sdp_choice(
+            q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        fused = choice not in (SDPBackend.ERROR.value, SDPBackend.MATH.value)
+    return None if fused else "sdpa_kernel() leaves torch its math backend or none"
+
+
+def _enabled_backends() -> tuple[bool, bool, bool, bool]:
+    get: Any = torch._C
+    return (
+        get._get_flash_sdp_enabled(),
+        get._get_math_sdp_enabled(),
+        get._get_mem_efficient_sdp_enabled(),
+        get._get_cudnn_sdp_enabled(),
+    )
+
+
+# As in ops._load. Inside of compiled code Dynamo enters sdpa_kernel() itself while it traces.
+_enabled_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops._load; dynamo guards the stack
+
+
+def _why_not_options(dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool) -> str | None:
+    if dropout_p != 0:
+        return "dropout_p is not 0"
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        return "is_causal or enable_gqa is not a bool"  # torch raises for it
+    if scale is None:
+        return None
+    if not isinstance(scale, (int, float, torch.SymFloat)) or not is_scale(scale):
+        return f"scale is {scale}, not above 0 in float32"
+    return None
+
+
+def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> str | None:
+    heads, seq_q, dim = q.shape[1:]
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != dim:
+        return "query, key and value differ in batch or head_dim"
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        return "a tensor is empty"
+    if heads != k.shape[1] and not (enable_gqa and heads % k.shape[1] == 0):
+        return "the heads of query and key differ, and enable_gqa does not cover it"
+    if is_causal and seq_q != k.shape[2]:
+        return "is_causal with unequal lengths: torch aligns top-left, our Causal bottom-right"
+    return None
+
+
+def _why_not_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> str | None:
+    if is_causal:
+        return "attn_mask and is_causal are both given"
+    if type(mask) is not Tensor:
+        return f"attn_mask is a {type(mask).__name__}"
+    if mask.dtype != torch.bool:
+        return "attn_mask is added to the scores; ours are bool, True where a key is visible"
+    if mask.layout is not torch.strided or mask.device != q.device:
+        return "attn_mask is sparse or on another device"
+    whole = (*q.shape[:3], k.shape[2])
+    sizes = (*(1,) * (4 - mask.dim()), *mask.shape)
+    if mask.dim() not in (2, 3, 4) or any(
+        size not in (1, full) for size, full in zip(sizes, whole, strict=True)
+    ):
+        return "attn_mask has a shape that does not broadcast to (batch, heads, queries, keys)"
+    return None
+
+
+def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
+    dtype, place = q.dtype, q.device.type
+    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and dtype in _DTYPES:
+        dtype = torch.get_autocast_dtype(place)  # which the operator casts to, as torch's does
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    dim, dim_v = q.shape[3], v.shape[3]
+    if (
+        torch.compiler.is_compiling()
+    ):  # a trace with dynamic shapes settles on a number here: the lookup needs one
+        dim, dim_v = len(range(dim)), len(range(dim_v))
+    code = _CAUSAL if is_causal else _FULL if mask is None else _DENSE
+    return _missing(q.device, dtype, dim, dim_v, code, grad)
+
+
+def _missing(
+    device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, mask: int, grad: bool
+) -> str | None:
+    """What there is no kernel for; None if there is one. For rows of any alignment."""
+    key = (device, dtype, dim, dim_v, mask, grad)
+    if key not in _known:
+        _known[key] = _find_missing(*key)
+    return _known[key]
+
+
+_known: dict[tuple[torch.device, torch.dtype, int, int, int, bool], str | None] = {}
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops._load
+
+
+def _find_missing(
+    device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, mask: int, grad: bool
+) -> str | None:
+    try:
+        arch = kernels.target(device)
+    except ValueError:
+        return f"there are no kernels for {device}"
+    if dtype not in _DTYPES:
+        return f"there are no kernels for {dtype}"
+    for direction in (Direction.FORWARD, Direction.BACKWARD)[: 2 if grad else 1]:
+        align = min(4, _DTYPES[dtype].bytes)
+        problem = Problem(direction, arch, _DTYPES[dtype], dim, MASKS[mask], align, dim_v)
+        try:
+            dispatch.choose(problem, 1, 1024, device)
+        except ValueError:
+            dims = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
+            what = f"{direction.value} kernels for {MASKS[mask].value} masks, {dtype} and head_dim {dims}"
+            return f"there are no {what} on {device.type}"
+    return None

@@ -1,0 +1,1 @@
+"""The C++ launcher: its sources, and what loads it."""

@@ -1,0 +1,128 @@
+"""Python's half of the operators in launcher.cpp: fake kernels for tracing, and answers to its questions.
+
+Importing this registers them, so the extension must be loaded first: use runtime/native/launcher.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnforge.runtime import dispatch, inputs, kernels
+
+
+def _like(x: Tensor) -> Tensor:
+    # As `like` of runtime/native/arguments.h: x's layout, as long as that leaves a unit last stride.
+    if x.shape[3] == 1:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x)
+    return y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _output(q: Tensor, v: Tensor) -> Tensor:
+    # As `output` of runtime/native/arguments.h.
+    if q.shape[3] == v.shape[3]:
+        return _like(q)
+    batch, heads, seq = q.shape[:3]
+    if q.stride(1) < q.stride(2):
+        return torch.empty((batch, seq, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
+    return torch.empty((batch, heads, seq, v.shape[3]), dtype=q.dtype, device=q.device)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    kind: int,
+    scale: float | None,
+    deterministic: bool = False,
+    visible: int = 0,
+    variant: int = 0,
+) -> tuple[Tensor, Tensor]:
+    inputs.check_forward(q, k, v, mask, kind, scale)
+    return _output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    kind: int,
+    scale: float | None,
+    deterministic: bool = False,
+    visible: int = 0,
+    dlse: Tensor | None = None,
+    variant: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs.check_forward(q, k, v, mask, kind, scale)
+    inputs.check_backward(q, v, dout, out, lse, dlse)
+    return _like(q), _like(k), _like(v)
+
+
+def _complain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    kind: int,
+    scale: float | None,
+    visible: int,
+    dout: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    dlse: Tensor | None,
+) -> None:
+    inputs.check_forward(q, k, v, mask, kind, scale, visible)
+    if dout is not None and out is not None and lse is not None:
+        inputs.check_backward(q, v, dout, out, lse, dlse)
+
+
+# ---- The data of masks: see runtime/native/masks.h
+
+
+def _data(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=like.device)
+
+
+def _mask_of_spans(starts: Tensor, ends: Tensor) -> Tensor:
+    return _data(starts, 2, starts.shape[0])
+
+
+def _mask_of_pairs(visible: Tensor) -> Tensor:
+    planes = (
+        [1, 1] if visible.dim() == 2 else [1 if visible.stride(i) == 0 else visible.shape[i] for i in (0, 1)]
+    )
+    return _data(visible, *planes, visible.shape[-2], (visible.shape[-1] + 31) // 32)
+
+
+def _mask_of_documents(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seq_q: int, seq_k: int, left: int, right: int
+) -> Tensor:
+    return _data(cu_seqlens_q, 2, seq_k)
+
+
+def _mask_of_splits(
+    ends: list[int], firsts: list[int], lasts: list[int], limit: int, device: torch.device
+) -> Tensor:
+    return torch.empty((2, ends[-1] if ends else 0), dtype=torch.int32, device=device)
+
+
+def _mask_of_data(data: Tensor) -> Tensor:
+    return _data(data, *data.shape)
+
+
+torch.library.register_fake("attnforge::forward", _forward)
+torch.library.register_fake("attnforge::backward", _backward)
+torch.library.register_fake("attnforge::mask_of_spans", _mask_of_spans)
+torch.library.register_fake("attnforge::mask_of_pairs", _mask_of_pairs)
+torch.library.register_fake("attnforge::mask_of_documents", _mask_of_documents)
+torch.library.register_fake("attnforge::mask_of_splits", _mask_of_splits)
+torch.library.register_fake("attnforge::mask_of_data", _mask_of_data)
+torch.library.impl("attnforge::complain", "CompositeExplicitAutograd", _complain)
+torch.library.impl("attnforge::resolve", "CompositeExplicitAutograd", dispatch.resolve)
+torch.library.impl("attnforge::load_mask_kernels", "CompositeExplicitAutograd", kernels.load_mask_kernels)

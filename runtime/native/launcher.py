@@ -1,0 +1,137 @@
+"""The C++ extension that holds the operators: built once, published in the cache, loaded once per process.
+
+It uses torch's C++ API but neither Python's nor CUDA's, so it needs no Python.h and no toolkit, and one build
+serves every Python version. `torch.utils.cpp_extension.load` builds it in a directory that no other process
+knows: its lock file, which a killed process leaves behind for ever, can therefore stop nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from attnforge.codegen import params
+from attnforge.runtime.build import cache
+from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.build.toolchain import host_toolchain, run
+
+log = logging.getLogger("attnforge")
+
+NAME = "attnforge_launcher"
+LIBRARY = f"{NAME}.so"
+SOURCES = (
+    "launcher.cpp",
+    "autograd.h",
+    "operators.h",
+    "arguments.h",
+    "call.h",
+    "schedules.h",
+    "masks.h",
+    "mask_makers.h",
+    "variants.h",
+    "driver.h",
+    "launch_config.h",
+    "tensor_maps.h",
+)
+FLAGS = ("-O2",)
+
+# It also loads the result: what does not load is not published. ninja comes from its package, not the PATH.
+BUILD = """
+import os, sys
+import ninja
+directory, compiler, *flags = sys.argv[1:]
+os.environ["PATH"] = ninja.BIN_DIR + os.pathsep + os.environ.get("PATH", "")
+os.environ["CXX"] = compiler
+from torch.utils.cpp_extension import load
+load("attnforge_launcher", [directory + "/launcher.cpp"], extra_cflags=flags, build_directory=directory,
+     is_python_module=False, with_cuda=False)
+"""
+
+_lock = threading.Lock()
+_loaded = False
+
+
+def launcher() -> None:
+    """Make `torch.ops.attnforge` usable: load the extension, building it first if this machine never has.
+
+    The first build takes about half a minute. Raises CompileError, NoCompilerError or CacheError.
+    """
+    global _loaded
+    if _loaded:
+        return
+    with _lock:
+        if _loaded:
+            return
+        texts = sources()
+        path = cache.publish_directory(entry_name(), lambda directory: build(directory, texts))
+        torch.ops.load_library(str(path / LIBRARY))
+        importlib.import_module("attnforge.runtime.native.fakes")  # completes the operators that now exist
+        importlib.import_module("attnforge.runtime.integrations.transforms")
+        _loaded = True
+
+
+def entry_name() -> str:
+    """Name of the cache directory that holds, or will hold, the extension for this machine."""
+    return f"launcher-{key(sources())[:16]}"
+
+
+def sources() -> dict[str, str]:
+    """Text of each file of the extension by name; `params.h` is the struct that kernels are rendered with."""
+    here = Path(__file__).parent
+    texts = {name: (here / name).read_text() for name in SOURCES}
+    return texts | {"params.h": f"#pragma once\n\n{params.struct()}\n"}
+
+
+def key(texts: dict[str, str]) -> str:
+    """Everything that decides whether a build can be used here.
+
+    The compiler is not in it: any build of this source for this torch and C library does the same, and a warm
+    cache must serve a machine without a compiler.
+    """
+    parts = [
+        *(part for item in sorted(texts.items()) for part in item),
+        *FLAGS,
+        torch.__version__,
+        str(torch.version.git_version),
+        str(torch.compiled_with_cxx11_abi()),
+        platform.machine(),
+        *platform.libc_ver(),
+    ]
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def build(directory: Path, texts: dict[str, str]) -> None:
+    """Compile into `directory`, in a child process. Raises CompileError with the compiler's output."""
+    log.info(
+        "building the launcher for torch %s, once for this machine; this takes half a minute",
+        torch.__version__,
+    )
+    for name, text in texts.items():
+        (directory / name).write_text(text)
+    compiler = host_toolchain(os.environ).program
+    begin = time.perf_counter()
+    command = (sys.executable, "-c", BUILD, str(directory), str(compiler), *FLAGS)
+    code, output = run(command, directory)
+    library = directory / LIBRARY
+    if code != 0 or not library.is_file():
+        raise CompileError(
+            "the launcher", command, directory / "launcher.cpp", output or f"exit status {code}"
+        )
+    for path in directory.iterdir():
+        if path.name not in texts and path != library:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    log.debug("launcher built in %.1f s", time.perf_counter() - begin)

@@ -1,0 +1,1 @@
+"""Measure and verify variants, and keep the fastest."""

@@ -1,0 +1,110 @@
+"""The search's log: one JSON object a line, flushed after each, so that an interrupted search resumes.
+
+A line belongs to a (case, direction, environment, source): change the compiler, torch, the device or a
+template and the variant is measured again. A process killed while writing leaves at most one torn last line:
+it is skipped when reading, and the next line starts on a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnforge.codegen.spec import Arch, Spec
+from attnforge.runtime.build.toolchain import toolchain
+
+log = logging.getLogger("attnforge")
+
+# A crash or a hang may have had other causes than the variant: such lines are not resumed from.
+FINAL = ("ok", "wrong", "compile", "infeasible")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known of one variant. `status`: ok, infeasible, render, compile, launch, wrong or timeout."""
+
+    spec: Spec
+    status: str
+    detail: str = ""
+    ms: float = 0.0
+    best_ms: float = 0.0
+    repeats: int = 0
+    tflops: float = 0.0
+    registers: int = 0  # a thread, of the main kernel; 0 on the CPU
+    spill_bytes: int = 0  # a thread
+    shared_bytes: int = 0  # a block
+    compile_seconds: float = 0.0
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # tensor -> rms, worst against fp64
+    limit_used: float = 0.0  # largest rms error as a share of what verification allows
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON value; `from_json` inverts it."""
+        return {**asdict(self), "spec": self.spec.to_json()}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Result:
+        """Rebuild a result; raises ValueError, TypeError or KeyError for anything else."""
+        errors = {name: (float(rms), float(worst)) for name, (rms, worst) in data["errors"].items()}
+        return Result(**{**data, "spec": Spec.from_json(data["spec"]), "errors": errors})
+
+
+def environment(device_name: str, arch: Arch) -> dict[str, str]:
+    """What a measurement depends on besides the variant."""
+    compiler = toolchain(arch)
+    identity = hashlib.sha256("\0".join((compiler.identity, *compiler.flags)).encode()).hexdigest()[:16]
+    return {"device": device_name, "torch": torch.__version__, "compiler": f"{compiler.name} {identity}"}
+
+
+def source_key(text: str) -> str:
+    """Identity of a rendered source."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Journal:
+    """The file `path` (None: nothing is kept), as seen by one (case, direction, environment)."""
+
+    def __init__(self, path: Path | None, case: str, direction: str, env: dict[str, str]) -> None:
+        self._path = path
+        self._scope = {"case": case, "direction": direction, "environment": env}
+        self._known = dict(self._read()) if path is not None and path.exists() else {}
+
+    def find(self, source: str) -> Result | None:
+        """What an earlier search measured for a source key, if it is final."""
+        return self._known.get(source)
+
+    def add(self, source: str, result: Result) -> None:
+        """Append one line."""
+        if self._path is None:
+            return
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
+        line = json.dumps({**self._scope, "source": source, "time": stamp, "result": result.to_json()})
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a+b") as file:
+            if file.seek(0, 2) and self._last_byte(file) != b"\n":
+                line = f"\n{line}"
+            file.write(f"{line}\n".encode())
+
+    @staticmethod
+    def _last_byte(file: Any) -> bytes:
+        file.seek(-1, 2)
+        return bytes(file.read(1))
+
+    def _read(self) -> list[tuple[str, Result]]:
+        assert self._path is not None
+        found = []
+        for number, line in enumerate(self._path.read_bytes().splitlines(), 1):
+            try:
+                row = json.loads(line)
+                same = all(row[name] == value for name, value in self._scope.items())
+                if same and row["result"]["status"] in FINAL:
+                    found.append((row["source"], Result.from_json(row["result"])))
+            except (ValueError, TypeError, KeyError):
+                log.warning("%s: line %d is not a result; skipped", self._path, number)
+        return found

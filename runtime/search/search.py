@@ -1,0 +1,269 @@
+"""The search: candidates -> parallel compile -> verify -> time -> log; yields what happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields, replace
+from os import sched_getaffinity
+from pathlib import Path
+from typing import Any
+
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.render import RenderError, Source, render
+from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.spec import Arch, Direction, Spec, make_tuning
+from attnforge.runtime import tables
+from attnforge.runtime.build.cache import Entry, obtain
+from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.dispatch import check_dtype
+from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.journal import Journal, Result, environment, source_key
+from attnforge.runtime.search.timing import Timing
+from attnforge.runtime.search.worker import Worker
+
+MOST_WORKERS = 32  # compilers at a time: each takes some hundred MB
+LOST = 1.5  # a variant this many times slower than the best is timed once
+FINALISTS, FINAL_MARGIN = 4, 1.1  # how many, and how close to the best, are timed again in turns
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When to stop: after so many seconds of this run, or so many variants, resumed ones included."""
+
+    seconds: float | None = None
+    variants: int | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """The search of one (case, direction) begins: `planned` variants of a space of `space`."""
+
+    case: Case
+    direction: Direction
+    space: int
+    planned: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One variant is done; `resumed` if an earlier run had measured it."""
+
+    result: Result
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end: verified results, fastest first, the leading ones timed again in turns; and the failures."""
+
+    case: Case
+    direction: Direction
+    ranked: tuple[Result, ...]
+    failed: tuple[Result, ...]
+    seconds: float
+
+    @property
+    def winner(self) -> Result | None:
+        return self.ranked[0] if self.ranked else None
+
+
+Event = Started | Measured | Finished
+
+
+def search(
+    case: Case,
+    direction: Direction,
+    target: tuple[Arch, str],
+    budget: Budget,
+    log_path: Path | None = None,
+    workers: int | None = None,
+) -> Generator[Event, None, None]:
+    """Search the kernels of one case; `target` is (architecture, device name).
+
+    Failures of variants are results. Raises ValueError for a dtype that the target has no kernels for,
+    Infeasible if the problem has no candidate at all, NoCompilerError, CacheError, and RuntimeError if the
+    measurement itself cannot be prepared.
+    """
+    run = _Run(
+        case, direction, target, budget, log_path, workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
+    )
+    yield Started(case, direction, run.space, run.planned)
+    try:
+        yield from run.measure()
+        yield run.finish()
+    finally:
+        run.close()
+
+
+class _Run:
+    """State of one search."""
+
+    def __init__(
+        self,
+        case: Case,
+        direction: Direction,
+        target: tuple[Arch, str],
+        budget: Budget,
+        log_path: Path | None,
+        workers: int,
+    ) -> None:
+        arch, device_name = target
+        problem = case.problem(direction, arch)
+        check_dtype(problem)
+        self.case, self.direction, self.budget = case, direction, budget
+        self.pending = _with_incumbent(list(candidates(problem)), case, device_name)
+        if not self.pending:
+            raise Infeasible(f"{case.name}: no kernel can do it: {why_infeasible(problem)}")
+        self.space = len(self.pending)
+        self.planned = min(self.space, budget.variants or self.space)
+        self.journal = Journal(log_path, case.name, direction.value, environment(device_name, arch))
+        self.worker = Worker(case, direction)
+        self.pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
+        self.results: list[Result] = []
+        self.started = time.monotonic()
+        self.taken = 0
+        # On the CPU the compilers would disturb the timing: a batch is compiled, then measured.
+        self.batches = not arch.is_gpu
+        self.lookahead = workers if self.batches else 2 * workers
+
+    def close(self) -> None:
+        self.worker.close()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def best(self) -> Result | None:
+        return min((r for r in self.results if r.status == "ok"), key=lambda r: r.ms, default=None)
+
+    def expired(self) -> bool:
+        """Whether the time is up; never before one variant works."""
+        limit = self.budget.seconds
+        return limit is not None and self.best is not None and time.monotonic() - self.started > limit
+
+    def measure(self) -> Iterator[Event]:
+        """Keep compilers busy and measure what they deliver, until the budget or the space ends."""
+        compiling: dict[Future[Entry], Source] = {}
+        while True:
+            while len(compiling) < self.lookahead and (spec := self.take()) is not None:
+                source = self.render(spec)
+                if isinstance(source, Result):
+                    yield Measured(source, resumed=False)
+                elif (known := self.journal.find(source_key(source.text))) is not None:
+                    self.results.append(known)
+                    yield Measured(known, resumed=True)
+                else:
+                    compiling[self.pool.submit(obtain, source)] = source
+            if not compiling:
+                return
+            done, _ = wait(compiling, return_when=ALL_COMPLETED if self.batches else FIRST_COMPLETED)
+            for future in done:
+                source = compiling.pop(future)
+                if self.expired():
+                    continue
+                result = self.trial(source, future)
+                self.results.append(result)
+                self.journal.add(source_key(source.text), result)
+                yield Measured(result, resumed=False)
+
+    def take(self) -> Spec | None:
+        """The next spec: in turns the first of the list and the nearest to the best so far."""
+        if not self.pending or self.taken >= self.planned or self.expired():
+            return None
+        self.taken += 1
+        best = self.best
+        if best is None or self.taken % 2:
+            return self.pending.pop(0)
+        nearest = min(range(len(self.pending)), key=lambda i: _distance(self.pending[i], best.spec))
+        return self.pending.pop(nearest)
+
+    def render(self, spec: Spec) -> Source | Result:
+        try:
+            return render(spec)
+        except Infeasible as reason:
+            result = Result(spec, "infeasible", str(reason))
+        except RenderError as error:
+            result = Result(spec, "render", str(error))
+        self.results.append(result)
+        return result
+
+    def trial(self, source: Source, future: Future[Entry]) -> Result:
+        """Outcome of a variant whose compilation has ended."""
+        spec = source.spec
+        try:
+            entry = future.result()
+        except CompileError as error:
+            return Result(spec, "compile", str(error))
+        best = self.best
+        outcome = self.worker.trial(spec, LOST * best.ms if best else 0.0)
+        timing = outcome.timing
+        result = Result(spec, outcome.status, outcome.detail, **_resources(source, entry))
+        if timing is None:
+            return result
+        return replace(
+            result,
+            ms=timing.median,
+            best_ms=timing.best,
+            repeats=timing.repeats,
+            tflops=self.tflops(timing.median),
+            errors=outcome.errors,
+            limit_used=outcome.limit_used,
+        )
+
+    def tflops(self, ms: float) -> float:
+        return self.case.flops(self.direction) / ms / 1e9
+
+    def retimed(self, result: Result, timing: Timing) -> Result:
+        """The result with the lower of both medians: another process's load only ever adds."""
+        ms = min(result.ms, timing.median)
+        best = min(result.best_ms, timing.best)
+        repeats = result.repeats + timing.repeats
+        return replace(result, ms=ms, best_ms=best, repeats=repeats, tflops=self.tflops(ms))
+
+    def finish(self) -> Finished:
+        """Rank the results; the leaders by a last timing in turns, which noise and drift hit alike."""
+        ranked = sorted((r for r in self.results if r.status == "ok"), key=lambda r: r.ms)
+        leaders = [r for r in ranked[:FINALISTS] if r.ms <= FINAL_MARGIN * ranked[0].ms]
+        timings = self.worker.compare([r.spec for r in leaders]) if len(leaders) > 1 else None
+        if timings is not None:
+            order = sorted(range(len(leaders)), key=lambda i: timings[i].median)
+            ranked[: len(leaders)] = [self.retimed(leaders[i], timings[i]) for i in order]
+        failed = tuple(r for r in self.results if r.status != "ok")
+        seconds = time.monotonic() - self.started
+        return Finished(self.case, self.direction, tuple(ranked), failed, seconds)
+
+
+def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spec]:
+    """What the tuned tables would run now goes first: then a short search never replaces it by less.
+
+    Behind it the same with the other owner of dk and dv: which is faster depends on the mask more than on the rest.
+    """
+    if not specs:
+        return specs
+    group = case.heads_q // case.heads_kv
+    offers = tables.choose(specs[0].problem, group, case.seq_q, device_name, visible=case.visible_keys)
+    first = [next(offers, (specs[0], ""))[0]]
+    knobs = first[0].to_json()["tuning"]
+    if "split_heads" in knobs:
+        twin = Spec(
+            first[0].problem, make_tuning(first[0].problem, knobs | {"split_heads": 1 - knobs["split_heads"]})
+        )
+        first += [spec for spec in specs if spec == twin]
+    return first + [spec for spec in specs if spec not in first]
+
+
+def _distance(a: Spec, b: Spec) -> int:
+    """Number of knobs that differ."""
+    return sum(getattr(a.tuning, f.name) != getattr(b.tuning, f.name) for f in fields(a.tuning))
+
+
+def _resources(source: Source, entry: Entry) -> dict[str, Any]:
+    """Registers, spills and shared memory of the main kernel, and how long it took to compile."""
+    main = entry.meta["resources"].get(source.spec.symbol, {})
+    launch = next((one for one in source.plan.launches if one.symbol == source.spec.symbol), None)
+    return {
+        "registers": main.get("registers", 0),
+        "spill_bytes": main.get("spill_bytes", 0),
+        "shared_bytes": main.get("shared_bytes", 0) + (launch.shared_bytes if launch else 0),
+        "compile_seconds": entry.meta["seconds"],
+    }

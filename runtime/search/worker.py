@@ -1,0 +1,219 @@
+"""A process that verifies and times variants, so that a crash or a hang of one costs only that one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from attnforge.codegen.spec import Direction, Spec
+from attnforge.runtime import kernels, ops
+from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.ops import Mask
+from attnforge.runtime.search.case import Case, Inputs
+from attnforge.runtime.search.timing import Effort, Timing, effort, measure_interleaved, rotate
+from attnforge.runtime.search.verify import Check, Error, Outputs, WrongResult, make_check, odd_case, verify
+
+# A variant that needs longer hangs. The first reply includes the making of the exact results.
+TRIAL_SECONDS, START_SECONDS = 120.0, 600.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one variant: status "ok", "launch", "wrong" or "timeout", and why if not ok."""
+
+    status: str
+    detail: str = ""
+    timing: Timing | None = None
+    # tensor -> (rms error, worst error) on the real case, and the largest rms error as a share of its limit
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    limit_used: float = 0.0
+    fatal: bool = False  # the process can measure nothing more
+
+
+class Worker:
+    """Handle of the process. It starts at the first request, and again after a crash."""
+
+    def __init__(self, case: Case, direction: Direction) -> None:
+        self._case, self._direction = case, direction
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    def trial(self, spec: Spec, give_up_ms: float) -> Outcome:
+        """Verify and time one variant; see `Effort.give_up_ms`."""
+        reply = self._ask(("trial", spec, give_up_ms), TRIAL_SECONDS)
+        return reply if isinstance(reply, Outcome) else Outcome(*reply)
+
+    def compare(self, specs: list[Spec]) -> list[Timing] | None:
+        """Time verified variants in turns; None if the process dies of it."""
+        reply = self._ask(("compare", specs, 0.0), TRIAL_SECONDS * len(specs))
+        return reply if isinstance(reply, list) else None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        self._process = self._connection = None
+
+    def _ask(self, request: tuple[str, Any, float], seconds: float) -> Any:
+        """The reply, or (status, detail) when there is none."""
+        if self._connection is None:
+            self._start()
+        connection = self._connection
+        assert connection is not None
+        try:
+            connection.send(request)
+            if not connection.poll(seconds):
+                self.close()
+                return "timeout", f"no result after {seconds:.0f} s"
+            reply = connection.recv()
+        except (EOFError, OSError):
+            return "launch", self._epitaph()
+        if isinstance(reply, Outcome) and reply.fatal:
+            self.close()
+        return reply
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # fork and CUDA do not mix
+        self._connection, theirs = context.Pipe()
+        arguments = (theirs, _portable(self._case), self._direction)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+        if not self._connection.poll(START_SECONDS):
+            self.close()
+            raise RuntimeError(f"the measuring process is not ready after {START_SECONDS:.0f} s")
+        try:
+            problem = self._connection.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(f"the measuring process did not start: {self._epitaph()}") from None
+        if problem:
+            self.close()
+            raise RuntimeError(problem)
+
+    def _epitaph(self) -> str:
+        self._process.join()
+        code = self._process.exitcode
+        self._process = self._connection = None
+        if code is not None and code < 0:
+            return f"the process died of {signal.Signals(-code).name}"
+        return f"the process ended with exit status {code}"
+
+
+def _portable(case: Case) -> Case:
+    """The case with its mask on the host: CUDA tensors do not travel between processes."""
+    return replace(case, mask=_moved(case.mask, torch.device("cpu")))
+
+
+def _moved(mask: Mask, device: torch.device) -> Mask:
+    """`mask` on `device`."""
+    if isinstance(mask, (Spans, DenseMask)):
+        moved: Mask = mask.to(device)
+        return moved
+    return mask
+
+
+class Bench:
+    """One case on its device: the checks, and tensors to time with."""
+
+    def __init__(self, case: Case, direction: Direction) -> None:
+        case = replace(case, mask=_moved(case.mask, case.device))
+        self.case, self.direction = case, direction
+        self._checks = [make_check(odd_case(case), direction), make_check(case, direction)]
+        self._saved = [self._forward(check.case, check.inputs, 0) for check in self._checks]
+
+    @cached_property
+    def _timed(self) -> list[tuple[Any, ...]]:
+        """(inputs, saved) to rotate through."""
+        sets = []
+        for tensors in rotate(tuple(self.case.inputs()), self.case.device):
+            inputs = Inputs(*tensors)
+            sets.append((inputs, self._forward(self.case, inputs, 0)))
+        return sets
+
+    def verify(self, handle: int) -> Iterator[tuple[Check, dict[str, Error]]]:
+        """Errors on the small odd case, then on the real one. Raises WrongResult."""
+        for check, saved in zip(self._checks, self._saved, strict=True):
+            yield check, verify(check, lambda x, c=check, s=saved: self._run(c, x, s, handle))  # type: ignore[misc]
+
+    def trial(self, spec: Spec, give_up_ms: float) -> Outcome:
+        """Verify, then time."""
+        try:
+            handle = kernels.load(spec, self.case.device)
+            *_, (_, errors) = self.verify(handle)
+            how = replace(effort(self.case.device), give_up_ms=give_up_ms, warmups=0 if self._slow else 1)
+            timing = self._time([handle], how)[0]
+        except WrongResult as error:
+            return Outcome("wrong", str(error))
+        except Exception as error:  # whatever a kernel can cause is data of the search
+            return Outcome("launch", f"{type(error).__name__}: {error}", fatal=self._broken())
+        return Outcome(
+            "ok",
+            timing=timing,
+            errors={name: (error.rms, error.worst) for name, error in errors.items()},
+            limit_used=max(error.rms / error.rms_limit for error in errors.values()),
+        )
+
+    def _broken(self) -> bool:
+        """Whether the device refuses all work: after an illegal access, a CUDA context is lost."""
+        try:
+            if self.case.device.type == "cuda":
+                torch.cuda.synchronize(self.case.device)
+        except RuntimeError:
+            return True
+        return False
+
+    def compare(self, specs: list[Spec]) -> list[Timing]:
+        """Time several variants in turns."""
+        return self._time([kernels.load(spec, self.case.device) for spec in specs], effort(self.case.device))
+
+    @property
+    def _slow(self) -> bool:
+        return self.case.device.type == "cpu"  # verification has warmed it up
+
+    def _time(self, handles: list[int], how: Effort) -> list[Timing]:
+        calls = {
+            str(number): lambda inputs, saved, h=handle: self._call(self.case, inputs, saved, h)
+            for number, handle in enumerate(handles)
+        }
+        return list(measure_interleaved(calls, self._timed, self.case.device, how).values())
+
+    def _forward(self, case: Case, x: Inputs, handle: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(out, lse) by what dispatch prefers: only backward variants need it."""
+        if self.direction is Direction.FORWARD:
+            return None
+        return ops.forward(x.q, x.k, x.v, case.mask, case.scale, handle)
+
+    def _call(self, case: Case, x: Inputs, saved: Any, handle: int) -> tuple[torch.Tensor, ...]:
+        if self.direction is Direction.FORWARD:
+            return ops.forward(x.q, x.k, x.v, case.mask, case.scale, handle)
+        out, lse = saved
+        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, False, handle)
+
+    def _run(self, check: Check, x: Inputs, saved: Any, handle: int) -> Outputs:
+        names = ("out", "lse") if self.direction is Direction.FORWARD else ("dq", "dk", "dv")
+        return dict(zip(names, self._call(check.case, x, saved, handle), strict=True))
+
+
+def _serve(connection: Connection, case: Case, direction: Direction) -> None:
+    """Body of the process: say "" or the problem, then answer requests until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    try:
+        bench = Bench(case, direction)
+    except Exception as error:
+        connection.send(f"{case.name}: cannot prepare the measurement: {type(error).__name__}: {error}")
+        return
+    connection.send("")
+    while True:
+        try:
+            what, argument, give_up_ms = connection.recv()
+        except EOFError:
+            return
+        connection.send(bench.compare(argument) if what == "compare" else bench.trial(argument, give_up_ms))
