@@ -9,7 +9,7 @@ from typing import Any
 from attnforge.codegen.render import Source, render_text
 from attnforge.codegen.spec import Arch
 
-TEMPLATE = "gpu/masks.cu.jinja"
+TEMPLATE = "common/masks.cu.jinja"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ REGISTER_LIMIT = 255  # of a thread
 REGISTER_FILE = 65536  # of a multiprocessor
 # Addresses, loop counters, operands in flight: what a kernel of this family uses beyond its tiles.
 REGISTERS_BESIDES = 40
-SCHEDULE_THREADS = 128  # kScheduleThreads in templates/gpu/schedule.cuh.jinja
+SCHEDULE_THREADS = 128  # kScheduleThreads in templates/common/schedule.cuh.jinja
 
 
 def make_plan(spec: Spec) -> Plan:
@@ -171,7 +171,7 @@ def forward_plan(
 def schedule_launches(
     spec: Spec, tiles: str, ordered: bool = False, descending: bool = False
 ) -> tuple[Launch, ...]:
-    """Launches of templates/gpu/schedule.cuh.jinja, a block per owned tile; `ordered` adds one per query tile.
+    """Launches of templates/common/schedule.cuh.jinja, a block per owned tile; `ordered` adds one per query tile.
 
     Lists of query tiles begin with a launch that looks at the keys.
 

@@ -86,7 +86,7 @@ CASES = [
     ("sm80/forward_loop.cuh.jinja", (FORWARD, Arch.SM80, BF16, SPANS), (BACKWARD, Arch.SM80, BF16, SPANS)),
     ("sm80/hide.cuh.jinja", (BACKWARD, Arch.SM89, DType.FLOAT32, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
     ("sm80/hide.cuh.jinja", (FORWARD, Arch.SM90, BF16, SPANS), (FORWARD, Arch.SM90, BF16, Mask.DENSE)),
-    ("gpu/mask.cuh.jinja", (FORWARD, Arch.SM90A, BF16, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
+    ("common/mask.cuh.jinja", (FORWARD, Arch.SM90A, BF16, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
     ("cpu/pack.h.jinja", (BACKWARD, Arch.CPU, BF16, SPANS), (BACKWARD, Arch.SM90A, BF16, SPANS)),
 ]
 

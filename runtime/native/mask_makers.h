@@ -69,7 +69,7 @@ inline void add_mask_kernels(const Tensor& binary, at::Device device) {
     mask_kernel_table().add(device, kernels);
 }
 
-constexpr int64_t kMaskThreads = 128;  // kThreads of templates/gpu/masks.cu.jinja
+constexpr int64_t kMaskThreads = 128;  // kThreads of templates/common/masks.cu.jinja
 
 template <size_t n>
 void launch_mask_kernel(void* function, int64_t blocks, c10::Device device, std::array<void*, n> arguments) {
@@ -139,7 +139,7 @@ inline Tensor mask_of_splits(at::IntArrayRef ends, at::IntArrayRef firsts, at::I
     return data;
 }
 
-// cu_seqlens: int32 (documents + 1). See attnforge_mask_of_documents in templates/gpu/masks.cu.jinja.
+// cu_seqlens: int32 (documents + 1). See attnforge_mask_of_documents in templates/common/masks.cu.jinja.
 inline Tensor mask_of_documents(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t seq_q, int64_t seq_k,
                                 int64_t left, int64_t right) {
     const c10::Device device = cu_seqlens_q.device();
