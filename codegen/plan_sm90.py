@@ -19,7 +19,7 @@ REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 # With a counter or a cluster: a producer that finds out what a piece of work is, or whose its rows are, spills with 24.
 REGISTERS_BUSY = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # Addresses, loop counters, row statistics, operands in flight: what a consumer uses beyond its tiles. ptxas decides in
-# the end; tests/test_nvcc.py asks it whether what a search tries first spills.
+# the end; tests/kernels/test_nvcc.py asks it whether what a search tries first spills.
 REGISTERS_BESIDES = 28
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
 SWIZZLE_CODE = {128: 1, 64: 2, 32: 3}
