@@ -92,7 +92,7 @@ def test_half_rate_sums_make_a_geforce_slower(monkeypatch: pytest.MonkeyPatch) -
 ENTRIES = [
     pytest.param(entry, id=entry.spec.slug)
     for arch in ARCHS
-    for entry in tables.load(arch.value, tables.DIRECTORY / tables.MODELLED)
+    for entry in tables.load(arch.value, tables.PACKAGED / tables.MODELLED)
 ]
 
 
@@ -107,7 +107,7 @@ def test_entries_say_what_they_are(entry: tables.Tuned) -> None:
 
 def test_every_architecture_has_the_models_and_the_challenges_heads() -> None:
     for arch in ARCHS:
-        entries = tables.load(arch.value, tables.DIRECTORY / tables.MODELLED)
+        entries = tables.load(arch.value, tables.PACKAGED / tables.MODELLED)
         found = {
             (e.spec.problem.direction, e.spec.problem.dtype, e.spec.problem.head_dim, e.spec.problem.mask)
             for e in entries
@@ -130,7 +130,7 @@ def test_measured_entries_come_first() -> None:
 def test_chosen_kernels_spill_nothing(arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each table; `attnforge model` compiled all of them."""
     monkeypatch.setenv(COMPILER, "nvcc")
-    entries = tables.load(arch.value, tables.DIRECTORY / tables.MODELLED)
+    entries = tables.load(arch.value, tables.PACKAGED / tables.MODELLED)
     entry = entries[ARCHS.index(arch) * 5 % len(entries)]
     _, resources = compile_strictly(render(entry.spec), tmp_path)
     assert all(used["spill_bytes"] == 0 for used in resources.values())
