@@ -2,56 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from attnforge.bagel.measure.bench import peers_of
-from attnforge.bagel.measure.report import failures, one_line, search_table, speed
-from attnforge.codegen.spec import Arch, Direction
+from attnforge.bagel.commands.bench import name_cell
+from attnforge.bagel.commands.console import console, make_table, say, short_path
+from attnforge.bagel.measure.bench import Row, best_peer, peers_of
+from attnforge.bagel.measure.report import milliseconds, speed
+from attnforge.codegen.spec import Arch, Direction, Spec
 from attnforge.runtime import dispatch
 from attnforge.runtime.native.launcher import launcher
-from attnforge.runtime.search import winners
+from attnforge.runtime.search import examples, winners
 from attnforge.runtime.search.case import Case
-from attnforge.runtime.search.journal import environment
+from attnforge.runtime.search.journal import Result, environment
 from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started, search
+
+RESOURCES = ("registers", "spilled", "shared")  # per thread, bytes per thread, bytes per block
+SHOWN = 12  # variants in the table at the end of a search
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to search: budget of each (case, direction), log, folder for winners, compilers, peers or not."""
+    """How to search: the budget of each (case, direction), the log, the directory of the tuned table, ..."""
 
     budget: Budget
     log: Path | None = None
     out: Path = winners.GENERATED
-    workers: int | None = None
-    peers: bool = True
+    workers: int | None = None  # parallel compilations; None: one per CPU
+    peers: bool = True  # also time torch's attention
 
 
 def run_search(
-    case: Case, direction: Direction, target: tuple[Arch, str], options: Options, console: Console
+    case: Case, direction: Direction, target: tuple[Arch, str], options: Options
 ) -> dict[str, Any]:
-    """Search, show, keep the winner where dispatch finds it. Returns the results as a plain JSON value."""
-    with console.status("loading the launcher; the first time on a machine it is built, half a minute"):
+    """Run one search, print its progress and result, and save the winner. Returns the results as JSON values."""
+    with console.status("loading the launcher (the first run on a machine builds it, half a minute)"):
         launcher()
     events = search(case, direction, target, options.budget, options.log, options.workers)
     with closing(events):
-        finished = watch(events, console)
+        finished = watch(events)
     rows = []
     if options.peers:
-        with console.status("timing torch's attentions on the same case"):
+        with console.status("timing torch's attention on the same case"):
             rows = list(peers_of(case, direction))
     console.print(search_table(finished, rows))
-    console.print(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
+    say(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
     arch, device_name = target
-    written = winners.keep(finished, device_name, environment(device_name, arch), options.out)
-    console.print(f"kept in {' and '.join(_short(path) for path in written)}", soft_wrap=True)
+    table = winners.keep(finished, device_name, environment(device_name, arch), options.out)
+    changed = examples.write() if options.out == winners.GENERATED else []
+    say(f"winner saved in {', '.join(short_path(path) for path in (table, *changed))}")
+    if finished.winner is not None:
+        say(f"its source: python cli.py render {finished.winner.spec.to_cli()}")
     dispatch.forget()
     return {
         "case": case.name,
@@ -63,14 +72,8 @@ def run_search(
     }
 
 
-def _short(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
-    path = path.resolve()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def watch(events: Iterable[Event], console: Console) -> Finished:
-    """Draw the events of one search until its end. Without a terminal, every variant is a line."""
+def watch(events: Iterable[Event]) -> Finished:
+    """Show the events of one search. A terminal shows records and failures, a log every variant."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -101,3 +104,54 @@ def watch(events: Iterable[Event], console: Console) -> Finished:
             else:
                 return event
     raise RuntimeError("the search ended without a result")
+
+
+def knobs(spec: Spec) -> str:
+    """The tuning as text: `tile_m=128 tile_n=64 warps=4`."""
+    return " ".join(f"{f.name}={int(getattr(spec.tuning, f.name))}" for f in fields(spec.tuning))
+
+
+def one_line(result: Result) -> str:
+    """One variant in the log of a running search."""
+    if result.status == "ok":
+        return f"{speed(result.tflops):>15}  {knobs(result.spec)}"
+    reason = result.detail.strip().splitlines() or [""]
+    return f"{result.status:>15}  {knobs(result.spec)}: {reason[0][:160]}"
+
+
+def search_table(finished: Finished, peers: Sequence[Row]) -> Table:
+    """The fastest variants of one search, then the peers; ratios are to the fastest peer."""
+    best = best_peer(peers)
+    title = f"{finished.case.name}, {finished.direction.value}, {finished.case.dtype.value}"
+    gpu = any(result.registers for result in finished.ranked)
+    resources = RESOURCES if gpu else ()
+    numbers = ("speed", "ms", "vs best peer", "rms error", "of limit", *resources)
+    table = make_table(title, ("variant",), numbers)
+    for number, result in enumerate(finished.ranked[:SHOWN]):
+        table.add_row(*_variant(result, best, gpu), style="bold green" if number == 0 else None)
+    if len(finished.ranked) > SHOWN:
+        table.add_row(f"... {len(finished.ranked) - SHOWN} more")
+    table.add_section()
+    for row in peers:
+        ratio = f"{best.ms / row.ms:.2f}x" if best and best.ms and row.ms else ""
+        table.add_row(name_cell(row), speed(row.tflops), milliseconds(row.ms), ratio)
+    return table
+
+
+def _variant(result: Result, best: Row | None, gpu: bool) -> tuple[str, ...]:
+    worst = max((rms for name, (rms, _) in result.errors.items() if name != "lse"), default=0.0)
+    return (
+        knobs(result.spec),
+        speed(result.tflops),
+        milliseconds(result.ms),
+        f"{best.ms / result.ms:.2f}x" if best and best.ms else "",
+        f"{worst:.1e}",
+        f"{result.limit_used:.0%}",
+        *((str(result.registers), str(result.spill_bytes), str(result.shared_bytes)) if gpu else ()),
+    )
+
+
+def failures(finished: Finished) -> str:
+    """The failed variants by kind: `2 compile, 1 wrong`; empty if none failed."""
+    kinds = sorted(result.status for result in finished.failed)
+    return ", ".join(f"{len(list(group))} {kind}" for kind, group in groupby(kinds))

@@ -1,31 +1,25 @@
-"""Winners of searches on disk: the tuned tables, and the rendered sources beside them that people read."""
+"""The winner of a search becomes an entry of the device's tuned table."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
 from pathlib import Path
 
-from attnforge.codegen.render import render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime import tables
 from attnforge.runtime.search.search import Finished
 from attnforge.runtime.tables import Tuned
 
-GENERATED = tables.DIRECTORY.parent  # <here>/tuned/<device>.json and <here>/<slug>.cu
-SUFFIXES = (".cu", ".cpp")
+GENERATED = tables.DIRECTORY.parent  # holds tuned/<device>.json and the example sources (examples.py)
 
 
-def keep(
-    finished: Finished, device_name: str, env: dict[str, str], directory: Path = GENERATED
-) -> list[Path]:
-    """Write the winner into the device's table and its source beside it; returns both paths.
+def keep(finished: Finished, device_name: str, env: dict[str, str], directory: Path = GENERATED) -> Path:
+    """Write the winner into `directory`/tuned/<device>.json; returns that file.
 
-    Sources that no table names any more are removed. Raises ValueError if no variant worked.
+    Raises ValueError if no variant worked.
     """
     winner, case = finished.winner, finished.case
     if winner is None:
-        raise ValueError(f"{case.name}: no variant worked, there is nothing to keep")
+        raise ValueError(f"{case.name}: no variant worked, so there is no winner to save")
     notes = {
         "case": case.name,
         "variants": len(finished.ranked) + len(finished.failed),
@@ -37,51 +31,16 @@ def keep(
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
     group = case.heads_q // case.heads_kv
     entry = Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, case.visible_keys)
-    table = tables.save(device_name, [entry], directory / "tuned")
-    write(directory)
-    return [table, directory / render(winner.spec).file_name]
+    return tables.save(device_name, [entry], directory / "tuned")
+
+
+def tuned_entries(directory: Path = GENERATED) -> list[Tuned]:
+    """The entries of all measured tables, table by table."""
+    paths = sorted((directory / "tuned").glob("*.json"))
+    return [entry for path in paths for entry in tables.load(path.stem, directory / "tuned")]
 
 
 def tuned_specs(directory: Path = GENERATED) -> list[Spec]:
-    """Specs that the tables name, each once, by slug."""
-    found = {
-        entry.spec.slug: entry.spec
-        for path in sorted((directory / "tuned").glob("*.json"))
-        for entry in tables.load(path.stem, directory / "tuned")
-    }
+    """The specs of all measured tables, each once, sorted by slug."""
+    found = {entry.spec.slug: entry.spec for entry in tuned_entries(directory)}
     return [found[slug] for slug in sorted(found)]
-
-
-def write(directory: Path = GENERATED) -> list[Path]:
-    """Render every tuned spec into `directory`, remove sources that are none; returns what changed."""
-    changed = list(_compare(directory))
-    for path, _, text in changed:
-        if text is None:
-            path.unlink()
-        else:
-            path.write_text(text)
-    return [path for path, _, _ in changed]
-
-
-def differences(directory: Path = GENERATED) -> list[str]:
-    """Unified diff lines between `directory` and what its tables render to now; empty if they agree."""
-    lines: list[str] = []
-    for path, old, new in _compare(directory):
-        before, after = ((text or "").splitlines(keepends=True) for text in (old, new))
-        lines += difflib.unified_diff(before, after, f"{path.name} (on disk)", f"{path.name} (rendered)")
-    return lines
-
-
-def _compare(directory: Path) -> Iterator[tuple[Path, str | None, str | None]]:
-    """(path, text on disk, text it should have) where they differ; None for a file that is not there."""
-    wanted = {source.file_name: source.text for source in map(render, tuned_specs(directory))}
-    present = {}
-    for path in directory.glob("*"):
-        if path.suffix in SUFFIXES:
-            text = path.read_text(errors="replace")
-            # The directory may be anybody's: only what says that it is a source of ours is ever removed.
-            if path.name in wanted or text.startswith("// attnforge_"):
-                present[path.name] = text
-    for name in sorted(wanted.keys() | present.keys()):
-        if wanted.get(name) != present.get(name):
-            yield directory / name, present.get(name), wanted.get(name)
