@@ -1,4 +1,4 @@
-"""The command `render`: shows the source of one variant, or renews generated/."""
+"""The command `render`: prints the source of one variant, or updates generated/."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.syntax import Syntax
 
-from attnforge.bagel.commands.shell import out_option, values
+from attnforge.bagel.commands.console import console, say, short_path
+from attnforge.bagel.commands.options import arch_option, choices, dtype_option, number, out_option, values
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
 
-console = Console(width=None if sys.stdout.isatty() else 140)
 
-
-@click.command()
-@click.option("--direction", type=values(Direction), default="fwd", show_default=True)
-@click.option("--arch", type=values(Arch), default="sm80", show_default=True)
-@click.option("--dtype", type=values(DType), default="bf16", show_default=True)
-@click.option("--head-dim", type=int, default=128, show_default=True)
-@click.option("--head-dim-v", type=int, default=0, help="Of v, if it has its own.")
-@click.option("--mask", type=values(Mask), default="spans", show_default=True)
-@click.option("--align", type=int, default=16, show_default=True, help="Bytes that divide all row starts.")
+@click.command(short_help="Print a kernel's source, or update generated/.")
 @click.option(
-    "--set", "knobs", multiple=True, metavar="NAME=VALUE", help="All knobs. [default: a first guess]"
+    "--direction", type=values(Direction), default="fwd", metavar="PASS", help="fwd or bwd.  [default: fwd]"
 )
+@arch_option(default="sm80", show_default=True, help=f"{choices(Arch)}.")
+@dtype_option(default="bf16", show_default=True, help=f"{choices(DType)}.")
+@click.option("--head-dim", **number(128), help="Of q and k.")
+@click.option("--head-dim-v", **number(0, least=0), help="Of v; 0: the same as --head-dim.")
+@click.option(
+    "--mask", type=values(Mask), default="spans", show_default=True, metavar="KIND", help=f"{choices(Mask)}."
+)
+@click.option("--align", **number(16), help="Largest power of 2 that divides all row addresses.")
+@click.option("--set", "knobs", multiple=True, metavar="KNOB=N", help="All knobs.  [default: a first guess]")
 @out_option("--out", help="Write to this file instead of the terminal.")
-@click.option("--tuned", is_flag=True, help="Render all tuned variants into generated/.")
-@click.option("--check", is_flag=True, help="Exit with 1 and a diff if generated/ is out of date.")
+@click.option("--tuned", is_flag=True, help="Update the example sources in generated/.")
+@click.option("--check", is_flag=True, help="Print a diff and exit with 1 if generated/ is outdated.")
 def render(
     direction: str,
     arch: str,
@@ -43,9 +43,9 @@ def render(
     tuned: bool,
     check: bool,
 ) -> None:
-    """Show the source of one variant, or renew generated/."""
+    """Print the source of one variant, or update generated/."""
     if tuned or check:
-        _renew(check)
+        _update(check)
         return
     from attnforge.codegen.render import render as rendered
 
@@ -60,29 +60,30 @@ def render(
         click.echo(text, nl=False)
 
 
-def _renew(check: bool) -> None:
-    from attnforge.runtime.search import winners
+def _update(check: bool) -> None:
+    """Write the example sources, or only compare them."""
+    from attnforge.runtime.search import examples
 
     if not check:
-        changed = winners.write()
-        console.print("\n".join(str(path) for path in changed) or "generated/ is up to date", soft_wrap=True)
+        changed = examples.write()
+        say("\n".join(map(short_path, changed)) or "generated/ is up to date")
         return
-    lines = winners.differences()
+    lines = examples.differences()
     sys.stdout.writelines(lines)
     if lines:
         raise click.ClickException("generated/ is out of date: run `python cli.py render --tuned`")
-    console.print("generated/ is up to date")
+    say("generated/ is up to date")
 
 
 def _pick(problem: Problem, knobs: tuple[str, ...]) -> Spec:
-    """The spec of `--set` options, or the default one; Infeasible with the reason."""
+    """The spec of the `--set` options, or the first candidate; raises Infeasible if there is none."""
     from attnforge.codegen.space import candidates, why_infeasible
 
     if knobs:
         pairs = [text.partition("=") for text in knobs]
         for name, _, value in pairs:
             if not value.isdecimal():
-                raise ValueError(f"--set {name}: expected NAME=VALUE with a whole number")
+                raise ValueError(f"--set {name}: expected KNOB=N with a whole number")
         return Spec(problem, make_tuning(problem, {name: int(value) for name, _, value in pairs}))
     spec = next(candidates(problem), None)
     if spec is None:
