@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
 from attnforge.runtime import ops
@@ -54,7 +55,8 @@ def test_empty_calls(device: str, compiled: bool, kind: str, what: str) -> None:
     out, lse = (
         torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v) if compiled else step(q, k, v)
     )
-    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    with sdpa_kernel(SDPBackend.MATH):  # on a GPU torch 2.11 has no other for empty batches
+        assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
     assert torch.equal(out, attnforge.attention(q, k, v, mask))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
     assert lse.shape == (batch, 4, seq_q)

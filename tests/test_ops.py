@@ -24,6 +24,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import cache, kernels, ops
 from attnforge.runtime.launcher import launcher
+from attnforge.runtime.masks import load_operators
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16
@@ -45,6 +46,7 @@ class Seen(TorchDispatchMode):
 @devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(device: str, kind: str) -> None:
+    load_operators()
     x = draw(Shape(group=2), DTYPE, device)
     data, code, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
     shared = {"visible": visible}
