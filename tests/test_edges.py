@@ -113,14 +113,18 @@ def test_strides_of_fake_results_are_the_real_ones() -> None:
 @devices
 def test_head_dim_1(device: str) -> None:
     """A contiguous tensor's last stride need not be 1 then; results are right, eager and compiled."""
-    x = torch.randn(1, 3, 1, 5, device=device).transpose(2, 3).contiguous().requires_grad_()
+    x = torch.randn(1, 3, 1, 5, generator=torch.Generator().manual_seed(0)).to(device)
+    x = x.transpose(2, 3).contiguous().requires_grad_()
 
     def step(x: Tensor) -> Tensor:
         return attnforge.attention(x * 2, x, x + 1)
 
-    exact = F.scaled_dot_product_attention(x * 2, x, x + 1)
+    wide = x.detach().double().requires_grad_()
+    exact = F.scaled_dot_product_attention(wide * 2, wide, wide + 1)
+    (grad_exact,) = torch.autograd.grad(exact.square().sum(), wide)
     for run in (step, torch.compile(step, fullgraph=True)):
         out = run(x)
-        torch.testing.assert_close(out, exact)
-        grads = [torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (out, exact)]
-        torch.testing.assert_close(*grads)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-5)
+        # Products of tensor cores are right to 2^-21, and larger ones than the gradient cancel in it.
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        assert (grad - grad_exact).abs().max() <= 1e-5 * grad_exact.abs().max()
