@@ -134,6 +134,14 @@ def said(outcome: Outcome | None) -> str:
     return "failed" if outcome.reports < 0 else str(outcome.reports)
 
 
+def compile_ahead(specs: list[Spec]) -> None:
+    launcher()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda spec: cache.obtain(render(spec)), specs))
+    for spec in specs:  # what makes their masks and schedules is compiled, too
+        run_kernel(spec.slug)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing later than this")
@@ -154,11 +162,7 @@ def main() -> int:
     if not specs:
         parser.error(f"--only {arguments.only}: no committed kernel for this GPU has that in its name")
     program = sanitizer()
-    launcher()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda spec: cache.obtain(render(spec)), specs))
-    for spec in specs:  # what makes their masks and schedules is compiled, too
-        run_kernel(spec.slug)
+    compile_ahead(specs)
     print(f"{len(specs)} kernels compiled and run in {time.monotonic() - started:.0f} s", flush=True)
 
     def one(job: tuple[str, Spec]) -> None:

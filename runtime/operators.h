@@ -59,7 +59,8 @@ template <int>
 void warn_that_order_varies(const char* name) {
     TORCH_WARN_ONCE(name,
                     " defaults to a non-deterministic algorithm. To explicitly enable determinism call "
-                    "torch.use_deterministic_algorithms(True, warn_only=False). (attnforge; or pass deterministic=True)");
+                    "torch.use_deterministic_algorithms(True, warn_only=False). "
+                    "(attnforge; or pass deterministic=True)");
 }
 
 // By the name of the first backend that sdpa_kernel() leaves torch: what runs is ours, whichever it is.

@@ -134,12 +134,13 @@ def check(case: Problem) -> list[str]:
     ]
     if found["out"].dtype != case.family.dtype:
         wrong.append(f"out is {found['out'].dtype}")
-    inputs = tuple(t.detach().to(case.family.dtype) for t in (x.q, x.k, x.v))
-    given: Any = (inputs, x.seen, x.scale, *((x.dout, x.dlse) if "dq" in found else (None, None)))
-    right = fuzz_exact.answer(*given)
-    theirs = fuzz_exact.plain(*given)
+    q, k, v = (t.detach().to(case.family.dtype) for t in (x.q, x.k, x.v))
+    inputs = q, k, v
+    dout, dlse = (x.dout, x.dlse) if "dq" in found else (None, None)
+    right = fuzz_exact.answer(inputs, x.seen, x.scale, dout, dlse)
+    theirs = fuzz_exact.plain(inputs, x.seen, x.scale, dout, dlse)
     limit = inputs[2].abs().max().item() if inputs[2].numel() else 0.0
-    expected = functools.cache(lambda: fuzz_exact.typical(*given, right))
+    expected = functools.cache(lambda: fuzz_exact.typical(inputs, x.seen, x.scale, dout, dlse, right))
     return wrong + fuzz_exact.complaints(found, right, theirs, limit, expected)
 
 

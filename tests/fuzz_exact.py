@@ -13,8 +13,8 @@ of float32, u that of the storage type, w the exact weights, s the exact scores,
 P is the unit roundoff of the operands of matrix products: u in 16 bits, 2^-21 in float32, whose products some targets
 make of parts. These bounds hold for the worst case. A mistake may hide below them where many terms average out, so the
 root mean square error is held to a multiple of that of `plain`, the same arithmetic in torch. Where few elements, or
-the out of one row, carry all of the error, `plain` is no more than one sample and may be right by luck: what is over its
-multiple is held to that of `typical`, the average over results whose roundings are drawn at random.
+the out of one row, carry all of the error, `plain` is no more than one sample and may be right by luck: what is over
+its multiple is held to that of `typical`, the average over results whose roundings are drawn at random.
 """
 
 from __future__ import annotations

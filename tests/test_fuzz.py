@@ -102,13 +102,17 @@ def test_luck_of_one_row_is_no_mistake() -> None:
     case = torch.load(Path(__file__).with_name("data") / "fuzz_102300139.pt")
     inputs = case["q"], case["k"], case["v"]
     bits = case["seen"][:, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    given: Any = (inputs, bits.view(256, 256).bool(), 1.0, case["dout"], None)
-    right, theirs, found = answer(*given), plain(*given), {"dk": case["dk"]}
+    seen, dout, found = bits.view(256, 256).bool(), case["dout"], {"dk": case["dk"]}
+    right, theirs = answer(inputs, seen, 1.0, dout), plain(inputs, seen, 1.0, dout)
     limit = inputs[2].abs().max().item()
+
+    def expected() -> dict[str, float]:
+        return typical(inputs, seen, 1.0, dout, None, right)
+
     assert ["dk: rms error 0.00311" in x for x in complaints(found, right, theirs, limit)] == [True]
-    assert not complaints(found, right, theirs, limit, lambda: typical(*given, right))
+    assert not complaints(found, right, theirs, limit, expected)
     wrong = {"dk": case["dk"] * (1 + 2**-6)}
-    assert complaints(wrong, right, theirs, limit, lambda: typical(*given, right))
+    assert complaints(wrong, right, theirs, limit, expected)
 
 
 def one_element(found: dict[str, Tensor]) -> None:
