@@ -22,9 +22,10 @@ import attnforge
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
-from attnforge.runtime import cache, kernels, ops
-from attnforge.runtime.launcher import launcher
+from attnforge.runtime import kernels, ops
+from attnforge.runtime.build import cache
 from attnforge.runtime.masks import load_operators
+from attnforge.runtime.native.launcher import launcher
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16
