@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan, spec_from_json
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Mask, Problem, Spec
 
 DIRECTORY = Path(__file__).parent.parent / "generated" / "tuned"
@@ -67,7 +68,7 @@ class Tuned:
     def from_json(data: dict[str, Any]) -> Tuned:
         """Rebuild an entry; ValueError names what is missing or wrong. Older ones do not say their visible keys."""
         try:
-            spec, group = Spec.from_json(data["spec"]), int(data["class"]["group"])
+            spec, group = spec_from_json(data["spec"]), int(data["class"]["group"])
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
             visible_keys = int(data.get("visible_keys", 0))
         except KeyError as error:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import FAMILIES, make_plan, spec_from_json
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm80Forward
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
@@ -55,7 +56,7 @@ problems = pytest.mark.parametrize("problem", PROBLEMS, ids=name)
 
 
 def specs(problem: Problem) -> list[Spec]:
-    if (problem.family, problem.direction) not in TUNINGS:
+    if (problem.family, problem.direction) not in FAMILIES:
         pytest.skip(f"{problem.arch.value} has no {problem.direction.value} kernel")
     return list(candidates(problem))
 
@@ -76,15 +77,15 @@ def test_every_candidate_renders_under_a_name_of_its_own(problem: Problem) -> No
 @problems
 def test_specs_survive_json_and_the_command_line(problem: Problem) -> None:
     for spec in specs(problem):
-        assert Spec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+        assert spec_from_json(json.loads(json.dumps(spec.to_json()))) == spec
         assert spec.to_cli().count("--set ") == len(fields(spec.tuning))
 
 
-@pytest.mark.parametrize(("family", "direction"), TUNINGS, ids=lambda part: getattr(part, "value", part))
+@pytest.mark.parametrize(("family", "direction"), FAMILIES, ids=lambda part: getattr(part, "value", part))
 def test_every_knob_changes_name_and_kernel(family: str, direction: Direction) -> None:
     """For each problem with a choice; and each knob is a choice for some problem."""
     mine = [p for p in PROBLEMS if (p.family, p.direction) == (family, direction)]
-    for knob in fields(TUNINGS[family, direction]):
+    for knob in fields(FAMILIES[family, direction].tuning):
         pairs = [pair for pair in (changed(problem, knob.name) for problem in mine) if pair]
         alone = (family, direction, knob.name) in ONE_VALUE
         assert bool(pairs) != alone, f"no two feasible variants differ in {knob.name} alone"
@@ -107,7 +108,7 @@ def changed(problem: Problem, knob: str) -> tuple[Spec, Spec] | None:
 
 def retuned(spec: Spec, knob: str, value: int) -> Spec | None:
     typed = bool(value) if isinstance(getattr(spec.tuning, knob), bool) else value
-    other = Spec(spec.problem, replace(spec.tuning, **{knob: typed}))  # type: ignore[arg-type]
+    other = Spec(spec.problem, replace(spec.tuning, **{knob: typed}))
     try:
         make_plan(other)
     except Infeasible:
@@ -145,12 +146,12 @@ def test_json_that_is_no_spec() -> None:
     data = next(candidates(PROBLEMS[3])).to_json()
     for field in ("direction", "arch", "dtype", "head_dim", "mask", "align"):
         with pytest.raises(ValueError, match=f"field '{field}' is missing"):
-            Spec.from_json({key: value for key, value in data.items() if key != field})
+            spec_from_json({key: value for key, value in data.items() if key != field})
     tuning = {("wraps" if key == "warps" else key): value for key, value in data["tuning"].items()}
     with pytest.raises(ValueError, match=r"wraps unknown; warps missing\. Its knobs are tile_m"):
-        Spec.from_json(data | {"tuning": tuning})
-    with pytest.raises(TypeError, match="sm90a fwd takes Sm90Forward"):
-        Spec(replace(PROBLEMS[3], arch=Arch.SM90A), Sm80Forward(128, 64, 4, 1, False))
+        spec_from_json(data | {"tuning": tuning})
+    with pytest.raises(TypeError, match="sm90a bf16 fwd takes Sm90Forward"):
+        make_plan(Spec(replace(PROBLEMS[3], arch=Arch.SM90A), Sm80Forward(128, 64, 4, 1, False)))
 
 
 # ---- The space

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from cpu_kernel import Params
 
+from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Forward
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{HERE}")

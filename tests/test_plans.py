@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from attnforge.codegen.plan import Infeasible, make_plan
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import CpuForward, Sm80Backward, Sm80Forward, Sm90Forward, Tuning
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.cpu import CpuForward
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.families.sm80_backward import Sm80Backward
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 # Of Hopper's forward: the plainest, without any of its knobs.

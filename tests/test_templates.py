@@ -10,9 +10,9 @@ import pytest
 from jinja2 import Environment, FileSystemLoader
 
 from attnforge.codegen import render as rendering
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.package import Item, Tree
-from attnforge.codegen.plan import make_plan
 from attnforge.codegen.render import TEMPLATES, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec

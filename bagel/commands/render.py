@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from attnforge.bagel.commands.shell import out_option, values
+from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 console = Console(width=None if sys.stdout.isatty() else 140)
 
