@@ -79,8 +79,8 @@ class Mask(Enum):
 
 # ---- The problem
 
-# What a field means for a tuned table: "same": an entry counts only for its own value; "near": entries of the call's
-# value come first; "free": entries count for every value.
+# What a field means for a tuned table. "same": an entry counts only for its own value; "near": entries of the call's
+# value come first, and of two such fields the later one weighs more; "free": an entry counts alike for every value.
 Match = Literal["same", "near", "free"]
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -12,19 +16,30 @@ from rich.syntax import Syntax
 from attnforge.bagel.commands.shell import out_option, values
 from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import PROBLEM_FIELDS, Problem, Spec, plain
 
 console = Console(width=None if sys.stdout.isatty() else 140)
 
 
+def problem_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each field of `Problem`; the command gets them as one `problem`."""
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:
+        given = {f.attribute: f.type(arguments.pop(f.attribute)) for f in PROBLEM_FIELDS}
+        command(Problem(**given), **arguments)
+
+    for f in reversed(PROBLEM_FIELDS):
+        kind = values(f.type) if issubclass(f.type, Enum) else f.type
+        option = click.option(
+            f.option, f.attribute, type=kind, default=plain(f.cli), show_default=True, help=f.text
+        )
+        wrapped = option(wrapped)
+    return wrapped
+
+
 @click.command()
-@click.option("--direction", type=values(Direction), default="fwd", show_default=True)
-@click.option("--arch", type=values(Arch), default="sm80", show_default=True)
-@click.option("--dtype", type=values(DType), default="bf16", show_default=True)
-@click.option("--head-dim", type=int, default=128, show_default=True)
-@click.option("--head-dim-v", type=int, default=0, help="Of v, if it has its own.")
-@click.option("--mask", type=values(Mask), default="spans", show_default=True)
-@click.option("--align", type=int, default=16, show_default=True, help="Bytes that divide all row starts.")
+@problem_options
 @click.option(
     "--set", "knobs", multiple=True, metavar="NAME=VALUE", help="All knobs. [default: a first guess]"
 )
@@ -32,13 +47,7 @@ console = Console(width=None if sys.stdout.isatty() else 140)
 @click.option("--tuned", is_flag=True, help="Render all tuned variants into generated/.")
 @click.option("--check", is_flag=True, help="Exit with 1 and a diff if generated/ is out of date.")
 def render(
-    direction: str,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    mask: str,
-    align: int,
+    problem: Problem,
     knobs: tuple[str, ...],
     out: Path | None,
     tuned: bool,
@@ -50,13 +59,11 @@ def render(
         return
     from attnforge.codegen.render import render as rendered
 
-    kind = Mask(mask)
-    problem = Problem(Direction(direction), Arch(arch), DType(dtype), head_dim, kind, align, head_dim_v)
     text = rendered(_pick(problem, knobs)).text
     if out is not None:
         out.write_text(text)
     elif console.is_terminal:
-        console.print(Syntax(text, "cpp" if arch == "cpu" else "cuda", background_color="default"))
+        console.print(Syntax(text, "cuda" if problem.arch.is_gpu else "cpp", background_color="default"))
     else:
         click.echo(text, nl=False)
 
