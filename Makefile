@@ -25,6 +25,9 @@ READY := .venv/ready
 PY := .venv/bin/python
 endif
 
+# Folders of tests/ that modules are imported from by their bare names, for mypy; pytest has `pythonpath`.
+ROOMS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/*.py tests/*/*/*.py))))
+
 # What SYSTEM=1 takes for granted, by the names that are imported.
 NEEDS := torch numpy jinja2 click rich platformdirs ninja PIL setuptools
 
@@ -38,13 +41,13 @@ test: $(READY)
 	$(PY) -m pytest $(ARGS)
 
 fuzz: $(READY)
-	$(PY) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
+	$(PY) tests/fuzzing/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 lint: $(READY) $(LINK)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	MYPYPATH=.path $(PY) -m mypy -p attnforge.codegen -p attnforge.runtime -p attnforge.bagel -m attnforge.cli
-	MYPYPATH=.path:tests:examples:benchmarks $(PY) -m mypy tests examples
+	MYPYPATH=$(subst $() ,:,.path $(ROOMS) examples benchmarks) $(PY) -m mypy tests examples
 
 venv: $(READY)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnforge import bagel as bagel
+    from attnforge.runtime import mask_patterns as masks
     from attnforge.runtime.distributed.context_parallel import context_parallel as context_parallel
     from attnforge.runtime.integrations.checkpointing import save_attention as save_attention
     from attnforge.runtime.integrations.checkpointing import save_attention_policy as save_attention_policy
@@ -42,6 +43,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flex_attention",
     "from_block_mask",
+    "masks",
     "register_huggingface",
     "register_torch",
     "save_attention",
@@ -69,9 +71,12 @@ _HOME = {
 }
 
 
+_MODULES = {"bagel": "attnforge.bagel", "masks": "attnforge.runtime.mask_patterns"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "bagel":
-        return importlib.import_module("attnforge.bagel")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'attnforge' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -16,6 +16,7 @@ from rich.console import Console
 from attnforge.bagel.commands.challenge import challenge, export, model_command
 from attnforge.bagel.commands.render import render
 from attnforge.bagel.commands.shell import Commands, file_option, out_option, values
+from attnforge.bagel.commands.tables import tables
 from attnforge.bagel.commands.warm import warm
 from attnforge.codegen.spec import Arch, DType, Spec
 
@@ -80,7 +81,11 @@ def main(traceback: bool) -> None:
 )
 @click.option("--variants", type=click.IntRange(1), help="Per pack and direction.")
 @file_option("--log", help="JSONL to append to, and to resume from.")
-@click.option("--table-out", type=click.Path(path_type=Path), help="Folder for winners, not generated/.")
+@click.option(
+    "--table-out",
+    type=click.Path(path_type=Path),
+    help="Folder for winners. [default: the first of ATTNFORGE_TABLES, else the user's data folder]",
+)
 @click.option("--no-peers", is_flag=True, help="Do not time torch's attentions.")
 @click.option("--workers", type=click.IntRange(1), help="Compilers at a time. [default: one a CPU]")
 @out_option("--json", "json_out", help="Write the results to this file.")
@@ -98,13 +103,10 @@ def search(
     from attnforge.bagel.commands.search_screen import Options, run_search
     from attnforge.bagel.measure.bench import machine
     from attnforge.runtime.search.search import Budget
-    from attnforge.runtime.search.winners import GENERATED
 
     if seconds is None and variants is None:
         seconds = 50.0 if selection.device.type == "cpu" else 180.0
-    if table_out is not None:  # what cannot be created is said before the search, not after it
-        table_out.mkdir(parents=True, exist_ok=True)
-    options = Options(Budget(seconds, variants), log, table_out or GENERATED, workers, not no_peers)
+    options = Options(Budget(seconds, variants), log, table_out, workers, not no_peers)
     facts = machine(selection.device)
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     found = []
@@ -235,7 +237,7 @@ def doctor() -> None:
         raise click.ClickException("something is missing: see the remedies above")
 
 
-for command in (challenge, export, model_command, render, warm):
+for command in (challenge, export, model_command, render, tables, warm):
     main.add_command(command)
 
 if __name__ == "__main__":

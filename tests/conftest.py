@@ -15,7 +15,7 @@ import pytest
 
 from attnforge.codegen.spec import Arch, Spec
 from attnforge.runtime.build.errors import NoCompilerError
-from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, TABLES
 from attnforge.runtime.build.toolchain import toolchain
 
 if TYPE_CHECKING:  # a run that is all skipped does without
@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put the cache into .pytest_cache: never the user's own, and kept: a second run compiles nothing."""
     directory: Path = config.cache.mkdir("attnforge")
     os.environ[CACHE_DIR] = str(directory / "cache")
+    os.environ[TABLES] = str(directory / "tables")  # never filled: winners of tests go elsewhere
     for name in (COMPILER, NO_JIT):
         os.environ.pop(name, None)
 

@@ -20,6 +20,10 @@ ids = [str(path.relative_to(ROOT)) for path in FILES]
 BANNED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load"}
 
+# Rooms of tests/ besides those that are named after folders of the package.
+TESTS = ROOT / "tests"
+ROOMS = {"kernels", "fuzzing"}
+
 LONGEST = 50  # lines of a function, signature and docstring included
 
 # Each package may import those to its right: cli.py -> bagel -> runtime -> codegen.
@@ -94,6 +98,18 @@ def test_no_function_is_long() -> None:
 def test_no_line_of_c_is_too_long(path: Path) -> None:
     long = [n for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
     assert not long
+
+
+def test_every_test_lies_in_the_room_of_what_it_tests() -> None:
+    """tests/runtime/search/ tests runtime/search/. Base names are unique: files import each other by them."""
+    paths = [path for path in TESTS.rglob("*.py") if "bagel_standin" not in path.parts]
+    tests = [path for path in paths if path.name.startswith("test_") and path != Path(__file__)]
+    assert len(tests) > 50
+    rooms = {path.relative_to(TESTS).parent.as_posix() for path in tests} - ROOMS
+    assert "." not in rooms
+    assert {room for room in rooms if not (ROOT / room).is_dir()} == set()
+    names = [path.name for path in paths]
+    assert {name for name in names if names.count(name) > 1} == set()
 
 
 def test_rendering_and_the_cache_need_no_torch() -> None:

@@ -196,7 +196,7 @@ def _final(device: torch.device, module: str, dtypes: tuple[str, ...], json_out:
 def model_command(archs: tuple[str, ...], head_dims: tuple[int, ...], table_out: Path | None) -> None:
     """Choose kernels by a model, for GPUs nothing was measured on. Compiles what it chooses."""
     from attnforge.bagel.measure.modelled import ARCHS, targets, write_tables
-    from attnforge.runtime.tables import DIRECTORY as TUNED
+    from attnforge.runtime.tables import PACKAGED as TUNED
 
     def told(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

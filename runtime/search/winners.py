@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from attnforge.codegen.render import render
@@ -12,17 +13,46 @@ from attnforge.runtime import tables
 from attnforge.runtime.search.search import Finished
 from attnforge.runtime.tables import Tuned
 
-GENERATED = tables.DIRECTORY.parent  # <here>/tuned/<device>.json and <here>/<slug>.cu
+GENERATED = tables.PACKAGED.parent  # <here>/tuned/<device>.json and <here>/<slug>.cu: the package's own
 SUFFIXES = (".cu", ".cpp")
 
 
-def keep(
-    finished: Finished, device_name: str, env: dict[str, str], directory: Path = GENERATED
-) -> list[Path]:
-    """Write the winner into the device's table and its source beside it; returns both paths.
+@dataclass(frozen=True)
+class Kept:
+    """What became of a winner: the table and the source that hold it, or the faster entry that stays."""
 
-    Sources that no table names any more are removed. Raises ValueError if no variant worked.
+    table: Path
+    source: Path | None
+    stays: Tuned | None = None
+
+
+def keep(finished: Finished, device_name: str, env: dict[str, str], directory: Path) -> Kept:
+    """Write the winner into the device's table in `directory`, and its source beside it.
+
+    A faster entry of its class stays, in this folder or in another that is read, unless this search timed its kernel
+    too. In the package's own folder the sources of `generated/` are renewed instead.
+    Raises ValueError if no variant worked, TablesError if the folder cannot be written.
     """
+    entry = _entry(finished, env)
+    tried = [result.spec for result in (*finished.ranked, *finished.failed)]
+    for place in dict.fromkeys((directory, *tables.folders())):
+        for old in tables.load(device_name, place):
+            if old.cls == entry.cls and old.tflops > entry.tflops and old.spec not in tried:
+                return Kept(tables.table_path(device_name, place), None, old)
+    path = tables.save(device_name, [entry], directory, beside=tried)
+    now = next(e for e in tables.load(device_name, directory) if e.cls == entry.cls)
+    if now.spec != entry.spec:  # another process saved it meanwhile
+        return Kept(path, None, now)
+    if directory == tables.PACKAGED:
+        write(GENERATED)
+        return Kept(path, GENERATED / render(entry.spec).file_name)
+    source = render(entry.spec)
+    target = directory / source.file_name
+    target.write_text(source.text)
+    return Kept(path, target)
+
+
+def _entry(finished: Finished, env: dict[str, str]) -> Tuned:
     winner, case = finished.winner, finished.case
     if winner is None:
         raise ValueError(f"{case.name}: no variant worked, there is nothing to keep")
@@ -36,10 +66,7 @@ def keep(
     }
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
     group = case.heads_q // case.heads_kv
-    entry = Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, case.visible_keys)
-    table = tables.save(device_name, [entry], directory / "tuned")
-    write(directory)
-    return [table, directory / render(winner.spec).file_name]
+    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, case.visible_keys)
 
 
 def tuned_specs(directory: Path = GENERATED) -> list[Spec]:
