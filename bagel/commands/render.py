@@ -26,13 +26,13 @@ def problem_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:
-        given = {f.attribute: f.type(arguments.pop(f.attribute)) for f in PROBLEM_FIELDS}
-        command(Problem(**given), **arguments)
+        problem = Problem.from_json({f.name: arguments.pop(f.name) for f in PROBLEM_FIELDS})
+        command(problem, **arguments)
 
     for f in reversed(PROBLEM_FIELDS):
         kind = values(f.type) if issubclass(f.type, Enum) else f.type
         option = click.option(
-            f.option, f.attribute, type=kind, default=plain(f.cli), show_default=True, help=f.text
+            f.option, f.name, type=kind, default=plain(f.cli), show_default=True, help=f.text
         )
         wrapped = option(wrapped)
     return wrapped
