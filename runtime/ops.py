@@ -156,7 +156,7 @@ def _on_dtensors(
     )
 
     return attention_on_dtensors(
-        q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
+        attention, q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
     )
 
 

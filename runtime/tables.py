@@ -23,13 +23,16 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from attnforge.codegen.plan import Infeasible, make_plan
-from attnforge.codegen.spec import Arch, Mask, Problem, Spec
+from attnforge.codegen.families import make_plan, spec_from_json
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Mask, Problem, Spec
 from attnforge.runtime.build.settings import TABLES, settings
 
 PACKAGED = Path(__file__).parent.parent / "generated" / "tuned"  # what the package brings
 MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
+_SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
+_NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
 UNKNOWN = 1  # octaves between what a call says of its visible keys and an entry that does not say
 
 
@@ -48,11 +51,9 @@ class Tuned:
     @property
     def cls(self) -> dict[str, Any]:
         """The problem class: a later winner of it replaces this one. Octaves are log2, of the size and visible keys."""
-        problem = self.spec.problem.to_json()
-        # Calls of another alignment take the same tuning with their own, if it is feasible.
-        del problem["align"]
         return {
-            **problem,
+            # Without what every value takes the same tuning for, if it is feasible there.
+            **{f.name: value for f, value in self.spec.problem.shown() if f.match != "free"},
             "group": self.group,
             "octave": self.size.bit_length() - 1,
             **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
@@ -68,7 +69,7 @@ class Tuned:
     def from_json(data: dict[str, Any]) -> Tuned:
         """Rebuild an entry; ValueError names what is missing or wrong. Older ones do not say their visible keys."""
         try:
-            spec, group = Spec.from_json(data["spec"]), int(data["class"]["group"])
+            spec, group = spec_from_json(data["spec"]), int(data["class"]["group"])
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
             visible_keys = int(data.get("visible_keys", 0))
         except KeyError as error:
@@ -210,8 +211,8 @@ def choose(
 
     places: folders of tables, `folders()` if not given.
 
-    An entry counts if direction, head_dim and element size agree; its tuning is then re-planned for the
-    call's own dtype, mask and alignment. Nearest means, in this order: this device before another of the same
+    An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
+    tuning is then re-planned for the call. Nearest means, in this order: this device before another of the same
     architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest number of
     visible keys (in octaves), nearest GQA ratio, and the faster. `visible` is what the call's mask says, 0 if
     nothing: then visible keys do not matter. Length comes first since it says how many blocks there are to be
@@ -274,15 +275,14 @@ def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
 
 
 def _counts(tuned: Problem, problem: Problem) -> bool:
-    same = (tuned.direction, tuned.arch, tuned.head_dim, tuned.dim_v, tuned.dtype.bytes)
-    return same == (problem.direction, problem.arch, problem.head_dim, problem.dim_v, problem.dtype.bytes)
+    same = all(getattr(tuned, name) == getattr(problem, name) for name in _SAME)
+    return same and tuned.dtype.bytes == problem.dtype.bytes
 
 
 def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible: int) -> tuple[float, ...]:
     tuned = entry.spec.problem
     return (
-        tuned.mask is not problem.mask,
-        tuned.dtype is not problem.dtype,
+        *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
         abs(entry.size.bit_length() - size.bit_length()),
         _octaves(_visible(problem.mask, size, visible), _visible(tuned.mask, entry.size, entry.visible_keys)),
         abs(math.log2(entry.group / group)),

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.syntax import Syntax
 
 from attnforge.bagel.commands.console import console, say, short_path
-from attnforge.bagel.commands.options import arch_option, choices, dtype_option, number, out_option, values
+from attnforge.bagel.commands.options import choices, number, out_option, values
+from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
+from attnforge.codegen.spec import PROBLEM_FIELDS, Problem, ProblemField, Spec, plain
+
+
+def problem_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each field of `Problem`; the command gets them as one `problem`."""
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:
+        problem = Problem.from_json({f.name: arguments.pop(f.name) for f in PROBLEM_FIELDS})
+        command(problem, **arguments)
+
+    for f in reversed(PROBLEM_FIELDS):
+        wrapped = click.option(f.option, f.name, **_option(f))(wrapped)
+    return wrapped
+
+
+def _option(f: ProblemField) -> dict[str, Any]:
+    """Type, default and help of a field's option."""
+    default = plain(f.cli)
+    if issubclass(f.type, Enum):
+        text = f"{f.text.rstrip('.')}: {choices(f.type)}."
+        return {
+            "type": values(f.type),
+            "metavar": "NAME",
+            "default": default,
+            "show_default": True,
+            "help": text,
+        }
+    return number(int(default), least=0 if f.optional else 1, help=f.text)
 
 
 @click.command(short_help="Print a kernel's source, or update generated/.")
-@click.option(
-    "--direction", type=values(Direction), default="fwd", metavar="PASS", help="fwd or bwd.  [default: fwd]"
-)
-@arch_option(default="sm80", show_default=True, help=f"{choices(Arch)}.")
-@dtype_option(default="bf16", show_default=True, help=f"{choices(DType)}.")
-@click.option("--head-dim", **number(128), help="Of q and k.")
-@click.option("--head-dim-v", **number(0, least=0), help="Of v; 0: the same as --head-dim.")
-@click.option(
-    "--mask", type=values(Mask), default="spans", show_default=True, metavar="KIND", help=f"{choices(Mask)}."
-)
-@click.option("--align", **number(16), help="Largest power of 2 that divides all row addresses.")
+@problem_options
 @click.option("--set", "knobs", multiple=True, metavar="KNOB=N", help="All knobs.  [default: a first guess]")
 @out_option("--out", help="Write to this file instead of the terminal.")
 @click.option("--tuned", is_flag=True, help="Update the example sources in generated/.")
 @click.option("--check", is_flag=True, help="Print a diff and exit with 1 if generated/ is outdated.")
 def render(
-    direction: str,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    mask: str,
-    align: int,
+    problem: Problem,
     knobs: tuple[str, ...],
     out: Path | None,
     tuned: bool,
@@ -49,13 +66,11 @@ def render(
         return
     from attnforge.codegen.render import render as rendered
 
-    kind = Mask(mask)
-    problem = Problem(Direction(direction), Arch(arch), DType(dtype), head_dim, kind, align, head_dim_v)
     text = rendered(_pick(problem, knobs)).text
     if out is not None:
         out.write_text(text)
     elif console.is_terminal:
-        console.print(Syntax(text, "cpp" if arch == "cpu" else "cuda", background_color="default"))
+        console.print(Syntax(text, "cuda" if problem.arch.is_gpu else "cpp", background_color="default"))
     else:
         click.echo(text, nl=False)
 

@@ -13,10 +13,10 @@ from attnforge.bagel.measure.modelled import ARCHS, Target, model, targets
 from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.bagel.workloads import workload
 from attnforge.codegen.cost_model import GPUS, Prediction, Work, occupancy, predict
-from attnforge.codegen.plan import make_plan
+from attnforge.codegen.families import FAMILIES, make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.build.settings import COMPILER
 
@@ -31,7 +31,7 @@ def predicted(direction: Direction) -> list[tuple[float, float]]:
     problem = Problem(direction, Arch.SM90, DType.BFLOAT16, 128, Mask.SPANS)
     found = []
     for *knobs, registers, ms in MEASURED[direction.value]:
-        spec = Spec(problem, TUNINGS["sm80", direction](*knobs))
+        spec = Spec(problem, FAMILIES["sm80", direction].tuning(*knobs))
         kinds = tile_map(mask, rows, spec.tuning.tile_m, spec.tuning.tile_n).kinds
         work = Work(28, 7, rows, int((kinds != EMPTY).sum()))
         found.append((predict(make_plan(spec), work, registers).ms, ms))

@@ -11,9 +11,9 @@ import torch
 from emulator import Emulated, runs
 from torch import Tensor
 
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import Source
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 
 NEEDED = ("Specialisation", "Kernels before")
 PRELUDE = """#include "emulator.h"

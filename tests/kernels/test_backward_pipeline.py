@@ -19,9 +19,9 @@ from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, Break
 from cpu_kernel import Params
 from gxx import HERE
 
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 

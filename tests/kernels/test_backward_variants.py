@@ -9,10 +9,11 @@ import pytest
 import torch
 from oracle import Shape, draw, make_mask
 
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.reference import reference
 

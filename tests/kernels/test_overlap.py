@@ -17,12 +17,13 @@ import pytest
 from exported import COMMAND, NAME
 from gxx import HERE
 
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.package import Item, Tree
-from attnforge.codegen.plan import Plan, make_plan
+from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime.doctor import compilers
 from attnforge.runtime.native.launcher import sources
 
@@ -62,7 +63,7 @@ def body(text: str, name: str) -> str:
 def test_every_launch_but_the_first_waits(problem: Problem) -> None:
     ways = set()
     for spec in specs(problem):
-        ways.add((spec.tuning.split_heads, spec.tuning.ordered))  # type: ignore[union-attr]
+        ways.add((spec.tuning.split_heads, spec.tuning.ordered))  # type: ignore[attr-defined]
         source = render(spec)
         launches = source.plan.launches
         assert [launch.overlaps for launch in launches] == [False] + [True] * (len(launches) - 1)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import attnforge
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import dispatch, kernels, tables

@@ -14,9 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import dispatch, kernels, tables
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.tables import Tuned

@@ -16,9 +16,9 @@ import attnforge
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.trainer import substitutes
 from attnforge.bagel.workloads import workload
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import export, tables
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans

@@ -1,26 +1,48 @@
-"""Plans of the mma.sync backward: how warps share its products, shared memory, and why a spec does not fit."""
+"""The mma.sync backward in 16 bits: a block owns a key tile and walks the query tiles that see it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.plan_sm80 import (
+from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.limits import up
+from attnforge.codegen.families.mma import (
     REGISTERS_BESIDES,
-    common,
+    WarpGrids,
+    common_constants,
     pitch,
     require_fit,
-    require_positive,
+    require_grids,
+    require_one_order,
     require_problem,
-    require_split,
-    schedule_launches,
-    up,
     write,
 )
-from attnforge.codegen.spec import Arch, Mask, Spec
-from attnforge.codegen.tuning import Fp32Backward, Sm80Backward
+from attnforge.codegen.families.schedule import schedule_launches
+from attnforge.codegen.plan import Launch, Plan
+from attnforge.codegen.spec import Arch, Mask, Problem, Spec, knob
+
+
+@dataclass(frozen=True)
+class Sm80Backward(WarpGrids):
+    """Tuning of the mma.sync backward kernel (one block owns a key tile and walks the query tiles)."""
+
+    tile_m: int = knob("m", "query rows per step of the main loop")
+    tile_n: int = knob("n", "keys per block")
+    warps: int = knob("w", "warps per block")
+    stages: int = knob("s", "shared-memory buffers for Q and for dO")
+    warps_sdp: int = knob("a", "warps along the queries in S and dP; the rest split the keys")
+    warps_dkv: int = knob("b", "warps along the keys in dK and dV; the rest split head_dim")
+    warps_dq: int = knob("c", "warps along the queries in dQ; the rest split head_dim")
+    split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
+    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
+
+
+# ---- Plan
 
 
 @dataclass(frozen=True)
@@ -61,12 +83,13 @@ class Tiles:
         return dkv + max(2 * (t.tile_m * t.tile_n // threads), t.tile_m * self.columns // threads)
 
 
-def make_plan(spec: Spec) -> Plan:
+def plan(spec: Spec) -> Plan:
     """Plan of a backward spec of this family, or `Infeasible`."""
     t = spec.tuning
     assert isinstance(t, Sm80Backward)
     require_problem(spec)
     require_grids(t, 16)
+    require_one_order(t.split_heads, t.ordered)
     tiles, threads = Tiles.of(spec, t), t.warps * 32
     shared, registers = tiles.shared(spec, t), tiles.registers(t)
     require_fit(spec, shared, registers, threads)
@@ -106,7 +129,7 @@ def _constants(spec: Spec, t: Sm80Backward, tiles: Tiles, shared: int) -> dict[s
     p, own = spec.problem, bool(spec.problem.dim_v)
     loads = {"q_tile": ("kTileM", False), "kv_tile": ("kTileN", False)}
     loads_v = {"do_tile": ("kTileM", True), "v_tile": ("kTileN", True)} if own else {}
-    shown = common(spec, t.warps * 32, t.stages, loads | loads_v)
+    shown = common_constants(spec, t.warps * 32, t.stages, loads | loads_v)
     chunks_v = up(p.head_dim_v, 8) // 8
     writes = [write("store_pair", p.head_dim, False, tiles.columns)]
     if own:
@@ -149,23 +172,60 @@ def columns_unit(t: Sm80Backward) -> int:
     return math.lcm(t.warps // t.warps_dkv, t.warps // t.warps_dq)
 
 
-def require_grids(t: Sm80Backward | Fp32Backward, keys: int) -> None:
-    """Infeasible unless the warps of each product share its rows and columns evenly, in S and dP `keys` at least."""
-    require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq)
-    if t.stages > 2:
-        raise Infeasible(f"stages {t.stages}: the backward kernel has 1 or 2")
-    if t.split_heads and t.ordered:
-        raise Infeasible("ordered: with split_heads the sums of dK and dV have no fixed order")
-    for name in ("warps_sdp", "warps_dkv", "warps_dq"):
-        if t.warps % getattr(t, name):
-            raise Infeasible(f"{name} {getattr(t, name)} does not divide warps {t.warps}")
-    require_split("tile_m", t.tile_m, t.warps_sdp, 16, "warps_sdp")
-    require_split("tile_n", t.tile_n, t.warps // t.warps_sdp, keys, "warps / warps_sdp")
-    require_split("tile_n", t.tile_n, t.warps_dkv, 16, "warps_dkv")
-    require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
-
-
 def _swizzles(columns: int, *splits: int) -> bool:
     """May rows be swizzled? `tile_chunk` counts chunks from the first one of a warp by XOR, which must not carry."""
     frags = [columns // split // 8 for split in splits]
     return all(n % 8 == 0 or 8 % n == 0 for n in frags)
+
+
+# ---- Space
+
+# Tried first when nothing was measured: (largest head_dim, tuning), in order of preference. The shapes are
+# FlashAttention-2's choices for these head dims; large tiles come first, smaller ones serve 99 KB targets.
+GUESSES = (
+    (64, Sm80Backward(64, 128, 8, 2, 4, 8, 4, False, False)),
+    (64, Sm80Backward(64, 128, 8, 1, 4, 8, 4, False, False)),
+    (128, Sm80Backward(64, 128, 8, 2, 2, 2, 2, False, False)),
+    (128, Sm80Backward(64, 128, 8, 2, 2, 8, 4, False, False)),
+    (128, Sm80Backward(64, 64, 8, 1, 4, 4, 4, False, False)),
+    (128, Sm80Backward(64, 64, 4, 1, 4, 4, 4, False, False)),
+    (128, Sm80Backward(32, 64, 4, 1, 2, 4, 2, False, False)),
+    (256, Sm80Backward(64, 64, 8, 1, 4, 4, 4, False, False)),
+    (256, Sm80Backward(64, 64, 8, 1, 4, 2, 4, False, False)),
+    (192, Sm80Backward(32, 64, 8, 1, 2, 4, 2, False, False)),
+    (256, Sm80Backward(32, 32, 4, 1, 2, 2, 2, False, False)),
+)
+# More columns than this, as a multiple of head_dim, are too many to compute only to drop them.
+PADDING = 1.2
+# (tile_m, tile_n), and (warps, warps_sdp, warps_dkv, warps_dq). Other grids of the same
+# tile differ by a few percent at most (docs/performance.md).
+TILES = ((64, 128), (64, 64), (128, 128), (128, 64), (32, 128), (32, 64))
+GRIDS = (
+    (8, 2, 2, 2),
+    (8, 2, 4, 2),
+    (8, 2, 4, 4),
+    (8, 4, 8, 4),
+    (4, 2, 2, 2),
+    (4, 2, 4, 4),
+    (4, 4, 4, 4),
+)
+
+
+def tunings(problem: Problem) -> Iterator[Sm80Backward]:
+    """What a search tries, best guess first; deterministic ones last, for those who ask for them take the first."""
+    guesses = _guesses(problem)
+    yield from guesses
+    for (tile_m, tile_n), stages, split in product(TILES, (2, 1), (True, False)):
+        for warps, sdp, dkv, dq in GRIDS:
+            yield Sm80Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, split, False)
+    yield from (dataclasses.replace(tuning, ordered=True) for tuning in guesses)
+
+
+def _guesses(problem: Problem) -> list[Sm80Backward]:
+    """Guesses, those last that would pad head_dim much."""
+    guesses = [tuning for limit, tuning in GUESSES if problem.largest_dim <= limit]
+    least = up(problem.head_dim, 8)
+    return sorted(guesses, key=lambda t: up(problem.head_dim, 8 * columns_unit(t)) > PADDING * least)
+
+
+BACKWARD = Family(Sm80Backward, plan, tunings, honours=frozenset({"align", "dim_v"}))

@@ -1,12 +1,17 @@
-"""Plans of the CPU kernels: register blocks, scratch of a thread, and why a spec does not fit."""
+"""The CPU kernels, both passes: register blocks of vectors, scratch of a thread, and why a spec does not fit."""
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from attnforge.codegen.families.family import Family
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import CpuBackward, CpuForward
+from attnforge.codegen.spec import DType, Mask, Problem, Spec, Tuning, knob
 
 # Vector registers by float lanes: SSE/NEON (the larger of the two), AVX2, AVX-512.
 REGISTERS = {4: 32, 8: 16, 16: 32}
@@ -27,7 +32,35 @@ EXP2_FP32 = (
 EXP2_BF16 = ("9.5828532e-3", "5.5906426e-2", "2.4024099e-1", "6.9312419e-1", "1.0")
 
 
-def make_plan(spec: Spec) -> Plan:
+@dataclass(frozen=True)
+class CpuForward(Tuning):
+    """Tuning of the CPU forward kernel."""
+
+    tile_m: int = knob("m", "query rows per tile, a multiple of lanes * cols")
+    tile_n: int = knob("n", "keys per tile")
+    heads: int = knob("h", "query heads of one kv head that share each packed K and V tile")
+    lanes: int = knob("l", "float lanes of one vector register")
+    rows: int = knob("r", "rows of the register block")
+    cols: int = knob("c", "vector registers per row of the register block")
+    pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
+
+
+@dataclass(frozen=True)
+class CpuBackward(Tuning):
+    """Tuning of the CPU backward kernel."""
+
+    tile_m: int = knob("m", "query rows per tile")
+    tile_n: int = knob("n", "keys per tile, a multiple of lanes * cols")
+    lanes: int = knob("l", "float lanes of one vector register")
+    rows: int = knob("r", "rows of the register block")
+    cols: int = knob("c", "vector registers per row of the register block")
+    pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
+
+
+# ---- Plan
+
+
+def plan(spec: Spec) -> Plan:
     """Plan of a CPU spec, or `Infeasible`."""
     t = spec.tuning
     assert isinstance(t, (CpuForward, CpuBackward))
@@ -146,3 +179,59 @@ def _dq_blocks(head_dim: int, t: CpuBackward) -> tuple[int, int]:
     vectors = -(-head_dim // t.lanes)
     _, cols = min((-(-vectors // cols) * cols, -cols) for cols in range(1, t.cols + 1))
     return -cols, -(-vectors // -cols) * -cols * t.lanes
+
+
+# ---- Spaces
+
+# (rows, cols) of register blocks by float lanes: as many sums as leave room for one row of operands.
+BLOCKS = {
+    16: ((8, 3), (8, 2), (4, 6)),  # AVX-512: 32 registers
+    8: ((4, 3), (4, 2)),  # AVX2: 16 registers
+    4: ((8, 3), (4, 3)),  # NEON: 32 registers, SSE: 16
+}
+
+
+# Forward: (panels per tile, keys per tile, heads). More panels share a packed K and V tile, fewer fit L2.
+FORWARD_SHAPES = ((1, 64, 8), (1, 128, 8), (1, 64, 4), (1, 64, 1), (2, 64, 8), (2, 64, 1))
+# Backward: (query rows per tile, panels of keys per tile).
+BACKWARD_SHAPES = ((48, 2), (64, 2), (96, 2), (48, 1), (64, 3), (128, 1))
+
+
+def forward_tunings(problem: Problem) -> Iterator[CpuForward]:
+    """Forward tunings of `problem`."""
+    for pairs, lanes, rows, cols, shapes in _blocks(problem):
+        for panels, tile_n, heads in FORWARD_SHAPES[:shapes]:
+            yield CpuForward(panels * lanes * cols, tile_n, heads, lanes, rows, cols, pairs)
+
+
+def backward_tunings(problem: Problem) -> Iterator[CpuBackward]:
+    """Backward tunings of `problem`."""
+    for pairs, lanes, rows, cols, shapes in _blocks(problem):
+        for tile_m, panels in BACKWARD_SHAPES[:shapes]:
+            yield CpuBackward(tile_m, panels * lanes * cols, lanes, rows, cols, pairs)
+
+
+def _blocks(problem: Problem) -> Iterator[tuple[bool, int, int, int, int]]:
+    """(pairs, lanes, rows, cols, tile shapes to try): all shapes for this machine's vectors, else one."""
+    width = host_lanes()
+    pairs = problem.dtype is DType.BFLOAT16
+    for rows, cols in BLOCKS[width]:
+        yield pairs, width, rows, cols, len(FORWARD_SHAPES)
+    for lanes, blocks in BLOCKS.items():
+        if pairs or lanes < width:
+            yield False, lanes, *blocks[0], 1
+
+
+@cache
+def host_lanes() -> int:
+    """Float lanes of the widest vectors of the machine that runs this, which compiles for itself too."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return 4
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    return 16 if "avx512f" in flags else 8 if "avx2" in flags or not flags else 4
+
+
+HONOURED = frozenset({"align", "dim_v"})
+FORWARD = Family(CpuForward, plan, forward_tunings, HONOURED)
+BACKWARD = Family(CpuBackward, plan, backward_tunings, HONOURED)

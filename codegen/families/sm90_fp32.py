@@ -1,20 +1,24 @@
-"""Plans of the Hopper float32 forward: three bf16 parts of every float, shared memory, registers, and what fits."""
+"""The Hopper forward in float32: wgmma on three bf16 parts of every float, a producer warpgroup."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from attnforge.codegen.plan import Launch, Plan
-from attnforge.codegen.plan_sm80 import require_fp32, schedule_launches, up
-from attnforge.codegen.plan_sm90 import (
+from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.hopper import (
     ALIGNMENT,
     REGISTERS_BESIDES,
-    consumers_of,
+    consumer_warpgroups,
     require_registers,
     require_shared,
 )
-from attnforge.codegen.spec import Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Fp32Forward
+from attnforge.codegen.families.limits import require_fp32, up
+from attnforge.codegen.families.schedule import schedule_launches
+from attnforge.codegen.plan import Launch, Plan
+from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 PARTS = 3  # bf16 that a float is the sum of
 PREPARE_THREADS = 256  # of a block of _prepare
@@ -22,11 +26,27 @@ PREPARE_THREADS = 256  # of a block of _prepare
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (56, 152)}
 
 
-def make_plan(spec: Spec) -> Plan:
+@dataclass(frozen=True)
+class Sm90Fp32Forward(Tuning):
+    """Tuning of the Hopper float32 forward kernel (wgmma on parts of floats, a producer warpgroup)."""
+
+    tile_m: int = knob("m", "query rows per tile, 64 for each consumer warpgroup")
+    tile_n: int = knob("n", "keys per step of the main loop")
+    stages: int = knob("s", "shared-memory buffers for K and for V")
+    ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
+    persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
+    q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
+
+
+# ---- Plan
+
+
+def plan(spec: Spec) -> Plan:
     """Plan of a spec of this family, or `Infeasible`."""
     assert isinstance(spec.tuning, Sm90Fp32Forward)
     require_fp32(spec)
-    return _plan(spec, spec.tuning, consumers_of(spec.tuning))
+    t = spec.tuning
+    return _plan(spec, t, consumer_warpgroups(t.tile_m, t.tile_n, t.stages, t.ping_pong))
 
 
 def span(head_dim: int) -> int:
@@ -97,3 +117,32 @@ def _constants(p: Problem, t: Sm90Fp32Forward, consumers: int) -> dict[str, Any]
         "producer_registers": producer_registers,
         "consumer_registers": consumer_registers,
     }
+
+
+# ---- Space
+
+# Of the Hopper kernel: (largest head_dim, tuning). Of those up to 128 the first was within 8 % of the fastest in all
+# shapes of docs/challenge.md, on an H200; beyond 128 nothing was measured.
+# tile_m, tile_n, stages, ping_pong, persistent, q_in_regs
+GUESSES = (
+    (64, Sm90Fp32Forward(128, 64, 2, True, True, True)),
+    (64, Sm90Fp32Forward(128, 64, 2, True, False, True)),
+    (64, Sm90Fp32Forward(128, 96, 2, True, True, True)),
+    (64, Sm90Fp32Forward(192, 64, 2, True, False, False)),
+    (128, Sm90Fp32Forward(128, 64, 1, True, True, False)),
+    (128, Sm90Fp32Forward(128, 32, 2, True, True, False)),
+    (256, Sm90Fp32Forward(128, 32, 1, True, True, False)),
+    (256, Sm90Fp32Forward(64, 32, 1, False, True, False)),
+)
+
+
+def tunings(problem: Problem) -> Iterator[Sm90Fp32Forward]:
+    """What a search tries, best guess first."""
+    yield from (tuning for limit, tuning in GUESSES if problem.largest_dim <= limit)
+    for tile_m, tile_n, stages, ping_pong, persistent, q_in_regs in product(
+        (128, 192, 64), (64, 96, 80, 128, 48, 32), (2, 1, 3), (True, False), (True, False), (True, False)
+    ):
+        yield Sm90Fp32Forward(tile_m, tile_n, stages, ping_pong, persistent, q_in_regs)
+
+
+FORWARD = Family(Sm90Fp32Forward, plan, tunings, honours=frozenset({"align", "dim_v"}))

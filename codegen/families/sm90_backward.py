@@ -1,10 +1,14 @@
-"""Plans of the Hopper backward: who computes what of dQ, shared memory, registers, and why a spec does not fit."""
+"""The Hopper backward in 16 bits: a block of two consumer warpgroups owns a key tile and walks the query tiles."""
 
 from __future__ import annotations
 
-from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
-from attnforge.codegen.plan_sm80 import schedule_launches
-from attnforge.codegen.plan_sm90 import (
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.hopper import (
+    REASONS,
     REGISTERS,
     REGISTERS_BESIDES,
     SWIZZLE_CODE,
@@ -14,12 +18,35 @@ from attnforge.codegen.plan_sm90 import (
     require_tiles,
     wgmma_type,
 )
-from attnforge.codegen.spec import Mask, Spec
-from attnforge.codegen.tuning import Sm90Backward
+from attnforge.codegen.families.schedule import schedule_launches
+from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
+from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 STATISTICS = 8  # floats of row statistics: lse and delta, as 8 bf16 each
 HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
+
+
+@dataclass(frozen=True)
+class Sm90Backward(Tuning):
+    """Tuning of the Hopper backward kernel (one block owns a key tile and walks the query tiles)."""
+
+    tile_m: int = knob("m", "query rows per step of the main loop; always 64, the rows of a product for dQ")
+    tile_n: int = knob("n", "keys per block; always 128, 64 for each of two consumer warpgroups")
+    stages: int = knob("s", "shared-memory buffers for Q")
+    stages_dout: int = knob("t", "shared-memory buffers for dO")
+    lag: bool = knob(
+        "l", "dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart"
+    )
+    in_regs: int = knob("r", "operands that consumers keep in registers: 0 none, 1 K, 2 K and V")
+    split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
+    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
+    descending: bool = knob(
+        "d", "blocks start with the last key tile, not the one with most work (ordered ones always do)"
+    )
+
+
+# ---- Plan
 
 
 def panel_columns(head_dim: int) -> int:
@@ -28,7 +55,7 @@ def panel_columns(head_dim: int) -> int:
     return next(columns for columns in (64, 32, 16) if padded % columns == 0)
 
 
-def make_plan(spec: Spec) -> Plan:
+def plan(spec: Spec) -> Plan:
     """Plan of a Hopper backward spec, or `Infeasible`."""
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
@@ -146,7 +173,7 @@ def _tensor_maps(t: Sm90Backward, head_dim: int) -> tuple[TensorMap, ...]:
 
 
 def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
-    """What the template is told of the tiles and of who computes what."""
+    """Constants about the tiles and who computes what."""
     columns = panel_columns(head_dim)
     panels = -(-head_dim // 16) * 16 // columns
     dq_part = head_dim if t.lag else dq_columns(head_dim)
@@ -177,3 +204,25 @@ def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
         keys = ("tiles_n", "batch", "heads_kv")
         launches.append(Launch(f"{spec.symbol}_finish_dkv", keys, HELPER_THREADS, overlaps=True))
     return tuple(launches)
+
+
+# ---- Space
+
+
+def tunings(problem: Problem) -> Iterator[Sm90Backward]:
+    """What a search tries, best guess first; deterministic ones last, for those who ask for them take the first."""
+    # Narrow heads have registers for lag and for K and V; what does not fit is left out by the plan.
+    narrow = problem.head_dim <= 80
+    stages = ((4, 4), (4, 3), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
+    for ordered, lag, in_regs, (of_q, of_dout), split in product(
+        (False, True),
+        (True, False) if narrow else (False,),
+        (2, 1, 0) if narrow else (0, 1),
+        stages,
+        (False, True) if narrow else (True, False),
+    ):
+        for descending in (False,) if ordered else (False, True):
+            yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, ordered, descending)
+
+
+BACKWARD = Family(Sm90Backward, plan, tunings, reasons=REASONS)

@@ -1,25 +1,33 @@
-"""Plans of the float32 kernels of the mma.sync family: shared memory, registers, launches, and why one does not fit."""
+"""The float32 kernels of the mma.sync family, both passes: tf32 parts on tensor cores, or fp32 fused multiply-adds."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.plan_sm80 import (
+from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.limits import (
     REGISTER_FILE,
     REGISTER_LIMIT,
-    REGISTERS_BESIDES,
     SHARED_LIMIT,
-    forward_plan,
     require_fp32,
     require_positive,
     require_split,
-    schedule_launches,
     up,
 )
-from attnforge.codegen.plan_sm80_backward import require_grids
-from attnforge.codegen.spec import Arch, Mask, Spec
-from attnforge.codegen.tuning import Fp32Backward, Fp32Forward
+from attnforge.codegen.families.mma import (
+    REGISTERS_BESIDES,
+    WarpGrids,
+    forward_plan,
+    require_grids,
+    require_one_order,
+)
+from attnforge.codegen.families.schedule import schedule_launches
+from attnforge.codegen.plan import Infeasible, Launch, Plan
+from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
 
 # Arguments of one copy function of fp32_tile.cuh.jinja: its suffix, the names of the tile's rows and columns, copies
 # per row, threads that share a row.
@@ -28,13 +36,36 @@ Load = tuple[str, str, str, int, int]
 RESERVED = 1024
 
 
-def make_plan(spec: Spec) -> Plan:
-    """Plan of a spec of this family, or `Infeasible`."""
-    require_fp32(spec)
-    if isinstance(spec.tuning, Fp32Forward):
-        return _forward(spec, spec.tuning)
-    assert isinstance(spec.tuning, Fp32Backward)
-    return _backward(spec, spec.tuning)
+@dataclass(frozen=True)
+class Fp32Forward(Tuning):
+    """Tuning of the float32 forward kernels: mma.sync on tf32 parts, or float lanes (parts = 0)."""
+
+    tile_m: int = knob("m", "query rows per block")
+    tile_n: int = knob("n", "keys per step of the main loop")
+    warps: int = knob("w", "warps per block; each owns tile_m / warps query rows")
+    stages: int = knob("s", "shared-memory buffers for K and for V")
+    parts: int = knob("p", "parts of the columns of O, computed in turn; 0: float lanes, no tensor cores")
+    blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
+
+
+@dataclass(frozen=True)
+class Fp32Backward(WarpGrids):
+    """Tuning of the float32 backward kernel (one block owns a key tile and walks the query tiles)."""
+
+    tile_m: int = knob("m", "query rows per step of the main loop")
+    tile_n: int = knob("n", "keys per block")
+    warps: int = knob("w", "warps per block")
+    stages: int = knob("s", "shared-memory buffers for Q and for dO")
+    warps_sdp: int = knob("a", "warps along the queries in S and dP; the rest split the keys")
+    warps_dkv: int = knob("c", "warps along the keys in dK and dV; the rest split head_dim")
+    warps_dq: int = knob("d", "warps along the queries in dQ; the rest split head_dim")
+    parts: int = knob("p", "parts of a warp's columns of dK, dV and dQ, which a step computes in turn")
+    blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
+    split_heads: bool = knob("h", "a block per q head (dK, dV summed in memory), not per kv head")
+    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
+
+
+# ---- Plans
 
 
 def padded(width: int) -> int:
@@ -76,10 +107,17 @@ def _common(spec: Spec, loads: tuple[Load, ...], stages: int) -> dict[str, Any]:
     }
 
 
-def _forward(spec: Spec, t: Fp32Forward) -> Plan:
+def plan_forward(spec: Spec) -> Plan:
+    """Plan of a forward spec of this family, or `Infeasible`."""
+    t = spec.tuning
+    assert isinstance(t, Fp32Forward)
+    require_fp32(spec)
+    return _mma(spec, t) if t.parts else _ffma(spec, t)
+
+
+def _mma(spec: Spec, t: Fp32Forward) -> Plan:
+    """The kernel that multiplies tf32 parts of floats on tensor cores."""
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
-    if t.parts == 0:
-        return _ffma(spec, t)
     require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.parts, t.blocks)
     require_split("tile_m", t.tile_m, t.warps, 16, "warps")
     require_split("tile_n", t.tile_n, 1, 16, "two n8 fragments")
@@ -95,7 +133,7 @@ def _forward(spec: Spec, t: Fp32Forward) -> Plan:
 
 
 def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
-    """The kernel whose products are those of the float lanes: threads have rows x (keys and columns of O)."""
+    """The kernel that multiplies on FP32 cores: a thread owns rows x (keys and columns of O)."""
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
     require_split("tile_m", t.tile_m, t.warps, 4, "warps")
@@ -120,7 +158,11 @@ def _qkv_loads(spec: Spec, t: Fp32Forward) -> tuple[Load, ...]:
     )
 
 
-def _backward(spec: Spec, t: Fp32Backward) -> Plan:
+def plan_backward(spec: Spec) -> Plan:
+    """Plan of a backward spec of this family, or `Infeasible`."""
+    t = spec.tuning
+    assert isinstance(t, Fp32Backward)
+    require_fp32(spec)
     _check_grids(t)
     frags, threads = _gradient_frags(spec, t), t.warps * 32
     shared, registers = _backward_shared(spec, t), _backward_registers(t, frags)
@@ -193,6 +235,7 @@ def _backward_constants(spec: Spec, t: Fp32Backward, frags: dict[str, int]) -> d
 def _check_grids(t: Fp32Backward) -> None:
     require_positive(t.parts, t.blocks)
     require_grids(t, 8)
+    require_one_order(t.split_heads, t.ordered)
     if (frags := t.tile_n // (t.warps // t.warps_sdp) // 8) % 4 and frags not in (1, 2):
         raise Infeasible(
             f"tile_n {t.tile_n}: the {8 * frags} keys of a warp neither share nor fill words of 32"
@@ -226,3 +269,82 @@ def _require_fit(spec: Spec, shared: int, registers: int, threads: int, blocks: 
         raise Infeasible(
             f"registers: the tiles alone take {registers} of a thread, {registers - fits} more than fit"
         )
+
+
+# ---- Spaces
+
+# Tried first when nothing was measured: (largest head_dim, tuning), in order of preference. The first ones fill
+# multiprocessors of 164 and 228 KB, the others those of 100 KB. Modelled, not measured.
+FORWARD_GUESSES = (
+    (64, Fp32Forward(128, 32, 4, 2, 2, 2)),
+    (64, Fp32Forward(64, 32, 4, 2, 1, 3)),
+    (64, Fp32Forward(128, 16, 4, 2, 1, 2)),
+    (64, Fp32Forward(64, 64, 4, 1, 2, 2)),
+    (64, Fp32Forward(64, 32, 4, 1, 1, 2)),
+    (64, Fp32Forward(256, 32, 8, 2, 2, 1)),
+    (128, Fp32Forward(64, 32, 4, 2, 2, 2)),
+    (128, Fp32Forward(64, 32, 4, 1, 2, 1)),
+    (256, Fp32Forward(64, 32, 4, 1, 8, 1)),
+    (256, Fp32Forward(64, 16, 4, 1, 4, 1)),
+)
+BACKWARD_GUESSES = (
+    (64, Fp32Backward(64, 64, 4, 1, 2, 2, 2, 1, 2, False, False)),
+    (64, Fp32Backward(32, 64, 4, 1, 2, 4, 2, 1, 2, False, False)),
+    (64, Fp32Backward(32, 64, 8, 1, 2, 4, 2, 1, 1, False, False)),
+    (64, Fp32Backward(64, 128, 8, 1, 2, 4, 2, 1, 1, False, False)),
+    (64, Fp32Backward(64, 64, 8, 1, 4, 4, 4, 1, 1, False, False)),
+    (64, Fp32Backward(32, 128, 8, 2, 2, 4, 2, 1, 1, False, False)),
+    (128, Fp32Backward(64, 64, 8, 1, 4, 4, 4, 1, 1, False, False)),
+    (128, Fp32Backward(32, 64, 8, 1, 2, 4, 2, 1, 1, False, False)),
+    (128, Fp32Backward(32, 32, 4, 1, 2, 2, 2, 2, 1, False, False)),
+    (256, Fp32Backward(32, 32, 4, 1, 2, 2, 2, 4, 1, False, False)),
+    (256, Fp32Backward(32, 16, 2, 1, 2, 1, 2, 4, 1, False, False)),
+    (256, Fp32Backward(16, 16, 2, 1, 1, 1, 1, 4, 1, False, False)),
+)
+# (tile_m, tile_n, warps, warps_sdp, warps_dkv, warps_dq) of the backward kernel.
+BACKWARD_GRIDS = (
+    (64, 64, 4, 2, 2, 2),
+    (64, 64, 4, 4, 4, 4),
+    (64, 64, 4, 2, 4, 2),
+    (64, 128, 8, 2, 4, 2),
+    (64, 128, 8, 4, 8, 4),
+    (128, 64, 8, 4, 2, 4),
+    (64, 64, 8, 4, 4, 4),
+    (32, 64, 4, 2, 4, 2),
+    (32, 64, 8, 2, 4, 2),
+    (32, 64, 4, 2, 2, 2),
+    (32, 128, 8, 2, 4, 2),
+    (32, 128, 4, 2, 4, 2),
+    (32, 32, 4, 2, 2, 2),
+)
+
+
+def forward_tunings(problem: Problem) -> Iterator[Fp32Forward]:
+    """What a search of the forward tries, best guess first."""
+    yield from (tuning for limit, tuning in FORWARD_GUESSES if problem.head_dim <= limit)
+    for tile_n, (tile_m, warps), stages, blocks, parts in product(
+        (32, 64, 16), ((128, 4), (64, 4), (256, 8), (128, 8), (32, 2)), (2, 1), (2, 3, 1, 4), (1, 2, 4, 8)
+    ):
+        yield Fp32Forward(tile_m, tile_n, warps, stages, parts, blocks)
+    # FP32 cores, for GPUs whose tensor cores are no faster in tf32 than these, such as GeForce.
+    for (tile_m, warps), tile_n, stages, blocks in product(
+        ((128, 8), (128, 4), (64, 4), (64, 2), (256, 8), (32, 2)), (64, 32, 16), (1, 2), (1, 2, 3)
+    ):
+        yield Fp32Forward(tile_m, tile_n, warps, stages, 0, blocks)
+
+
+def backward_tunings(problem: Problem) -> Iterator[Fp32Backward]:
+    """What a search of the backward tries, best guess first; deterministic ones last, for who asks takes the first."""
+    guesses = [tuning for limit, tuning in BACKWARD_GUESSES if problem.head_dim <= limit]
+    yield from guesses
+    for split, grid, stages, blocks, parts in product(
+        (True, False), BACKWARD_GRIDS, (1, 2), (2, 1, 3), (1, 2, 4)
+    ):
+        tile_m, tile_n, warps, sdp, dkv, dq = grid
+        yield Fp32Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, parts, blocks, split, False)
+    yield from (dataclasses.replace(tuning, ordered=True) for tuning in guesses)
+
+
+HONOURED = frozenset({"align", "dim_v"})
+FORWARD = Family(Fp32Forward, plan_forward, forward_tunings, HONOURED)
+BACKWARD = Family(Fp32Backward, plan_backward, backward_tunings, HONOURED)
