@@ -67,7 +67,6 @@ ALLOWED = {
         "codegen.families",
         "runtime",
         "runtime.build",
-        "runtime.doctor",
         "runtime.search",
     },
     "bagel.pictures": {"bagel", "bagel.measure"},

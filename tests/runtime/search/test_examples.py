@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from attnforge.codegen.families import FAMILIES
 from attnforge.codegen.render import render
-from attnforge.codegen.spec import TUNINGS
 from attnforge.runtime.search import examples
 from attnforge.runtime.search.winners import GENERATED, tuned_entries, tuned_specs
 
@@ -24,7 +24,7 @@ def test_one_example_for_each_family_pass_and_mask() -> None:
     assert len({key(spec) for spec in chosen}) == len(chosen)
     tuned = [spec for spec in tuned_specs() if spec.problem.arch.is_gpu]
     assert {key(spec) for spec in tuned} <= {key(spec) for spec in chosen}
-    assert {key(spec)[:2] for spec in chosen} == set(TUNINGS)
+    assert {key(spec)[:2] for spec in chosen} == set(FAMILIES)
     assert len(chosen) <= 20
 
 
