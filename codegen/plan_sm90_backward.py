@@ -19,7 +19,7 @@ from attnforge.codegen.tuning import Sm90Backward
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 STATISTICS = 8  # floats of row statistics: lse and delta, as 8 bf16 each
-HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
+HELPER_THREADS = 256  # of a block of _preprocess, _postprocess and _postprocess_dkv
 
 
 def panel_columns(head_dim: int) -> int:
@@ -161,7 +161,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "uneven": not t.lag and 2 * dq_part != head_dim,
         "dq_by_turns": _dq_by_turns(t),
         "loaders": 2 if t.lag or t.ordered else 1,  # warps
-        "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
+        "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "helper_threads": HELPER_THREADS,
     }
 
@@ -169,11 +169,11 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
 def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     launches = [
-        Launch(f"{spec.symbol}_prepare", queries, HELPER_THREADS),
+        Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
         Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
-        Launch(f"{spec.symbol}_finish", queries, HELPER_THREADS, overlaps=True),
+        Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
     ]
     if t.split_heads:
         keys = ("tiles_n", "batch", "heads_kv")
-        launches.append(Launch(f"{spec.symbol}_finish_dkv", keys, HELPER_THREADS, overlaps=True))
+        launches.append(Launch(f"{spec.symbol}_postprocess_dkv", keys, HELPER_THREADS, overlaps=True))
     return tuple(launches)

@@ -14,28 +14,44 @@
 //   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not the one with most work (ordered ones always do)
 //
-// S = scale Q K^T, P = exp(S - lse), dP = dO V^T, delta = row sums of dO * O, dS = P * (dP - delta);
-// dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
-// A block owns a key tile of one kv head and walks the query tiles that see it, for every q head of the group. dQ is
-// summed in fp32 memory.
-// Consumers: two warpgroups, each with 64 of the keys and dQ of every other step. S and dP are computed transposed
-// (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
-// through shared memory, for dQ, which needs all keys of the tile.
-// Producer warpgroup: a warp loads K, Q and row statistics, one V and dO, two add dQ to the sums.
-// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
-// Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ).
+// Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
-// All but _prepare may start while the kernel before them runs (programmatic dependent launch). Each of their blocks,
-// on every path, waits for the end of the kernel before, and until then touches nothing that any launch writes. That
-// wait is for the direct predecessor alone; but as that waited itself before it could end, with its end come those of
-// all launches before it. _prepare starts in the usual way, after all that was in the stream before: so the inputs, the
-// mask and its schedule are there when a block of any launch starts, and may be read at once.
-// The next kernel may start once all blocks have said so or have ended. From then on its blocks take the room that
-// blocks leave; those that still run have theirs, so nobody waits for a block that has no room, in turns neither.
-// _prepare says so at once: it is short, and all of the next kernel's start is to be beside it.
-// A block of the main kernel says so when it has nothing left to load: that hides the launch of _finish, and earlier
-// blocks of _finish, which do nothing but wait, would keep other streams from multiprocessors that have no work left.
-// The last launch never does: the kernel behind it in the stream may rely on more than the end of that launch.
+//     S  = scale Q K^T    P  = exp(S - lse)    delta = rowsum(dO * O) - dlse
+//     dP = dO V^T         dS = P * (dP - delta)
+//     dV = P^T dO         dK = scale dS^T Q    dQ = scale dS K
+//
+// symbol        shape               meaning
+//   K, V        kTileN x kHeadDim   the block's key tile, in shared memory, then as fragments
+//   Q, dO       kTileM x kHeadDim   query tile of a step, in rings of kStagesQ and kStagesDo buffers
+//   S, P        kTileN x kTileM     S without the scale, less lse / scale; then P. Transposed, fp32, in registers
+//   dP, dS      kTileN x kTileM     dP less delta; then dS, which goes to shared memory for dQ
+//   dK, dV      kTileN x kHeadDim   sums over the steps, fp32, in registers
+//   dQ          kTileM x kHeadDim   this key tile's part of it, fp32; then added to dq_accum
+//   dq_accum    all of dQ           fp32 sums in device memory, in the order of fragments
+//   lse         a query             ln(sum exp S), from the forward
+//   dlse        a query             gradient of lse, if there is one
+//   row_stats   kTileM x 16         lse and delta as bf16 columns that continue Q and dO (see kRowStatsFloats)
+//   visit       int                 a query tile that sees the key tile: its number * 2 + (1 if some pairs are hidden)
+//   step                            a visit of one q head: an iteration of the main loop
+//   plane       int                 batch entry * heads + head
+//
+// A block computes a key tile of one kv head: it visits the query tiles that see it, for every q head of the group.
+// Consumers: two warpgroups, each with 64 of the keys and dQ of every other step. S and dP are
+// transposed (keys x queries), so that P and dS arise in the registers that wgmma takes as A operands of dV and dK. dQ
+// needs dS of all keys of the tile, which therefore goes through shared memory.
+// Producer warpgroup: warp 0 loads K, Q and row_stats, warp 1 V and dO, warps 2 and 3 add dQ to dq_accum.
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
+//
+// Kernels: _preprocess (row_stats, zeros for sums), the main kernel, _postprocess (dQ).
+// Programmatic dependent launch: all but _preprocess may start while the kernel before them runs. Each of their blocks
+// calls griddepcontrol_wait, on every path, before it touches what any of these kernels writes. The wait covers the
+// direct predecessor only; as that one has waited for its own predecessor, it covers all before it, too. _preprocess
+// starts after everything before it in the stream, so inputs, mask and schedule may be read without a wait.
+// The next kernel may start once each block has called griddepcontrol_launch_dependents or has ended. Its blocks then
+// take resources that other blocks have released, never those of a running block, so waiting cannot deadlock.
+// _preprocess calls it first, being short. A block of the main kernel calls it after its last
+// load: earlier, blocks of _postprocess would only wait and keep other streams from idle multiprocessors. The last
+// kernel never calls it: what follows it in the stream may depend on more than its end.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -130,7 +146,7 @@ constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
+constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
 constexpr int kStagesQ = 4;  // buffers of Q
 constexpr int kStagesDo = 4;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
@@ -141,38 +157,37 @@ constexpr int kPanels = 1;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
-constexpr int kDqColumns = kHeadDim;  // of dQ that a consumer computes: a product with fewer takes as long
-constexpr int kDqPartBytes = 64 * kDqColumns * 4;
-// dS is stored as [key][query], chunks swizzled within 128 bytes.
-constexpr int kSpanDs = 128;
+constexpr int kDqColumns = kHeadDim;  // of dQ that a consumer computes: fewer columns would take as long
+constexpr int kDqBytes = 64 * kDqColumns * 4;  // of a consumer
+// dS is stored as [key][query], 16-byte chunks swizzled within rows of 128 bytes.
+constexpr int kDsRowBytes = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
-// Steps go in pairs. A consumer writes dS of a pair once both have arrived with that of the pair before. Then both are
-// done with dQ of the pair before that one: buffers for two pairs, and no barrier to say that one is empty.
+// Steps go in pairs. A consumer writes dS of a pair after both have arrived with dS of the pair before. By then both
+// have completed dQ of the pair before that one: buffers for two pairs suffice, without a barrier for empty ones.
 constexpr int kBuffersDs = 4;
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
-// Row statistics enter S and dP by one more product, as if head_dim went on: a row of Q with 8 columns that sum up to
-// -lse / scale, a row of dO with 8 that sum up to -delta, and rows of K and V with ones. So no lane loads them from
-// shared memory, which would hold up the products that read it.
-constexpr int kStatFloats = 8;  // the room of a row's: 8 columns of bf16 for lse, 8 for delta
-constexpr int kStatBytes = kTileM * kStatFloats * 4;  // first lse of all rows, then delta
-// Shared memory. Statistics come first: compute-sanitizer takes a product of theirs, whose last 8 columns are the first
-// 8 once more, to read 2048 bytes, and would report those past the end.
-constexpr int kOffsetStats = 0;
-constexpr int kOffsetK = kOffsetStats + kStagesQ * kStatBytes;
+// row_stats enter S and dP by one more k16 step of the product: a row of Q continues with 8 columns whose sum is
+// -lse / scale, a row of dO with 8 whose sum is -delta, and rows of K and V with ones. Loading them from shared memory
+// into registers instead would delay the products that read it.
+constexpr int kRowStatsFloats = 8;  // of a row: 8 bf16 columns for lse, 8 for delta
+constexpr int kRowStatsBytes = kTileM * kRowStatsFloats * 4;  // first lse of all rows, then delta
+// Shared memory. row_stats come first: the last 8 columns of their product are the first 8 once more, and
+// compute-sanitizer, which takes it to read 2048 bytes, would report those past the end.
+constexpr int kOffsetRowStats = 0;
+constexpr int kOffsetK = kOffsetRowStats + kStagesQ * kRowStatsBytes;
 constexpr int kOffsetV = kOffsetK + kTileBytesN;
 constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
 constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
-// The visit: query tile * 2 + (1 if the mask hides some).
-constexpr int kOffsetVisit = kOffsetDq + kConsumers * kDqPartBytes;
+constexpr int kOffsetVisit = kOffsetDq + kConsumers * kDqBytes;
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
-// Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
-// arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
-// takes one of each consumer warp, in each step of a pair: dQ needs the keys of both consumers. Each consumer has a
-// buffer of dQ: full with its four warps, empty when the warp that adds it has read it.
+// Barriers: full = the data is there, empty = its readers have finished. Loads complete a full barrier with the bytes
+// that the producer announced. Consumer warps arrive at empty barriers of Q and dO; K and V stay. They also arrive at
+// full dS, in each step of a pair, as dQ needs the keys of both consumers. Each consumer has a buffer of dQ: full
+// with its four warps, empty when the warp that adds it to dq_accum has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullDs = kFullV + 8;
@@ -183,7 +198,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 205016, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 205016, "the plan of this kernel disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kConsumersDone = 1, kStoreOfFirst = 2 };
@@ -333,12 +348,12 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
 }
 
 // Thread: wait until the kernel before has ended and its writes are there. Nothing to wait for if launched after that.
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Thread: for its block, the next kernel may start.
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
@@ -380,8 +395,8 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], const unsig
 }
 
 // Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of row statistics.
-__device__ __forceinline__ void wgmma_statistics(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
-                                                 int add) {
+__device__ __forceinline__ void wgmma_row_stats(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
+                                                int add) {
     // clang-format off
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
@@ -468,39 +483,6 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Work ----------------------------------------------------------------------------------------------------------
-
-// Position in a ring of buffers: the phase of its barriers flips at every wrap.
-struct Ring {
-    unsigned stage, phase;
-    __device__ __forceinline__ void advance(unsigned stages) {
-        if (++stage == stages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
-struct Work {
-    int tile, head_kv, batch;
-    int visits;             // query tiles, for each q head
-    int first_head, heads;  // q heads
-};
-
-// The work of block `block` of the grid.
-__device__ __forceinline__ Work work_of(const Params& p, int block) {
-    const Place place = place_of(p, block);
-    Work work;
-    work.head_kv = place.head;
-    work.heads = p.heads_q / p.heads_kv;
-    work.first_head = work.head_kv * work.heads;
-    work.batch = place.batch;
-    work.tile = owned_tile(p, place.rank);
-    work.visits = visits(p, work.tile);
-    return work;
-}
-
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
@@ -520,103 +502,174 @@ __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, u
     tma_load(tile, map, barrier, 0, row, 0, head, batch);
 }
 
-// ---- Producers -----------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
-// The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
-// are few others); their first lane alone acts. All walk the visits in the same order as the consumers.
+// Position in a ring of buffers: the phase of its barriers flips at every wrap.
+struct Ring {
+    unsigned stage, phase;
+    __device__ __forceinline__ void advance(unsigned stages) {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
 
-// Warp: feed the consumers with K, then Q and what goes with it.
+// The work of a block: a key tile of a head, its visits, the q heads it serves.
+struct Work {
+    int tile, head_kv, batch;
+    int visits;             // for each q head
+    int first_head, heads;  // q heads
+};
+
+// The work of block `block` of the grid.
+__device__ __forceinline__ Work work_of(const Params& p, int block) {
+    const Place place = place_of(p, block);
+    Work work;
+    work.head_kv = place.head;
+    work.heads = p.heads_q / p.heads_kv;
+    work.first_head = work.head_kv * work.heads;
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// Visit `index` of a q head.
+__device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
+    return visit(p, work.tile, index);
+}
+
+// The plane of the first q head among those of q and dO.
+__device__ __forceinline__ long long first_plane(const Params& p, const Work& work) {
+    return static_cast<long long>(work.batch) * p.heads_q + work.first_head;
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
+
+// Whole warps run these functions, which lets the compiler keep state in uniform registers (there are few others); only
+// lane 0, the leader, issues. All warps go through the steps in the order of the consumers.
+
+// Thread: start loading the block's key tile of K or V to `tile`.
+__device__ __forceinline__ void load_keys(const TensorMap& map, unsigned tile, unsigned full, const Work& work) {
+    barrier_expect(full, kTileBytesN);
+    load_tile(tile, map, full, work.tile * kTileN, work.head_kv, work.batch, kTileN);
+}
+
+// Warp: load the visit, Q and row_stats (`row_stats`: of the head) of a step into the ring's next buffers.
+__device__ __forceinline__ void load_q(const TensorMaps& maps, unsigned base, const Work& work, int head, int visit,
+                                       const float* row_stats, Ring& ring, bool leader) {
+    const int query0 = (visit >> 1) * kTileM;
+    const unsigned full = base + kFullQ + ring.stage * 8;
+    barrier_wait(base + kEmptyQ + ring.stage * 8, ring.phase);
+    if (leader) {
+        store_int(base + kOffsetVisit + ring.stage * 8, visit);
+        barrier_expect(full, kTileBytesM + kRowStatsBytes);
+        load_tile(base + kOffsetQ + ring.stage * kTileBytesM, maps.q, full, query0, head, work.batch, kTileM);
+        bulk_load(base + kOffsetRowStats + ring.stage * kRowStatsBytes, row_stats + query0 * kRowStatsFloats,
+                  kRowStatsBytes, full);
+    }
+    ring.advance(kStagesQ);
+}
+
+// Warp: load dO of a step into the ring's next buffer.
+__device__ __forceinline__ void load_dout(const TensorMaps& maps, unsigned base, const Work& work, int head, int visit,
+                                          Ring& ring, bool leader) {
+    const unsigned full = base + kFullDo + ring.stage * 8;
+    barrier_wait(base + kEmptyDo + ring.stage * 8, ring.phase);
+    if (leader) {
+        barrier_expect(full, kTileBytesM);
+        load_tile(base + kOffsetDo + ring.stage * kTileBytesM, maps.dout, full, (visit >> 1) * kTileM, head,
+                  work.batch, kTileM);
+    }
+    ring.advance(kStagesDo);
+}
+
+// row_stats of q head `head` in device memory.
+__device__ __forceinline__ const float* row_stats_of(const Params& p, const Work& work, int head) {
+    return p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * kRowStatsFloats;
+}
+
+// Warp 0: load K, then for each step Q, row_stats and the visit.
 __device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
-    const bool acts = threadIdx.x % 32 == 0;
-    if (acts) {
-        barrier_expect(base + kFullK, kTileBytesN);
-        load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv,
-                  work.batch, kTileN);
+    const bool leader = threadIdx.x % 32 == 0;
+    if (leader) {
+        load_keys(maps.k, base + kOffsetK, base + kFullK, work);
     }
-    wait_for_kernel_before();  // for the statistics; consumers add nothing to dK and dV before they have them
-    Ring q_ring = {0, 1};  // fresh barriers count as empty
+    griddepcontrol_wait();  // for row_stats; consumers add to dK and dV only after they have these
+    Ring ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
-        const long long plane = static_cast<long long>(work.batch) * p.heads_q + head;
-        const float* stats = p.delta + plane * p.padded_q * kStatFloats;
+        const float* row_stats = row_stats_of(p, work, head);
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
-            const int entry = visit(p, work.tile, i);
-            const int query0 = (entry >> 1) * kTileM;
-            const unsigned full_q = base + kFullQ + q_ring.stage * 8;
-            barrier_wait(base + kEmptyQ + q_ring.stage * 8, q_ring.phase);
-            if (acts) {
-                store_int(base + kOffsetVisit + q_ring.stage * 8, entry);
-                barrier_expect(full_q, kTileBytesM + kStatBytes);
-                load_tile(base + kOffsetQ + q_ring.stage * kTileBytesM, maps.q, full_q, query0, head,
-                          work.batch, kTileM);
-                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * kStatFloats, kStatBytes,
-                          full_q);
-            }
-            q_ring.advance(kStagesQ);
+            load_q(maps, base, work, head, visit_of(p, work, i), row_stats, ring, leader);
         }
     }
-    let_next_kernel_start();
+    griddepcontrol_launch_dependents();
 }
 
-// Warp: feed the consumers with V, then dO.
+// Warp 1: load V, then dO of each step. One warp for all loads is a little faster, but not with lag, nor where dQ is
+// added in a fixed order.
 __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
-    const bool acts = threadIdx.x % 32 == 0;
-    if (acts) {
-        barrier_expect(base + kFullV, kTileBytesN);
-        load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
-                  work.batch, kTileN);
+    const bool leader = threadIdx.x % 32 == 0;
+    if (leader) {
+        load_keys(maps.v, base + kOffsetV, base + kFullV, work);
     }
-    Ring do_ring = {0, 1};  // fresh barriers count as empty
+    Ring ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
-        const int head = work.first_head + h;
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
-            const int entry = visit(p, work.tile, i);
-            const int query0 = (entry >> 1) * kTileM;
-            const unsigned full_do = base + kFullDo + do_ring.stage * 8;
-            barrier_wait(base + kEmptyDo + do_ring.stage * 8, do_ring.phase);
-            if (acts) {
-                barrier_expect(full_do, kTileBytesM);
-                load_tile(base + kOffsetDo + do_ring.stage * kTileBytesM, maps.dout, full_do, query0, head,
-                          work.batch, kTileM);
-            }
-            do_ring.advance(kStagesDo);
+            load_dout(maps, base, work, work.first_head + h, visit_of(p, work, i), ring, leader);
         }
     }
 }
 
-// Warp: add what consumer `group` leaves in its dQ buffer, dQ of every other visit, to the sums in device memory, which
-// have the order of fragments too.
+// Thread: add the part of dQ in the buffer of consumer `group` to `sums`, both in the order of fragments, and wait
+// until the buffer has been read.
+__device__ __forceinline__ void add_dq(unsigned base, int group, float* sums) {
+    proxy_fence();
+    const unsigned part = base + kOffsetDq + group * kDqBytes;
+    const int bytes = kDqBytes;
+    bulk_reduce(sums, part, bytes);
+    tma_store_commit();
+    tma_store_wait();
+}
+
+// The fp32 sums of dQ of query tile `tile` in plane `plane`.
+__device__ __forceinline__ float* dq_accum_of(const Params& p, long long plane, int tile) {
+    return p.dq_accum + plane * p.padded_q * kHeadDim + static_cast<long long>(tile) * (kTileM * kHeadDim);
+}
+
+// Of a walk over every other step: move from visit `i`, past the last one, to that of a later head (`plane`). False
+// after the last head.
+__device__ __forceinline__ bool next_head(const Work& work, int& i, long long& plane, long long end) {
+    for (; i >= work.visits; i -= work.visits) {
+        if (++plane == end) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Warp 2 + group: add dQ of consumer `group`, that of every other step, to dq_accum.
 __device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
-    wait_for_kernel_before();  // for the zeros
-    const bool acts = threadIdx.x % 32 == 0;
-    long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head;
+    griddepcontrol_wait();  // for the zeros
+    const bool leader = threadIdx.x % 32 == 0;
+    long long plane = first_plane(p, work);
     const long long end = plane + work.heads;
-    barrier_wait(base + kFullDq + group * 8, 0);  // dQ is a pair of steps late: in the first one it is none
-    if (acts) {
+    barrier_wait(base + kFullDq + group * 8, 0);  // dQ is a pair of steps late: in the first pair it is none
+    if (leader) {
         barrier_arrive(base + kEmptyDq + group * 8);
     }
     unsigned phase = 1;
 #pragma unroll 1
-    for (int i = group;; i += 2) {
-        for (; i >= work.visits; i -= work.visits) {
-            if (++plane == end) {
-                return;
-            }
-        }
-        float* sums = p.dq_accum + plane * p.padded_q * kHeadDim;
-        const int tile = visit(p, work.tile, i) >> 1;
+    for (int i = group; next_head(work, i, plane, end); i += 2) {
+        const int tile = visit_of(p, work, i) >> 1;
         barrier_wait(base + kFullDq + group * 8, phase);
         phase ^= 1;
-        if (acts) {
-            proxy_fence();
-            float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
-            const unsigned part = base + kOffsetDq + group * kDqPartBytes;
-            const int bytes = kDqPartBytes;
-            bulk_reduce(target, part, bytes);
-            tma_store_commit();
-            tma_store_wait();
+        if (leader) {
+            add_dq(base, group, dq_accum_of(p, plane, tile));
             barrier_arrive(base + kEmptyDq + group * 8);
         }
     }
@@ -663,6 +716,69 @@ __device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4
     }
 }
 
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warp: A of the product of row statistics: ones (in bf16) in the first three of 16 columns, those that may not be 0.
+__device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
+    const int thread = threadIdx.x % 4;  // its columns: 2 * thread, the next, and those 8 further
+    ones[0] = thread == 0 ? 0x3f803f80 : thread == 1 ? 0x3f80 : 0;
+    ones[1] = ones[0];
+    ones[2] = 0;
+    ones[3] = 0;
+    // Made anew before each product, they would have to be fenced; so ptxas may not know what they are.
+    asm volatile("" : "+r"(ones[0]), "+r"(ones[1]), "+r"(ones[2]), "+r"(ones[3]));
+}
+
+// Warpgroup: start adding to S or dP the row statistics whose columns are at `statistics`.
+__device__ __forceinline__ void start_row_stats(float (&s)[kTileM / 2], const unsigned (&ones)[4],
+                                                 unsigned statistics) {
+    // Eight rows are 128 bytes, without a swizzle. The last 8 columns, whose factors are 0, are the first 8 once more.
+    wgmma_row_stats(s, ones, descriptor(statistics, 0, 128, 0), 1);
+}
+
+// Warp: its 16 of the warpgroup's 64 rows at `keys` in a tile of keys, as fragments of wgmma's A.
+__device__ __forceinline__ void load_fragments(unsigned (&fragments)[kSteps][4], unsigned keys) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int twist = row / 1 % 8;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        const int chunk = step * 2 + lane / 16;
+        ldmatrix(fragments[step], keys + chunk / (kColumns / 8) * kTileN * kSpan + row * kSpan +
+                                      (chunk % (kColumns / 8) ^ twist) * 16);
+    }
+}
+
+// Warpgroup: start S = K Q^T or dP = V dO^T, with its keys in registers.
+__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], const unsigned (&keys)[kSteps][4],
+                                             unsigned queries) {
+    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        wgmma_scores(s, keys[step], b + step_at(step, kTileM), step > 0);
+    }
+}
+
+// Warpgroup: start dV += P^T dO or dK += dS^T Q, for its keys; the sum is overwritten if `add` is 0.
+__device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsigned (&frags)[kTileM / 16][4],
+                                          unsigned queries, int add) {
+    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        wgmma_dkv(sum, frags[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+    }
+}
+
+// Warpgroup: start dQ = dS K over all keys of the block, for the kDqColumns columns that start at `k`.
+__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
+    const unsigned long long a = descriptor(ds, 0, 8 * kDsRowBytes, kSwizzleDs);
+    const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_dq(dq, a + (step * 16 * kDsRowBytes >> 4), b + (step * 16 * kSpan >> 4), step > 0);
+    }
+}
+
 // ---- How results leave registers -----------------------------------------------------------------------------------
 
 // Warpgroup: its 64 keys of dS to the tile at `ds`.
@@ -670,7 +786,7 @@ __device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kT
     const int lane = threadIdx.x % 32;
     const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
     // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
-    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
+    const unsigned place = row * kDsRowBytes + (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
     for (int step = 0; step < kTileM / 16; ++step) {
         stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
@@ -719,335 +835,272 @@ __device__ __forceinline__ void store_no_dkv(const Params& p, int key0, int head
     }
 }
 
-// ---- Products ------------------------------------------------------------------------------------------------------
+// ---- Consumer ------------------------------------------------------------------------------------------------------
 
-// Warp: A of the product of row statistics: ones (in bf16) in the first three of 16 columns, those that may not be 0.
-__device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
-    const int thread = threadIdx.x % 4;  // its columns: 2 * thread, the next, and those 8 further
-    ones[0] = thread == 0 ? 0x3f803f80 : thread == 1 ? 0x3f80 : 0;
-    ones[1] = ones[0];
-    ones[2] = 0;
-    ones[3] = 0;
-    // Made anew before each product, they would have to be fenced; so ptxas may not know what they are.
-    asm volatile("" : "+r"(ones[0]), "+r"(ones[1]), "+r"(ones[2]), "+r"(ones[3]));
-}
+// Where a step finds its tiles, and the barriers by which a consumer frees those of Q and dO.
+struct Buffers {
+    unsigned q, dout, ds, empty_q, empty_do;
+};
 
-// Warpgroup: start adding to S or dP the row statistics whose columns are at `statistics`.
-__device__ __forceinline__ void start_statistics(float (&s)[kTileM / 2], const unsigned (&ones)[4],
-                                                 unsigned statistics) {
-    // Eight rows are 128 bytes, without a swizzle. The last 8 columns, whose factors are 0, are the first 8 once more.
-    wgmma_statistics(s, ones, descriptor(statistics, 0, 128, 0), 1);
-}
-
-// Warp: its 16 of the warpgroup's 64 rows at `keys` in a tile of keys, as fragments of wgmma's A.
-__device__ __forceinline__ void load_fragments(unsigned (&fragments)[kSteps][4], unsigned keys) {
-    const int lane = threadIdx.x % 32;
-    const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-    const int twist = row / 1 % 8;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        const int chunk = step * 2 + lane / 16;
-        ldmatrix(fragments[step], keys + chunk / (kColumns / 8) * kTileN * kSpan + row * kSpan +
-                                      (chunk % (kColumns / 8) ^ twist) * 16);
-    }
-}
-
-// Warpgroup: start S = K Q^T or dP = V dO^T, with its keys in registers.
-__device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], const unsigned (&keys)[kSteps][4],
-                                             unsigned queries) {
-    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        wgmma_scores(s, keys[step], b + step_at(step, kTileM), step > 0);
-    }
-}
-
-// Warpgroup: start dV += P^T dO or dK += dS^T Q, for its keys; the sum is overwritten if `add` is 0.
-__device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsigned (&frags)[kTileM / 16][4],
-                                          unsigned queries, int add) {
-    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-        wgmma_dkv(sum, frags[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
-    }
-}
-
-// Warpgroup: start dQ = dS K over all keys of the block, for the kDqColumns columns that start at `k`.
-__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
-    const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
-    const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
-#pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_dq(dq, a + (step * 16 * kSpanDs >> 4), b + (step * 16 * kSpan >> 4), step > 0);
-    }
-}
-
-// ---- Consumers -----------------------------------------------------------------------------------------------------
-
-// Warpgroup: work through the query tiles, for 64 of the keys. Tensor cores and scalar code overlap:
+// A consumer warpgroup: 64 keys of the block's tile. Products run while scalar code does:
 // dS is computed beside dV, the next P beside dK and either dP or dQ.
-__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
-                                        int group) {
-    const int lane = threadIdx.x % 32;
-    const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
-    const int steps = work.visits * work.heads;
-    Ring q_ring = {0, 0};
-    Ring do_ring = {0, 0};
-    float s[kTileM / 2];   // S - lse / scale, S without the scale; then P
+struct Consumer {
+    const Params& p;
+    const TensorMaps& maps;
+    const Work& work;
+    const unsigned base;    // of shared memory
+    const int group, lane;  // number of the warpgroup; lane of the warp
+    int key;  // the thread's first one; the other is key + 8
+    Ring q_ring = {0, 0}, do_ring = {0, 0};
+    unsigned k[kSteps][4];  // own rows of K as A operands
+    unsigned v[kSteps][4];
+    float s[kTileM / 2];  // S - lse / scale, S without the scale; then P
     float dp[kTileM / 2];  // dP - delta
     float dk[kHeadDim / 2];
     float dv[kHeadDim / 2];
     float dq[kDqColumns / 2];
-    unsigned p_frags[kTileM / 16][4];
+    unsigned p_frags[kTileM / 16][4];  // P as A operand
     unsigned ds_frags[kTileM / 16][4];
-    unsigned ones[4];
-    set_ones(ones);
+    unsigned ones[4];  // A operand of row_stats
 
-    barrier_wait(base + kFullK, 0);
-    unsigned k[kSteps][4];
-    load_fragments(k, base + kOffsetK + group * 64 * kSpan);
-    barrier_wait(base + kFullQ, 0);
-    wgmma_fence();
-    start_scores(s, k, base + kOffsetQ);
-    start_statistics(s, ones, base + kOffsetStats);
-    wgmma_commit();
-    wgmma_wait<0>();
-    accumulator_fence(s);
-    probabilities(s, p.scale_log2);
-    const int entry = load_int(base + kOffsetVisit);
-    if (entry & 1) {
-        apply_mask(p, s, (entry >> 1) * kTileM, key);
+    __device__ __forceinline__ Consumer(const Params& p, const TensorMaps& maps, unsigned base, const Work& work,
+                                        int group)
+        : p(p), maps(maps), work(work), base(base), group(group), lane(threadIdx.x % 32) {
+        key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        asm volatile("" : "+r"(key));  // pinned: otherwise ptxas computes it anew in every masked step
+        set_ones(ones);
     }
-    barrier_wait(base + kFullV, 0);
-    unsigned v[kSteps][4];
-    load_fragments(v, base + kOffsetV + group * 64 * kSpan);
 
-    barrier_wait(base + kFullDo, 0);
-    wgmma_fence();
-    start_scores(dp, v, base + kOffsetDo);
-    start_statistics(dp, ones, base + kOffsetStats + kStatBytes / 2);
-    wgmma_commit();
-    wgmma_wait<0>();
-    accumulator_fence(dp);
-    for (int step = 0; step < steps; ++step) {
-        {
-            const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
-            const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
-            const unsigned ds = base + kOffsetDs + (step & 3) * kDsBytes;
-            const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
-            const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
-            const bool more = step + 1 < steps;
+    // Of step `step`, while the rings stand there.
+    __device__ __forceinline__ Buffers buffers(int step) const {
+        return {base + kOffsetQ + q_ring.stage * kTileBytesM, base + kOffsetDo + do_ring.stage * kTileBytesM,
+                base + kOffsetDs + (step & 3) * kDsBytes, base + kEmptyQ + q_ring.stage * 8,
+                base + kEmptyDo + do_ring.stage * 8};
+    }
 
-            pack_scores(p_frags, s);
-            wgmma_fence();
-            start_dkv(dv, p_frags, dout, step > 0);
-            wgmma_commit();
-            score_gradients(ds_frags, s, dp);
-            // Both have arrived with dS of the pair before: from here on arrivals count for this one.
-            barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);
-            proxy_fence();  // for dQ of that pair, below
-            store_ds(ds, ds_frags, group);
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(base + kFullDs);
-            }
+    __device__ __forceinline__ void wait_k() {
+        barrier_wait(base + kFullK, 0);
+        load_fragments(k, base + kOffsetK + group * 64 * kSpan);
+    }
+    __device__ __forceinline__ void wait_v() {
+        barrier_wait(base + kFullV, 0);
+        load_fragments(v, base + kOffsetV + group * 64 * kSpan);
+    }
+    __device__ __forceinline__ void wait_q() { barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase); }
+    __device__ __forceinline__ void wait_dout() { barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase); }
 
-            q_ring.advance(kStagesQ);
-            do_ring.advance(kStagesDo);
-            if (more) {
-                barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
-                barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
-            }
-            wgmma_fence();
-            // After the last step this multiplies old data, and nobody looks at the result.
-            start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
-            start_statistics(s, ones, base + kOffsetStats + q_ring.stage * kStatBytes);
-            wgmma_commit();
-            // In the first pair it multiplies what lies there, and reduce_dq drops the result: a branch would make
-            // ptxas wait for registers of the wgmma in flight.
-            start_dq(dq, base + kOffsetDs + (step - 2 + group & 3) * kDsBytes, base + kOffsetK);
-            wgmma_commit();
-            start_dkv(dk, ds_frags, q, step > 0);
-            wgmma_commit();
-            wgmma_wait<2>();  // dV and S are complete
-            accumulator_fence(s);
-            if (lane == 0) {
-                barrier_arrive(empty_do);
-            }
-            if (more) {
-                const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
-                probabilities(s, p.scale_log2);
-                if (entry & 1) {
-                    apply_mask(p, s, (entry >> 1) * kTileM, key);
-                }
-            }
-            barrier_wait(base + kEmptyDq + group * 8, (step >> 1) & 1 ^ 1);
-            wgmma_wait<0>();  // dQ and dK are complete
-            accumulator_fence(dq);
-            if (lane == 0) {
-                // Every warp for itself: with Q goes the visit, which it has read before the __syncwarp above.
-                barrier_arrive(empty_q);
-            }
-            store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-            wgmma_fence();
-            start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
-            start_statistics(dp, ones, base + kOffsetStats + q_ring.stage * kStatBytes + kStatBytes / 2);
-            wgmma_commit();
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(base + kFullDq + group * 8);
-            }
-            wgmma_wait<0>();  // dP is complete
-            accumulator_fence(dp);
-        }
-        if (++step == steps) {
-            break;
-        }
-        {
-            const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
-            const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
-            const unsigned ds = base + kOffsetDs + (step & 3) * kDsBytes;
-            const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
-            const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
-            const bool more = step + 1 < steps;
-
-            pack_scores(p_frags, s);
-            wgmma_fence();
-            start_dkv(dv, p_frags, dout, step > 0);
-            wgmma_commit();
-            score_gradients(ds_frags, s, dp);
-            store_ds(ds, ds_frags, group);
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(base + kFullDs);
-            }
-
-            q_ring.advance(kStagesQ);
-            do_ring.advance(kStagesDo);
-            if (more) {
-                barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
-                barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
-            }
-            wgmma_fence();
-            // After the last step this multiplies old data, and nobody looks at the result.
-            start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
-            start_statistics(s, ones, base + kOffsetStats + q_ring.stage * kStatBytes);
-            wgmma_commit();
-            start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
-            start_statistics(dp, ones, base + kOffsetStats + q_ring.stage * kStatBytes + kStatBytes / 2);
-            wgmma_commit();
-            start_dkv(dk, ds_frags, q, step > 0);
-            wgmma_commit();
-            wgmma_wait<2>();  // dV and S are complete
-            accumulator_fence(s);
-            if (lane == 0) {
-                barrier_arrive(empty_do);
-            }
-            if (more) {
-                const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
-                probabilities(s, p.scale_log2);
-                if (entry & 1) {
-                    apply_mask(p, s, (entry >> 1) * kTileM, key);
-                }
-            }
-            wgmma_wait<0>();  // dP and dK are complete
-            accumulator_fence(dp);
-            if (lane == 0) {
-                // Every warp for itself: with Q goes the visit, which it has read before the __syncwarp above.
-                barrier_arrive(empty_q);
-            }
+    // Arrive for this warp.
+    __device__ __forceinline__ void arrive(unsigned barrier) {
+        if (lane == 0) {
+            barrier_arrive(barrier);
         }
     }
-    // dQ of the last pair. If it is but one step, its barrier waits for arrivals of a second one, and what the second
-    // consumer leaves is no dQ: nobody adds it.
-    if (steps % 2 == 1 && lane == 0) {
-        barrier_arrive(base + kFullDs);
+
+    // Issue S = K Q^T - lse / scale of the step where the rings stand.
+    __device__ __forceinline__ void issue_s() {
+        start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+        start_row_stats(s, ones, base + kOffsetRowStats + q_ring.stage * kRowStatsBytes);
+        wgmma_commit();
     }
-    const int pairs = (steps + 1) / 2;
-    barrier_wait(base + kFullDs, pairs & 1 ^ 1);
-    proxy_fence();
-    wgmma_fence();
-    start_dq(dq, base + kOffsetDs + (pairs * 2 - 2 + group & 3) * kDsBytes, base + kOffsetK);
-    wgmma_commit();
-    barrier_wait(base + kEmptyDq + group * 8, pairs & 1 ^ 1);
-    wgmma_wait<0>();
-    accumulator_fence(dq);
-    store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-    __syncwarp();
-    if (lane == 0) {
-        barrier_arrive(base + kFullDq + group * 8);
+
+    // Issue dP = V dO^T - delta of the step where the rings stand.
+    __device__ __forceinline__ void issue_dp() {
+        start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+        start_row_stats(dp, ones, base + kOffsetRowStats + q_ring.stage * kRowStatsBytes + kRowStatsBytes / 2);
+        wgmma_commit();
     }
-    accumulator_fence(dk);
-    accumulator_fence(dv);
-    named_sync(kConsumersDone, kConsumers * 128);  // nobody reads K and V any more: dK and dV leave through them
-    const unsigned part = group * 64 * kRowBytes;
-    stage_dkv(base + kOffsetK + part, dk, p.scale);
-    stage_dkv(base + kOffsetV + part, dv, 1.0f);
-    named_sync(kStoreOfFirst + group, 128);
-    const int key0 = work.tile * kTileN + group * 64;
-    if (threadIdx.x % 128 == 0 && key0 < p.seq_k) {
+
+    // Issue dV += P^T dO.
+    __device__ __forceinline__ void issue_dv(const Buffers& now, int step) {
+        start_dkv(dv, p_frags, now.dout, step > 0);
+        wgmma_commit();
+    }
+
+    // Issue dK += dS^T Q.
+    __device__ __forceinline__ void issue_dk(const Buffers& now, int step) {
+        start_dkv(dk, ds_frags, now.q, step > 0);
+        wgmma_commit();
+    }
+
+    // Issue dQ = dS K, the columns of this consumer, of the step whose dS is at `ds`.
+    __device__ __forceinline__ void issue_dq(unsigned ds) {
+        start_dq(dq, ds, base + kOffsetK);
+        wgmma_commit();
+    }
+
+    // From S to P, of the step where the rings stand.
+    __device__ __forceinline__ void softmax() {
+        const int visit = load_int(base + kOffsetVisit + q_ring.stage * 8);
+        probabilities(s, p.scale_log2);
+        if (visit & 1) {
+            apply_mask(p, s, (visit >> 1) * kTileM, key);
+        }
+    }
+
+    // Put dS where products and the other consumer find it, and arrive. Readers fence: a fence here would wait for the
+    // stores, which wait while products in flight keep shared memory busy.
+    __device__ __forceinline__ void hand_over_ds(const Buffers& now) {
+        store_ds(now.ds, ds_frags, group);
+        __syncwarp();
+        arrive(base + kFullDs);
+    }
+
+    // Hand dQ over to the warp that adds it to dq_accum; it is number `count` of this consumer.
+    __device__ __forceinline__ void hand_over_dq(int count) {
+        store_dq(base + kOffsetDq + group * kDqBytes, dq);
+        __syncwarp();
+        arrive(base + kFullDq + group * 8);
+    }
+
+    __device__ __forceinline__ void run() {
+        const int steps = work.visits * work.heads;
+        prologue();
+        for (int step = 0; step < steps; ++step) {
+            even_step(step, step + 1 < steps);
+            if (++step == steps) {
+                break;
+            }
+            odd_step(step, step + 1 < steps);
+        }
+        last_dq(steps);
+        epilogue();
+    }
+
+    // P and dP of the first step.
+    __device__ __forceinline__ void prologue() {
+        wait_k();
+        wait_q();
+        wgmma_fence();
+        issue_s();
+        wgmma_wait<0>();
+        accumulator_fence(s);
+        softmax();
+        wait_v();
+        wait_dout();
+        wgmma_fence();
+        issue_dp();
+        wgmma_wait<0>();
+        accumulator_fence(dp);
+    }
+
+    // The software-pipelined main loop, in pairs of steps: dQ is a pair late, dP a step early, so that consumers less
+    // than a step apart do not wait for each other. Of the two dQ of a pair each consumer computes one, with all its
+    // columns: half of them would take as many cycles.
+    __device__ __forceinline__ void even_step(int step, bool more) {
+        const Buffers now = buffers(step);
+        dv_and_ds(now, step);
+        barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);  // both have arrived with dS of the pair before
+        proxy_fence();  // for dQ of that pair, below
+        hand_over_ds(now);
+        next_s(more);
+        // In the first pair this multiplies what lies there, and reduce_dq drops the result: a branch would make ptxas
+        // wait for registers of the wgmma in flight.
+        issue_dq(ds_before(step));
+        dk_and_softmax(now, step, more);
+        barrier_wait(base + kEmptyDq + group * 8, step >> 1 & 1 ^ 1);
+        wgmma_wait<0>();  // dQ and dK are complete
+        accumulator_fence(dq);
+        arrive(now.empty_q);  // every warp for itself: with Q goes the visit, which it read before a __syncwarp
+        store_dq(base + kOffsetDq + group * kDqBytes, dq);
+        wgmma_fence();
+        issue_dp();
+        __syncwarp();
+        arrive(base + kFullDq + group * 8);
+        wgmma_wait<0>();  // dP is complete
+        accumulator_fence(dp);
+    }
+    __device__ __forceinline__ void odd_step(int step, bool more) {
+        const Buffers now = buffers(step);
+        dv_and_ds(now, step);
+        hand_over_ds(now);
+        next_s(more);
+        issue_dp();
+        dk_and_softmax(now, step, more);
+        wgmma_wait<0>();  // dP and dK are complete
+        accumulator_fence(dp);
+        arrive(now.empty_q);  // as above
+    }
+    __device__ __forceinline__ void dv_and_ds(const Buffers& now, int step) {
+        pack_scores(p_frags, s);
+        wgmma_fence();
+        issue_dv(now, step);
+        score_gradients(ds_frags, s, dp);
+    }
+    // After the last step this multiplies old data; nobody uses the result.
+    __device__ __forceinline__ void next_s(bool more) {
+        q_ring.advance(kStagesQ);
+        do_ring.advance(kStagesDo);
+        if (more) {
+            wait_q();
+            wait_dout();
+        }
+        wgmma_fence();
+        issue_s();
+    }
+    __device__ __forceinline__ void dk_and_softmax(const Buffers& now, int step, bool more) {
+        issue_dk(now, step);
+        wgmma_wait<2>();  // dV and S are complete
+        accumulator_fence(s);
+        arrive(now.empty_do);
+        if (more) {
+            softmax();
+        }
+    }
+    // This consumer's dS of the pair before the one that starts at `step`.
+    __device__ __forceinline__ unsigned ds_before(int step) const {
+        return base + kOffsetDs + ((step & 2 ^ 2) + group) * kDsBytes;
+    }
+    // dQ of the last pair. If that is one step only, its barrier takes arrivals of a second one, and what the second
+    // consumer hands over is no dQ: nobody adds it.
+    __device__ __forceinline__ void last_dq(int steps) {
+        if (steps % 2 == 1) {
+            arrive(base + kFullDs);
+        }
+        const int pairs = (steps + 1) / 2;
+        barrier_wait(base + kFullDs, pairs & 1 ^ 1);
         proxy_fence();
-        store_tile(maps.dk, base + kOffsetK + part, key0, work.head_kv, work.batch);
-        store_tile(maps.dv, base + kOffsetV + part, key0, work.head_kv, work.batch);
-        tma_store_commit();
-        tma_store_wait();
+        wgmma_fence();
+        issue_dq(ds_before(pairs * 2));
+        barrier_wait(base + kEmptyDq + group * 8, pairs & 1 ^ 1);
+        wgmma_wait<0>();
+        accumulator_fence(dq);
+        hand_over_dq(pairs);
     }
+
+    // Store dK and dV by TMA, through the shared memory of K and V.
+    __device__ __forceinline__ void epilogue() {
+        accumulator_fence(dk);
+        accumulator_fence(dv);
+        named_sync(kConsumersDone, kConsumers * 128);  // K and V have been read
+        const unsigned part = group * 64 * kRowBytes;
+        stage_dkv(base + kOffsetK + part, dk, p.scale);
+        stage_dkv(base + kOffsetV + part, dv, 1.0f);
+        named_sync(kStoreOfFirst + group, 128);
+        const int key0 = work.tile * kTileN + group * 64;
+        if (threadIdx.x % 128 == 0 && key0 < p.seq_k) {
+            proxy_fence();
+            store_tile(maps.dk, base + kOffsetK + part, key0, work.head_kv, work.batch);
+            store_tile(maps.dv, base + kOffsetV + part, key0, work.head_kv, work.batch);
+            tma_store_commit();
+            tma_store_wait();
+        }
+    }
+};
+
+// ---- Preprocess and postprocess kernels ----------------------------------------------------------------------------
+
+// Rows with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
+constexpr float kMaxLse = 4194304.0f;  // 2^22
+
+// Thread: (lse, delta) of a query row; (-inf, 0) of one without gradients: past the end, without keys, or |lse| too
+// large. `delta` is the row's sum of dO * O; the gradient of lse is taken off, for dS = P (dP - delta + dlse).
+__device__ __forceinline__ float2 row_stats(const Params& p, long long plane, int row, float delta) {
+    const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
+    if (fabsf(lse) > kMaxLse) {
+        return make_float2(__int_as_float(0xff800000), 0.0f);
+    }
+    return make_float2(lse, p.dlse == nullptr ? delta : delta - p.dlse[plane * p.seq_q + row]);
 }
-
-// ---- Kernels -------------------------------------------------------------------------------------------------------
-
-// Grid: tiles_n x batch x heads_kv blocks.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0(
-    const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    extern __shared__ __align__(1024) unsigned char shared[];
-    const unsigned base = shared_address(shared);
-    if (threadIdx.x < sizeof(maps) / 128) {
-        prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
-    }
-    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
-    const Work work = work_of(p, blockIdx.x);
-    if (work.visits == 0) {
-        wait_for_kernel_before();
-        store_no_dkv(p, work.tile * kTileN, work.head_kv, work.batch);
-        return;
-    }
-    if (threadIdx.x == 0) {
-        barrier_init(base + kFullK, 1);
-        barrier_init(base + kFullV, 1);
-        barrier_init(base + kFullDs, kConsumers * 8);  // warps, twice
-        for (int i = 0; i < kStagesQ; ++i) {
-            barrier_init(base + kFullQ + i * 8, 1);
-            barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
-        }
-        for (int i = 0; i < kStagesDo; ++i) {
-            barrier_init(base + kFullDo + i * 8, 1);
-            barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
-        }
-        for (int i = 0; i < kConsumers; ++i) {
-            barrier_init(base + kFullDq + i * 8, 4);  // warps
-            barrier_init(base + kEmptyDq + i * 8, 1);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
-    if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-        if (warp == 0) {
-            produce_q(p, maps, base, work);
-        } else if (warp == 1) {
-            produce_dout(p, maps, base, work);
-        } else {
-            reduce_dq(p, base, work, warp - 2);
-        }
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume(p, maps, base, work, group - 1);
-    }
-}
-
-// ---- Kernels before and after --------------------------------------------------------------------------------------
 
 // Thread: dot product of 8 elements.
 __device__ __forceinline__ float dot(const element* a, const element* b) {
@@ -1065,19 +1118,6 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
     return sum;
 }
 
-// Rows with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
-constexpr float kMaxLse = 4194304.0f;  // 2^22
-
-// Thread: (lse, delta) of a query row; (-inf, 0) of one without gradients: past the end, without keys, or |lse| too
-// large. `delta` is the row's sum of dO * O; the gradient of lse is taken off, for dS = P (dP - delta + dlse).
-__device__ __forceinline__ float2 row_stats(const Params& p, long long plane, int row, float delta) {
-    const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
-    if (fabsf(lse) > kMaxLse) {
-        return make_float2(__int_as_float(0xff800000), 0.0f);
-    }
-    return make_float2(lse, p.dlse == nullptr ? delta : delta - p.dlse[plane * p.seq_q + row]);
-}
-
 // Thread: what rounding to bf16 leaves of x.
 __device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(pack(x, 0.0f) << 16); }
 
@@ -1085,45 +1125,6 @@ __device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(p
 __device__ __forceinline__ uint4 columns_of(float x) {
     const float rest = rest_of(x);
     return make_uint4(pack(x, rest), pack(rest_of(rest), 0.0f), 0, 0);
-}
-
-// Grid: tiles_m x batch x heads_q. Row statistics, zeros for sums.
-extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_prepare(const __grid_constant__ Params p) {
-    let_next_kernel_start();
-    constexpr int lanes = 8;  // threads that share a row
-    const int head = blockIdx.x % p.heads_q;
-    const int batch = blockIdx.x / p.heads_q % p.batch;
-    const int tile = blockIdx.x / (p.heads_q * p.batch);
-    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-    const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
-    const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
-    uint4* statistics = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * (kStatFloats / 4);
-    for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
-        const int row = tile * kTileM + i;
-        const int chunk = threadIdx.x % lanes;
-        float sum = 0.0f;
-        if (row < p.seq_q && chunk < kHeadDim / 8) {
-            sum = dot(out + row * p.out_row + chunk * 8, dout + row * p.dout_row + chunk * 8);
-        }
-#pragma unroll
-        for (int step = lanes / 2; step > 0; step /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, step);
-        }
-        if (chunk == 0) {
-            // Rows without gradients get P = 0 by an lse that is huge but finite: of infinity, what is left to the
-            // second column is NaN, and so is its product with zero.
-            const float log2e = 1.4426950408889634f;
-            const float2 stats = row_stats(p, plane, row, sum);
-            const bool empty = stats.x == __int_as_float(0xff800000);
-            statistics[i] = columns_of(empty ? -3e38f : -stats.x * log2e / p.scale_log2);
-            statistics[kTileM + i] = columns_of(-stats.y);
-        }
-    }
-    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
-    for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
-        dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
 }
 
 constexpr int kPitch = kHeadDim / 2 + 4;  // words between rows of the transposition buffer: 16 bytes more than a row
@@ -1151,18 +1152,120 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
     }
 }
 
+// Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_preprocess(const __grid_constant__ Params p) {
+    griddepcontrol_launch_dependents();
+    constexpr int lanes = 8;  // threads that share a row
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int tile = blockIdx.x / (p.heads_q * p.batch);
+    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+    const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
+    const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
+    uint4* stored = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * (kRowStatsFloats / 4);
+    for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
+        const int row = tile * kTileM + i;
+        const int chunk = threadIdx.x % lanes;
+        float sum = 0.0f;
+        if (row < p.seq_q && chunk < kHeadDim / 8) {
+            sum = dot(out + row * p.out_row + chunk * 8, dout + row * p.dout_row + chunk * 8);
+        }
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, step);
+        }
+        if (chunk == 0) {
+            // Rows without gradients get P = 0 by an lse that is huge but finite: an infinite one would leave NaN to
+            // the second column.
+            const float log2e = 1.4426950408889634f;
+            const float2 stats = row_stats(p, plane, row, sum);
+            const bool empty = stats.x == __int_as_float(0xff800000);
+            stored[i] = columns_of(empty ? -3e38f : -stats.x * log2e / p.scale_log2);
+            stored[kTileM + i] = columns_of(-stats.y);
+        }
+    }
+    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
+    for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
+        dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+// Block: the sums of dQ of a query tile, times the scale, to `rows`.
+__device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPitch], const float* sums) {
+    gather<kDqColumns>(rows, 0, sums, p.scale);
+}
+
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int query0 = blockIdx.x / (p.heads_q * p.batch) * kTileM;
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
-    wait_for_kernel_before();
-    gather<kDqColumns>(rows, 0, sums, p.scale);
+    griddepcontrol_wait();
+    gather_dq(p, rows, sums);
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
+}
+
+// ---- Main kernel ---------------------------------------------------------------------------------------------------
+
+// Thread: set up all barriers of the block.
+__device__ __forceinline__ void init_barriers(unsigned base) {
+    barrier_init(base + kFullK, 1);
+    barrier_init(base + kFullV, 1);
+    barrier_init(base + kFullDs, kConsumers * 8);  // warps, twice
+    for (int i = 0; i < kStagesQ; ++i) {
+        barrier_init(base + kFullQ + i * 8, 1);
+        barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
+    }
+    for (int i = 0; i < kStagesDo; ++i) {
+        barrier_init(base + kFullDo + i * 8, 1);
+        barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
+    }
+    for (int i = 0; i < kConsumers; ++i) {
+        barrier_init(base + kFullDq + i * 8, 4);  // warps
+        barrier_init(base + kEmptyDq + i * 8, 1);
+    }
+    barrier_init_fence();
+}
+
+// Grid: tiles_n x batch x heads_kv blocks.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_bwd_sm90a_bf16_d64_causal_a16_m64_n128_s4_t4_l1_r2_h0_o0_d0(
+    const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    if (threadIdx.x < sizeof(maps) / 128) {
+        prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
+    }
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
+    const Work work = work_of(p, blockIdx.x);
+    if (work.visits == 0) {
+        griddepcontrol_wait();
+        store_no_dkv(p, work.tile * kTileN, work.head_kv, work.batch);
+        return;
+    }
+    if (threadIdx.x == 0) {
+        init_barriers(base);
+    }
+    __syncthreads();
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+        if (warp == 0) {
+            produce_q(p, maps, base, work);
+        } else if (warp == 1) {
+            produce_dout(p, maps, base, work);
+        } else {
+            reduce_dq(p, base, work, warp - 2);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        Consumer(p, maps, base, work, group - 1).run();
+    }
 }
