@@ -754,7 +754,7 @@ struct Buffers {
 // dS is computed beside dV, the next P beside dK.
 struct Consumer {
     const Params& p;
-    const Work& work;
+    const Work work;  // by value: a reference costs instructions in the main loop
     const unsigned base;    // of shared memory
     const int group, lane;  // number of the warpgroup; lane of the warp
     int key;  // the thread's first one; the other is key + 8

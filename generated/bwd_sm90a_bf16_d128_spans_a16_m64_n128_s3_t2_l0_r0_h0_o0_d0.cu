@@ -963,7 +963,7 @@ __device__ __forceinline__ int2 queries_of(const Params& p, int key) {
 struct Consumer {
     const Params& p;
     const TensorMaps& maps;
-    const Work& work;
+    const Work work;  // by value: a reference costs instructions in the main loop
     const unsigned base;    // of shared memory
     const int group, lane;  // number of the warpgroup; lane of the warp
     int2 seen_by[2];  // the queries that see the thread's two keys

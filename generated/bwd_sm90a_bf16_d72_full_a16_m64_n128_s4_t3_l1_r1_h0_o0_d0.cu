@@ -876,7 +876,7 @@ struct Buffers {
 struct Consumer {
     const Params& p;
     const TensorMaps& maps;
-    const Work& work;
+    const Work work;  // by value: a reference costs instructions in the main loop
     const unsigned base;    // of shared memory
     const int group, lane;  // number of the warpgroup; lane of the warp
     int key;  // the thread's first one; the other is key + 8
