@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.families.sm80_backward import Sm80Backward
+from attnforge.codegen.families.sm80_fp32 import Fp32Backward, Fp32Forward
 from attnforge.codegen.plan import Plan
 from attnforge.codegen.spec import Arch, Direction, DType
-from attnforge.codegen.tuning import Fp32Backward, Fp32Forward, Sm80Backward, Sm80Forward
 
 LATENCY = 600  # cycles from an asynchronous copy to its data, out of the L2 cache
 RESERVED = 1024  # bytes of shared memory that a multiprocessor keeps for itself per block
@@ -43,7 +45,7 @@ class Gpu:
 
 # Data sheets and the CUDA programming guide's table of compute capabilities; L2 rates are rounded from public
 # microbenchmarks. sm90 is Hopper through mma.sync, which reaches about 60 % of wgmma's rate: there the model was
-# compared with the measurements of a search (tests/test_model.py).
+# compared with the measurements of a search (tests/codegen/test_cost_model.py).
 GPUS = {
     Arch.SM80: Gpu("A100 SXM", 108, 1.41, 1024, 512, 64, 164 << 10, 2048, 32, 48),
     Arch.SM86: Gpu("RTX 3090", 82, 1.695, 256, 128, 128, 100 << 10, 1536, 16, 16),

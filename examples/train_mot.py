@@ -6,7 +6,7 @@
 
 A step's global batch is `--packs` packs, numbered through all steps; rank r of w computes those whose number is r
 modulo w, and losses are divided by the tokens of all of them. So the number of ranks changes the order of sums and
-nothing else: the loss curves of 1 and 2 ranks agree to about 1e-5 in fp32 (tests/test_train_mot.py).
+nothing else: the loss curves of 1 and 2 ranks agree to about 1e-5 in fp32 (tests/bagel/test_train_mot.py).
 """
 
 from __future__ import annotations

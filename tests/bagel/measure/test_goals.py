@@ -1,0 +1,230 @@
+"""Goals and their measurement: contestants in turns, failures kept, errors, tables; fake peers on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnforge.bagel.measure import fa4, interleaved, peers
+from attnforge.bagel.measure.bench import OURS
+from attnforge.bagel.measure.cases import IMAGE_TOKENS, make_case
+from attnforge.bagel.measure.fa4 import Attention
+from attnforge.bagel.measure.goal_report import error_ratios, markdown, missed, rates, ratio
+from attnforge.bagel.measure.goals import GOALS, STEP, WORKS, Goal
+from attnforge.bagel.measure.interleaved import LAYER, MATMUL, Entry, Line, play
+from attnforge.bagel.packing import PackedMask
+from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.timing import Timing
+
+CPU = torch.device("cpu")
+TINY = ("causal/96", "0.5B")
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers: SDPA, one that is off by a percent, one that never works."""
+
+    def rough(case: Case) -> Attention:
+        exact = peers.attention_of("sdpa-flash", case)
+        return lambda q, k, v: exact(q, k, v) * 1.01
+
+    def broken(case: Case) -> Attention:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            raise RuntimeError("no\n kernel")
+
+        return call
+
+    monkeypatch.setattr(peers, "EXTRA", {"rough": rough, "broken": broken})
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("work", ["fwd", "bwd"])
+def test_contestants_are_timed_and_checked(work: str) -> None:
+    goal = Goal("tiny", work, (TINY,), ("sdpa-flash", "rough", "broken"))
+    case = make_case(*TINY, DType.FLOAT32, CPU)
+    line = play(goal, case, seconds=0.01, errors=True)
+    assert list(line.entries) == [OURS, "sdpa-flash", "rough", "broken", MATMUL]
+    assert line.entries["broken"] == Entry(note="RuntimeError: no kernel")
+    tensors = ("out",) if work == "fwd" else ("dq", "dk", "dv")
+    for name in (OURS, "sdpa-flash", "rough"):
+        entry = line.entries[name]
+        assert entry.ms is not None
+        assert entry.turns >= 3
+        assert entry.tflops == pytest.approx(case.flops(Direction(work)) / entry.ms / 1e9)
+        assert tuple(entry.errors) == tensors
+        for error in entry.errors.values():
+            assert (0.009 < error < 0.011) if name == "rough" else error < 1e-5
+    assert line.entries[MATMUL].errors == {}
+    assert Line.from_json(json.loads(json.dumps(line.to_json()))) == line
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_step_makes_its_mask_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PackedMask] = []
+
+    def mask(device: torch.device) -> PackedMask:
+        made.append(PackedMask([60, 40], [20, 40, 40], ["causal", "noise", "full"], device))
+        return made[-1]
+
+    monkeypatch.setattr(interleaved, "workload", lambda name: SimpleNamespace(mask=mask))
+    first = mask(CPU)
+    case = Case("fake 0.5B", 1, 4, 2, 100, 100, 16, DType.FLOAT32, first, first.pairs, CPU)
+    line = play(Goal("fake", STEP, (("fake", "0.5B"),), ("sdpa-flash",)), case, seconds=0.0)
+    assert list(line.entries) == [OURS, "sdpa-flash", OURS + LAYER, "sdpa-flash" + LAYER, MATMUL]
+    assert not any(entry.note for entry in line.entries.values())
+    # Of two contestants: to warm up, 2 calls to find out how many turns, 3 turns.
+    assert len(made) == 1 + 2 * (1 + 2 + 3)
+    assert all(entry.tflops for entry in line.entries.values())
+
+
+def test_rounds_fit_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def timed(calls: dict[str, Any], inputs: Any, device: Any, how: Any) -> dict[str, Timing]:
+        asked.append(how)
+        return {name: Timing.of([10.0]) for name in calls}
+
+    monkeypatch.setattr(interleaved, "measure_interleaved", timed)
+    goal, case = Goal("tiny", "fwd", (TINY,), ()), make_case(*TINY, DType.FLOAT32, CPU)
+    for seconds, turns in ((0.5, 25), (99.0, 40), (0.0, 3)):
+        play(goal, case, seconds)
+        assert (asked[-1].repeats, asked[-1].least, asked[-1].warmups) == (turns, turns, 0)
+
+
+def line(case: str, **speeds: float | str) -> Line:
+    entries = {
+        name: Entry(note=value) if isinstance(value, str) else Entry(1.0, value, errors={"out": value / 1e4})
+        for name, value in speeds.items()
+    }
+    return Line("pretrain 28/4/128", "fwd", case, {name.replace("_", "-"): x for name, x in entries.items()})
+
+
+def test_tables_show_medians_floors_and_failures() -> None:
+    lines = [
+        line("a", attnforge=700.0, flex=350.0, flex_fa4="boom", matmul=800.0),
+        line("b", attnforge=500.0, flex=350.0, flex_fa4=400.0, matmul=780.0),
+        line("c", attnforge=590.0, flex=310.0, flex_fa4=420.0, matmul=790.0),
+    ]
+    assert rates(lines, OURS) == [700, 500, 590]
+    assert ratio(lines, ["flex", "flex-fa4"]) == pytest.approx(590 / 420)
+    assert error_ratios(lines)["out"] == pytest.approx(2.0)
+    lines[0].entries["sdpa-math"] = Entry(errors={"out": 1e-9})
+    assert error_ratios(lines)["out"] == pytest.approx(2.0)
+    del lines[0].entries["sdpa-math"]
+    text = markdown(lines, {"device": "x"})
+    assert "| pretrain 28/4/128 | fwd | 3 | **590** | 350 | 410 | 790 | 600 | 0.98 | 1.40 |" in text
+    assert "flex 1.90 (1.7), flex-fa4 1.33 (1.35) | out 2.00 |" in text
+    assert "- flex-fa4: boom (a fwd)" in text
+    assert missed(lines) == [
+        "pretrain 28/4/128 fwd: 590 of 600 TFLOP/s",
+        "pretrain 28/4/128 fwd: 1.33 times flex-fa4, asked 1.35",
+        "pretrain 28/4/128 fwd: error of out 2.00 times the best peer's",
+    ]
+
+
+def test_the_better_setting_of_a_peer_counts() -> None:
+    both = Line("x", "fwd", "a", {"fa4": Entry(1.0, 600.0), "fa4-nopack": Entry(1.0, 640.0)})
+    assert rates([both], "fa4") == [640]
+
+
+def test_a_step_is_shown_for_one_layer_and_for_all() -> None:
+    times = {OURS: 12.0, "flex": 30.0, OURS + LAYER: 11.0, "flex" + LAYER: 22.0}
+    entries = {name: Entry(ms, 1.0) for name, ms in times.items()}
+    lines = [Line("pretrain 28/4/128", STEP, "a", entries)]
+    text = markdown(lines, {})
+    assert f"| pretrain 28/4/128 | flex | 30.00 | 22.00 | {30 + 27 * 22:.2f} | 2.50 / 2.02 | 1.7 |" in text
+    assert missed(lines) == []
+
+
+def test_goals_name_real_cases() -> None:
+    known = {*peers.NAMES["cuda"], "triton", "flex-bagel"}
+    for goals in GOALS.values():
+        assert len({(goal.label, goal.work) for goal in goals}) == len(goals)
+        for goal in goals:
+            assert goal.work in WORKS
+            assert {*goal.peers, *dict(goal.ratios)} <= known
+            for pack, model in goal.cases:
+                assert make_case(pack, model, DType.BFLOAT16, CPU).pairs > 0
+
+
+def test_images_and_heads_by_number() -> None:
+    case = make_case("images/1", "vit", DType.BFLOAT16, CPU)
+    lengths, causal = fa4.documents(case.mask)
+    assert sum(lengths) == case.seq_q == IMAGE_TOKENS
+    assert not causal
+    assert case.pairs == sum(length**2 for length in lengths)
+    assert max(lengths) <= 4900
+    assert (case.heads_q, case.heads_kv, case.head_dim) == (16, 16, 72)
+    small = make_case("full/16x1024", "8/4/64", DType.BFLOAT16, CPU)
+    assert (small.batch, small.heads_q, small.heads_kv, small.head_dim) == (16, 8, 4, 64)
+
+
+# ---- benchmarks/goals.py
+
+
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "goals.py"))
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = script()
+    goals = [Goal(name, "fwd", (TINY, ("full/64", "0.5B")), ("sdpa-flash",)) for name in ("one", "two")]
+    rows = [(goal, *goal.cases[seed]) for seed in (0, 1) for goal in goals]
+    options = {"device": "cpu", "out": tmp_path, "limit": 60.0, "seconds": 0.0, "turns": 3, "no_errors": True}
+    log = tmp_path / "goals.jsonl"
+    begin = json.dumps({"begin": ["one", "fwd", "causal/96 0.5B"]}) + "\n"
+    log.write_text(2 * begin + begin.replace("one", "two"))
+    lines = module["measure"](rows, argparse.Namespace(**options))
+    assert [(x.label, x.case) for x in lines] == [
+        ("one", "causal/96 0.5B"),
+        ("two", "causal/96 0.5B"),
+        ("one", "full/64 0.5B"),
+        ("two", "full/64 0.5B"),
+    ]
+    dead = Entry(note="the process died")
+    assert lines[0].entries == {OURS: dead}  # twice: given up
+    assert lines[1].entries["sdpa-flash"] == dead  # once: without the peers
+    assert lines[1].entries[OURS].ms
+    assert lines[2].entries["sdpa-flash"].ms
+    before = log.read_text()
+    assert "the process died (causal/96 0.5B fwd" in (tmp_path / "goals.md").read_text()
+    again = module["measure"](rows, argparse.Namespace(**options))
+    assert sorted(again, key=str) == sorted(lines, key=str)
+    assert log.read_text() == before
+    options |= {"limit": -1.0, "out": tmp_path / "new"}
+    (tmp_path / "new").mkdir()
+    assert module["measure"](rows, argparse.Namespace(**options)) == []
+    assert "time is up: causal/96" in capsys.readouterr().out
+
+
+def test_the_first_seed_of_all_comes_first() -> None:
+    args = argparse.Namespace(suite=["forward"], only="28/4/128", seeds=2)
+    rows = script()["chosen"](args)
+    packs = [pack for _, pack, _ in rows]
+    assert packs.index("pretrain/1") > packs.index("t2i_lowres/0") > packs.index("full/4x8192")
+    assert "full/16x1024" not in packs
+
+
+@pytest.mark.gpu
+def test_goals_on_a_gpu(tmp_path: Path) -> None:
+    """A pack of 7 blocks of 128: of large ones, Triton compiles the sort in create_block_mask for minutes."""
+    path = tmp_path / "packs.jsonl"
+    splits, modes = [100, 250, 150, 300, 100], ["causal", "noise", "causal", "full", "causal"]
+    pack = {"sample_lens": [500, 400], "split_lens": splits, "attn_modes": modes, "vit_lens": [], "used": 900}
+    path.write_text(json.dumps(pack) + "\n")
+    name = (f"{path}:1", "0.5B")
+    case = make_case(*name, DType.BFLOAT16, torch.device("cuda"))
+    for work in WORKS:
+        found = play(Goal("x", work, (name,), ("flex",)), case, seconds=0.05, errors=True)
+        assert found.entries[OURS].ms, found.entries[OURS].note
+        assert found.entries["flex"].ms, found.entries["flex"].note
+        assert found.entries[MATMUL].tflops

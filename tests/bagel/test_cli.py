@@ -1,0 +1,294 @@
+"""The command line: what it prints, what it writes, and one clear message with status 2 for user errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+
+import attnforge
+from attnforge.bagel.measure.bench import OURS, Row, best_peer
+from attnforge.bagel.measure.cases import SUITES, make_case
+from attnforge.bagel.measure.peers import NAMES
+from attnforge.bagel.measure.report import bench_markdown
+from attnforge.cli import main
+from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime.search.case import Case
+from attnforge.runtime.tables import Tuned, load, save
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+TINY = ("--pack", "causal/96", "--model", "0.5B", "--dtype", "fp32", "--device", "cpu")
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_runs_from_the_root_without_importing_torch() -> None:
+    script = """
+import sys, runpy
+sys.argv = ["cli.py", "--help"]
+try:
+    runpy.run_path("cli.py", run_name="__main__")
+except SystemExit:
+    print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in ("bench", "cache", "doctor", "mask", "render", "search", "verify"):
+        assert f"\n  {name} " in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command, groups included."""
+    yield path
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield *path, name
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("words", list(commands(main)), ids=" ".join)
+def test_help_fits_the_terminal(words: tuple[str, ...], width: int) -> None:
+    shown = CliRunner().invoke(main, [*words, "--help"], terminal_width=width, max_content_width=width)
+    assert shown.exit_code == 0, shown.output
+    assert "...\n" not in shown.output.partition("Commands:")[2], "a summary is cut off"
+    assert max(map(len, shown.output.splitlines())) <= width
+    # Every option is described, and its names fit the first column.
+    for line in shown.output.partition("Options:")[2].partition("Commands:")[0].splitlines():
+        if line.lstrip().startswith("-"):
+            assert len(line.split("  ")) > 2 or line.strip().startswith("--"), line
+
+
+def test_version_has_one_source() -> None:
+    assert run("--version").stdout == f"attnforge, version {attnforge.__version__}\n"
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'version = { attr = "attnforge.__version__" }' in project
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
+@pytest.mark.parametrize("arch", [Arch.CPU, Arch.SM80], ids=lambda a: a.value)
+def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path: Path) -> None:
+    problem = Problem(direction, arch, DType.BFLOAT16, 64, Mask.SPANS, 4 if arch is Arch.CPU else 16)
+    for spec in islice(candidates(problem), 3):
+        out = tmp_path / "kernel"
+        run("render", *shlex.split(spec.to_cli()), "--out", str(out))
+        assert out.read_text() == render(spec).text
+    assert run("render", *shlex.split(spec.to_cli())).stdout == render(spec).text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("mask pretrain/77", "pack: there is no 'pretrain/77'; packs are pretrain/0 to 3, finetune/0"),
+        ("mask t2i_lowres/0 --vit", "pack: t2i_lowres/0 has no image"),
+        ("verify --pack full/0 --device cpu", "pack: there is no 'full/0'"),
+        ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
+        ("search --device tpu", "--device: 'tpu' is no device"),
+        ("render --head-dim 300", "head_dim 300"),
+        ("render --set tile_m=big", "--set tile_m: expected KNOB=N"),
+        ("render --set tile_m=64", "sm80 bf16 fwd: q_in_regs, stages, tile_n, warps missing. Its knobs are"),
+        ("render --set tile=64", "tile unknown;"),
+        ("render --out /nowhere/kernel.cu", "'--out': /nowhere is not a writable directory"),
+        ("search --pack causal/64 --json /nowhere/x.json", "'--json': /nowhere is not a writable directory"),
+        (
+            "search --pack causal/64 --table-out /proc/nowhere",
+            "/proc/nowhere: tuned tables cannot be written here",
+        ),
+        ("verify --pack causal/64 --variants -1", "Invalid value for '--variants'"),
+        ("bench --peers sdpa-flash,fa5 --pack causal/64", "--peers: there is no 'fa5'; there are sdpa-flash"),
+        ("search --pack causal/64 --seconds -1", "Invalid value for '--seconds'"),
+        ("model --arch sm80 --head-dim 77", "--head-dim: 77 is not modelled; 16, "),
+        ("render --dtype fp64", "Invalid value for '--dtype'"),
+        ("bench --suite huge", "Invalid value for '--suite'"),
+        ("search --pack causal/64 --dtype fp16 --device cpu", "got dtype torch.float16"),
+    ],
+)
+def test_user_errors_are_one_message(arguments: str, message: str) -> None:
+    result = run(*arguments.split(), code=2)
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_said() -> None:
+    assert "sees no GPU" in run("verify", "--device", "cuda", code=2).stderr
+
+
+def test_mask_picture(tmp_path: Path) -> None:
+    out = tmp_path / "mask.png"
+    assert "23642390 visible pairs" in run("mask", "finetune/0", "--out", str(out)).stdout
+    colours = {colour for _, colour in Image.open(out).getcolors(1 << 24)}  # type: ignore[union-attr]
+    # Full tiles of text, image and noise, skipped and hidden: all are in the picture.
+    assert {(64, 110, 190), (42, 140, 106), (212, 122, 46), (244, 245, 247), (214, 217, 223)} <= colours
+
+
+def test_search_end_to_end(tmp_path: Path) -> None:
+    out, log, data = tmp_path / "generated", tmp_path / "log.jsonl", tmp_path / "search.json"
+    options = (
+        "--variants",
+        "1",
+        "--table-out",
+        str(out),
+        "--log",
+        str(log),
+        "--json",
+        str(data),
+        "--no-peers",
+    )
+    shown = run("search", *TINY, *options).stdout
+    assert "causal/96 0.5B, fwd, fp32" in shown
+    assert "causal/96 0.5B, bwd, fp32" in shown
+    assert "GFLOP/s" in shown
+    searches = json.loads(data.read_text())["searches"]
+    assert [one["direction"] for one in searches] == ["fwd", "bwd"]
+    assert all(one["ranked"][0]["status"] == "ok" for one in searches)
+    assert len(log.read_text().splitlines()) == 2
+    assert len(list(out.glob("*.cpp"))) == 2
+    (table,) = out.glob("*.json")
+    assert len(json.loads(table.read_text())) == 2
+    assert "(from the log)" in run("search", *TINY, *options).stdout
+
+
+def test_bench_and_its_files(tmp_path: Path) -> None:
+    data, text = tmp_path / "bench.json", tmp_path / "bench.md"
+    options = ("--peers", "sdpa-flash,sdpa-samples", "--json", str(data), "--markdown", str(text))
+    assert OURS in run("bench", *TINY, "--direction", "fwd", *options).stdout
+    ours, sdpa, samples = json.loads(data.read_text())["rows"]
+    assert (ours["name"], sdpa["name"], samples["name"]) == (OURS, "sdpa-flash", "sdpa-samples")
+    pairs = 96 * 97 // 2
+    assert ours["tflops"] == pytest.approx(4 * 14 * 64 * pairs / ours["ms"] / 1e9)
+    assert samples["ms"] is None
+    assert samples["note"] == "only for packs"
+    assert "| causal/96 0.5B fp32 | fwd |" in text.read_text()
+
+
+def test_verify_says_what_it_found() -> None:
+    shown = run("verify", *TINY).stdout
+    for tensor in ("out", "lse", "dq", "dk", "dv"):
+        assert f"│ {tensor} " in shown
+
+
+def test_cache_and_doctor(cache_dir: Path) -> None:
+    assert "0 compiled kernels" in run("cache", "ls").stdout
+    assert str(cache_dir) in run("cache", "ls").stdout
+    assert "0 entries removed" in run("cache", "clear").stdout
+    assert "torch" in run("doctor").stdout
+
+
+def test_generated_is_up_to_date() -> None:
+    assert "up to date" in run("render", "--check").stdout
+
+
+def test_tables_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is listed, shown, compared and merged; of equal classes the faster stays."""
+    problem = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 16)
+    one, two, *_ = candidates(problem)
+    first, second = tmp_path / "first", tmp_path / "second"
+    save("cpu avx2", [Tuned(one, 1, 64, 1.0, 5.0)], first)
+    save("cpu avx2", [Tuned(two, 1, 64, 1.0, 7.0), Tuned(two, 4, 64, 1.0, 7.0)], second)
+    monkeypatch.setenv("ATTNFORGE_TABLES", f"{first}{os.pathsep}{second}")
+    shown = CliRunner().invoke(main, ("tables", "list")).output
+    assert f"{first}  (searches write here)" in shown
+    assert shown.index(str(first)) < shown.index(str(second)) < shown.index("modelled, not measured")
+    assert one.slug in CliRunner().invoke(main, ("tables", "show", "cpu avx2")).output
+    assert CliRunner().invoke(main, ("tables", "show", "no such device")).exit_code == 1
+    different = CliRunner().invoke(main, ("tables", "diff", str(first), str(second))).output
+    assert "5.0 TFLOP/s" in different
+    assert "7.0 TFLOP/s" in different
+    for source, count in ((second, 2), (first, 0)):
+        merged = CliRunner().invoke(main, ("tables", "merge", str(source), "--into", str(tmp_path / "all")))
+        assert f"{count} of" in merged.output, merged.output
+    assert {entry.spec for entry in load("cpu avx2", tmp_path / "all")} == {two}
+
+
+@pytest.mark.gpu
+def test_search_and_bench_on_a_gpu(tmp_path: Path) -> None:
+    pack = ("--pack", "finetune/0", "--model", "0.5B", "--device", "cuda")
+    data, rows = tmp_path / "search.json", tmp_path / "bench.json"
+    run("search", *pack, "--variants", "2", "--no-peers", "--table-out", str(tmp_path), "--json", str(data))
+    searches = json.loads(data.read_text())["searches"]
+    assert [one["direction"] for one in searches] == ["fwd", "bwd"]
+    assert all(one["ranked"][0]["registers"] > 0 and not one["failed"] for one in searches)
+    shown = run("bench", *pack, "--peers", "flex", "--json", str(rows)).stdout
+    found = json.loads(rows.read_text())["rows"]
+    assert [(row["name"], row["direction"]) for row in found] == [
+        (OURS, "fwd"),
+        ("flex", "fwd"),
+        (OURS, "bwd"),
+        ("flex", "bwd"),
+    ]
+    for row in found:
+        print(row["name"], row["direction"], row["ms"], row["note"])
+        if row["name"] == OURS:
+            assert row["ms"] > 0
+        else:  # torch's own affair, but never without a reason
+            assert bool(row["ms"]) != bool(row["note"]), row
+            assert (row["note"] or "flex").split()[0] in shown
+
+
+def test_suites_name_real_cases() -> None:
+    for (_, device), rows in SUITES.items():
+        assert device in NAMES
+        for name, model in rows:
+            case = make_case(name, model, DType.BFLOAT16, CPU)
+            assert case.pairs > 0
+            assert case.name == f"{name} {model}"
+
+
+def test_a_failure_of_ours_is_reported_after_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(case: Case, direction: Direction) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr("attnforge.bagel.measure.bench.time_ours", boom)
+    result = run("bench", *TINY, "--direction", "fwd", "--peers", "sdpa-flash", code=1)
+    assert "sdpa-flash" in result.stdout
+    assert "ours failed:\ncausal/96 0.5B fwd fp32: RuntimeError: no kernel" in result.stderr
+
+
+def test_markdown_ratio_is_to_the_best_peer() -> None:
+    rows = [
+        Row("a", "fwd", "bf16", OURS, 2.0, 100.0),
+        Row("a", "fwd", "bf16", "slow", 8.0, 25.0),
+        Row("a", "fwd", "bf16", "fast", 3.0, 66.7),
+        Row("a", "fwd", "bf16", "none", note="takes no mask"),
+    ]
+    best = best_peer(rows)
+    assert best is not None
+    assert best.name == "fast"
+    text = bench_markdown(rows, {"device": "x"})
+    assert "| a bf16 | fwd | 100 | 25 | 66.7 | - | 1.50 |" in text
+    assert "TFLOP/s of visible pairs" in text
+    assert "- none: takes no mask (a fwd)" in text
+
+
+def test_a_failing_peer_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def boom(*arguments: object) -> None:
+        raise RuntimeError("lowering failed:\n  no [valid] configs")
+
+    monkeypatch.setattr("attnforge.bagel.measure.peers._flex", boom)
+    text = tmp_path / "bench.md"
+    shown = run("bench", *TINY, "--direction", "fwd", "--peers", "flex", "--markdown", str(text)).stdout
+    assert "RuntimeError: lowering failed: no [valid] configs" in " ".join(shown.replace("│", " ").split())
+    assert (
+        "- flex: RuntimeError: lowering failed: no [valid] configs (causal/96 0.5B fwd)" in text.read_text()
+    )

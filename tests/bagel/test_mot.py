@@ -1,0 +1,231 @@
+"""The Mixture of Transformers: against a plain transcription, row by row; operators; odd packs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from synthetic import Synthetic
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import attnforge
+from attnforge.bagel.mot.attention import make_operator
+from attnforge.bagel.mot.layer import CONFIGS, Experts, MotLayer, Shared, angles, rotate
+from attnforge.bagel.mot.model import MotModel, Pack, rope_positions
+from attnforge.bagel.packing import visible_from_definition
+
+CONFIG = CONFIGS["tiny"]
+LISTS = ([9, 7], [3, 4, 2, 4, 3], ["causal", "noise", "causal", "full", "causal"])
+GENERATION = torch.tensor([4, 5, 10, 11])
+TOKENS = 16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def layer_and_inputs(name: str = "attnforge", max_tokens: int = 128) -> tuple[MotLayer, Tensor, Shared]:
+    operator = make_operator(name, CONFIG.heads_q, max_tokens, torch.float32)
+    layer = MotLayer(CONFIG, operator)
+    for parameter in layer.parameters():  # ones and zeros would hide mistakes
+        torch.nn.init.normal_(parameter, std=0.2)
+    understanding = torch.tensor([row for row in range(TOKENS) if row not in GENERATION])
+    cos, sin = angles(rope_positions(*LISTS), CONFIG)
+    shared = Shared(understanding, GENERATION, cos, sin, operator.mask(*LISTS, CPU))
+    return layer, torch.randn(TOKENS, CONFIG.hidden, requires_grad=True), shared
+
+
+def transcribed(layer: MotLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The layer for one row at a time with that row's weights, and attention by its formula."""
+
+    def expert(experts: Experts, row: int) -> torch.nn.Module:
+        return experts.generation if row in GENERATION else experts.understanding
+
+    rows = [expert(layer.attention.project, row)(x[row : row + 1]) for row in range(TOKENS)]
+    q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    group = CONFIG.heads_q // CONFIG.heads_kv
+    scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(group, 1)) * CONFIG.head_dim**-0.5
+    weights = scores.masked_fill(~visible_from_definition(*LISTS), -torch.inf).softmax(-1)
+    out = torch.einsum("hij,jhd->ihd", weights, v.repeat_interleave(group, 1)).flatten(1)
+    x = x + torch.cat([expert(layer.attention.output, r)(out[r : r + 1]) for r in range(TOKENS)])
+    return x + torch.cat([expert(layer.mlp, r)(x[r : r + 1]) for r in range(TOKENS)])
+
+
+@pytest.mark.parametrize("name", ["attnforge", "sdpa"])
+def test_a_layer_is_its_transcription(name: str) -> None:
+    layer, x, shared = layer_and_inputs(name)
+    got, expected = layer(x, shared), transcribed(layer, x, shared.cos, shared.sin)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    dout = torch.randn_like(got)
+    leaves = [x, *layer.parameters()]
+    for ours, theirs in zip(
+        torch.autograd.grad(got, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_compiled_layer_is_the_same(selective: bool) -> None:
+    """fullgraph, its pack's mask and angles included, with attention kept from recomputation and without."""
+    layer, x, shared = layer_and_inputs()
+    keep: dict[str, Any] = {"context_fn": attnforge.save_attention} if selective else {}
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(layer, x, shared, use_reentrant=False, **keep)
+        return result
+
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    expected = layer(x, shared)
+    torch._dynamo.reset()
+    torch.testing.assert_close(got, expected)
+    dout = torch.randn_like(got)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, dout) for out in (got, expected)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("max_tokens", [TOKENS, 40, 128])
+def test_flex_is_the_same(max_tokens: int) -> None:
+    """Forward: torch has no more of it on the CPU. With and without padding."""
+    layer, x, shared = layer_and_inputs("flex", max_tokens)
+    with torch.no_grad():
+        expected = transcribed(layer, x, shared.cos, shared.sin)
+        torch.testing.assert_close(layer(x, shared), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_flex_refuses_packs_that_are_too_long() -> None:
+    with pytest.raises(ValueError, match="16 tokens, but flex pads to 15"):
+        layer_and_inputs("flex", 15)
+
+
+def test_unknown_operators_are_refused() -> None:
+    with pytest.raises(ValueError, match="'triton'; operators are attnforge, flex, sdpa"):
+        make_operator("triton", 4, 128)
+
+
+def test_rotation_turns_pairs() -> None:
+    """Products of rotated rows depend on the difference of their positions only."""
+    x, y = torch.randn(2, 1, 1, CONFIG.head_dim)
+
+    def product(i: int, j: int) -> Tensor:
+        cos, sin = angles(torch.tensor([i, j]), CONFIG)
+        return (rotate(x, cos[:1], sin[:1]) * rotate(y, cos[1:], sin[1:])).sum()
+
+    torch.testing.assert_close(product(3, 10), product(50, 57), rtol=1e-4, atol=1e-4)
+    assert not torch.isclose(product(3, 10), product(3, 11), rtol=1e-4)
+
+
+def test_positions() -> None:
+    """Text counts on, an image has one position, and a noise image's is taken again by what follows."""
+    modes = ["causal", "noise", "full", "causal", "causal"]
+    assert rope_positions([9, 2], [2, 3, 2, 2, 2], modes).tolist() == [0, 1, 2, 2, 2, 2, 2, 3, 4, 0, 1]
+
+
+# ---- The model
+
+
+def make(name: str = "attnforge") -> MotModel:
+    model = MotModel(CONFIG, make_operator(name, CONFIG.heads_q, 256, torch.float32))
+    torch.nn.init.normal_(model.latent_out.weight)
+    return model
+
+
+def test_losses_of_a_model_without_layers() -> None:
+    """What the heads and losses do, written out."""
+    config = dataclasses.replace(CONFIG, layers=0)
+    model = MotModel(config, make_operator("attnforge", 4, 256))
+    torch.nn.init.normal_(model.latent_out.weight)
+    pack = Synthetic(CONFIG, 256).pack(3)
+    losses = model(pack)
+    text = dict(zip(pack.text_rows.tolist(), pack.text_ids.tolist(), strict=True))
+    for row, label in zip(pack.label_rows.tolist(), pack.labels.tolist(), strict=True):
+        assert text[row + 1] == label
+    hidden = model.norm.understanding(
+        model.text_in(torch.tensor([text[r] for r in pack.label_rows.tolist()]))
+    )
+    expected = F.cross_entropy(model.text_out(hidden), pack.labels) * pack.labels.numel()
+    torch.testing.assert_close(losses.ce, expected)
+    total = torch.zeros(())
+    for i in range(pack.times.numel()):
+        t = pack.times[i]
+        if t > 0:
+            mixed = (1 - t) * pack.latents[i] + t * pack.noise[i]
+            x = model.latent_in(mixed) + model.place(pack.latent_places[i]) + model.time(t[None])[0]
+            flow = model.latent_out(model.norm.generation(x))
+            total = total + F.mse_loss(flow, pack.noise[i] - pack.latents[i])
+    torch.testing.assert_close(losses.mse, total)
+
+
+def test_noise_images_touch_no_later_loss() -> None:
+    """A clean image's latents matter to what follows; those of a noise image only to its own flow."""
+    pack = Synthetic(CONFIG, 256).pack(3)
+    model = make()
+    noisy = pack.times > 0
+    assert noisy.any()
+    assert not noisy.all()
+    other = dataclasses.replace(pack, latents=pack.latents + noisy[:, None] * 5.0)
+    base, changed = model(pack), model(other)
+    assert torch.equal(base.ce, changed.ce)
+    assert not torch.isclose(base.mse, changed.mse)
+    other = dataclasses.replace(pack, latents=pack.latents + ~noisy[:, None] * 5.0)
+    assert not torch.isclose(base.mse, model(other).mse)
+
+
+def without_images(pack: Pack, length: int = 10) -> Pack:
+    """One sample of text."""
+    none = torch.empty(0, dtype=torch.int64)
+    rows = torch.arange(length)
+    return dataclasses.replace(
+        pack,
+        sample_lens=(length,),
+        split_lens=(length,),
+        attn_modes=("causal",),
+        positions=rows,
+        text_ids=rows + 2,
+        text_rows=rows,
+        vision=pack.vision[:0],
+        vision_rows=none,
+        vision_places=none,
+        latents=pack.latents[:0],
+        latent_rows=none,
+        latent_places=none,
+        noise=pack.noise[:0],
+        times=pack.times[:0],
+        labels=rows[1:] + 2,
+        label_rows=rows[:-1],
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_pack_without_images(device: str) -> None:
+    """All weights get gradients, the unused ones zeros: ranks whose packs differ must reduce the same tensors."""
+    model = make().to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    losses = model(without_images(Synthetic(CONFIG, 256).pack(3)).to(torch.device(device)))
+    assert losses.mse == 0
+    (losses.ce + losses.mse).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_packs_are_their_seeds() -> None:
+    source, again = Synthetic(CONFIG, 256), Synthetic(CONFIG, 256)
+    kinds = set()
+    for seed in range(20):
+        pack, copy = source.pack(seed), again.pack(seed)
+        assert 128 < pack.tokens <= 256
+        rows = torch.cat((pack.text_rows, pack.vision_rows, pack.latent_rows))
+        assert torch.equal(rows.sort().values, torch.arange(pack.tokens))
+        assert torch.equal(pack.positions, copy.positions)
+        assert torch.equal(pack.noise, copy.noise)
+        kinds |= set(pack.attn_modes)
+    assert kinds == {"causal", "full", "noise"}

@@ -1,0 +1,122 @@
+"""examples/train_mot.py: it learns, resumes, and is the same on one rank and on two."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from click import UsageError
+from ranks import torchrun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from train_mot import Options, train  # noqa: E402
+
+BASE = Options(tokens=128, steps=4, precision="fp32", device="cpu")
+Rows = list[dict[str, float]]
+# Of losses, relative, between orders of summation in float32 over a few steps.
+TOLERANCE = 1e-5
+
+
+# Packs are too small to share, and the order of sums depends on the number of threads.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run(**changes: object) -> Rows:
+    return train(dataclasses.replace(BASE, **changes), say=lambda _: None)  # type: ignore[arg-type]
+
+
+def assert_close(ours: Rows, theirs: Rows, tolerance: float = TOLERANCE) -> None:
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a == pytest.approx(b, rel=tolerance)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Rows:
+    """The curve of one process without checkpointing."""
+    return run(steps=6)
+
+
+def test_losses_fall() -> None:
+    rows = run(steps=30, precision="bf16")
+    for name in ("ce", "mse"):
+        first, last = (sum(row[name] for row in part) / 5 for part in (rows[:5], rows[-5:]))
+        assert last < 0.92 * first, name
+
+
+def test_bf16_is_near_fp32(expected: Rows) -> None:
+    assert_close(run(precision="bf16")[:2], expected[:2], 3e-2)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_checkpointing_changes_no_bit(checkpointing: str, expected: Rows) -> None:
+    assert run(checkpointing=checkpointing) == expected[:4]
+
+
+def test_sdpa_learns_the_same(expected: Rows) -> None:
+    assert_close(run(attention="sdpa", checkpointing="full"), expected[:4])
+
+
+def test_a_resumed_run_is_the_same_bits(tmp_path: Path, expected: Rows) -> None:
+    before = run(save=tmp_path, steps=4, save_every=2)
+    assert before == expected[:4]
+    shutil.rmtree(tmp_path / "step-4")
+    (tmp_path / "step-4.part").mkdir()  # what a run that died while saving leaves
+    assert run(save=tmp_path, steps=6, save_every=10) == expected[2:]
+
+
+def test_two_ranks_are_one(tmp_path: Path, expected: Rows) -> None:
+    """The same losses on two ranks; and one rank goes on from their checkpoint."""
+    losses, saved = tmp_path / "losses.jsonl", tmp_path / "saved"
+    options = "--tokens 128 --steps 4 --precision fp32 --device cpu --checkpointing selective --save-every 4"
+    torchrun(2, EXAMPLES / "train_mot.py", *options.split(), "--losses", str(losses), "--save", str(saved))
+    assert_close([json.loads(line) for line in losses.read_text().splitlines()], expected[:4])
+    assert_close(run(save=saved, steps=6), expected[4:])
+
+
+def test_profiler_writes_a_trace(tmp_path: Path) -> None:
+    run(profile=tmp_path, checkpointing="full")
+    events = json.loads((tmp_path / "rank-0.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert "attnforge::forward" in names
+    assert "attnforge::backward" in names
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": "flex"}, "no gradients on the CPU"),
+        ({"attention": "sdpa", "checkpointing": "selective"}, "--attention attnforge"),
+        ({"tokens": 32}, "64 or more"),
+    ],
+)
+def test_what_cannot_be(changes: dict[str, object], message: str) -> None:
+    with pytest.raises((UsageError, ValueError), match=message):
+        run(**changes)
+
+
+# ---- On GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["attnforge", "sdpa"])
+def test_operators_agree_on_a_gpu(attention: str) -> None:
+    ours = run(device="cuda", precision="bf16", model="small", tokens=2048)
+    rows = run(
+        device="cuda", precision="bf16", model="small", tokens=2048, attention=attention, checkpointing="full"
+    )
+    assert_close(rows[:2], ours[:2], 3e-2)
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_is_the_same_bits_on_a_gpu(tmp_path: Path) -> None:
+    options = {"device": "cuda", "precision": "bf16", "model": "small", "tokens": 2048, "deterministic": True}
+    straight = run(**options, steps=6)
+    run(**options, steps=3, save=tmp_path, save_every=3)
+    assert run(**options, steps=6, save=tmp_path) == straight[3:]

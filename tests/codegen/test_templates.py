@@ -1,0 +1,139 @@
+"""Templates and their parts: each one is used, and what a part says is in the identity of what is rendered from it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jinja2 import Environment, FileSystemLoader, UndefinedError
+
+from attnforge.codegen import render as rendering
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.package import Item, Tree
+from attnforge.codegen.render import TEMPLATES, RenderError, render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime.build import cache, toolchain
+from attnforge.runtime.search.journal import source_key
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+COMPILER = toolchain.Command("a", Path("a"), "identity", ("-O3",), "kernel.cubin")
+
+
+def first(direction: Direction, arch: Arch, dtype: DType, mask: Mask) -> Spec:
+    return next(candidates(Problem(direction, arch, dtype, 64, mask)))
+
+
+def kinds(problem: Problem) -> list[Spec]:
+    """Candidates in which every template and every value of every knob occurs."""
+    found, seen = [], set[tuple[str, int | str]]()
+    for spec in candidates(problem):
+        new = {("template", make_plan(spec).template), *spec.to_json()["tuning"].items()} - seen
+        if new:
+            seen |= new
+            found.append(spec)
+    return found
+
+
+@pytest.fixture
+def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of templates/ that everything is rendered from."""
+    copy = tmp_path / "templates"
+    shutil.copytree(TEMPLATES, copy)
+    monkeypatch.setattr(rendering, "TEMPLATES", copy)
+    rendering.environment.cache_clear()
+    yield copy
+    rendering.environment.cache_clear()
+
+
+class Recorder(FileSystemLoader):
+    """Notes what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(TEMPLATES)
+        self.names: set[str] = set()
+
+    def get_source(self, environment: Environment, template: str) -> tuple[str, str, object]:  # type: ignore[override]
+        self.names.add(template)
+        return super().get_source(environment, template)
+
+
+def test_every_template_is_used(templates: Path) -> None:
+    recorder = Recorder()
+    rendering.environment().loader = recorder
+    targets = [(arch, DType.BFLOAT16) for arch in (Arch.CPU, Arch.SM80, Arch.SM90A)]
+    targets += [(arch, DType.FLOAT32) for arch in (Arch.SM80, Arch.SM120, Arch.SM90A)]
+    for arch, dtype in targets:
+        for mask in Mask:
+            problems = [Problem(direction, arch, dtype, 64, mask) for direction in Direction]
+            specs = [spec for problem in problems for spec in kinds(problem)]
+            for spec in specs:
+                render(spec)
+            items = tuple(Item(spec, 1024, "guess") for spec in specs)
+            Tree("my_attention", arch, items, contract=True).files("export")
+        if arch.is_gpu:
+            mask_kernels.__wrapped__(arch)  # not what an earlier test left in its cache
+    present = {path.relative_to(TEMPLATES).as_posix() for path in TEMPLATES.rglob("*.jinja")}
+    assert recorder.names == present
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("// A space at the end. \n", "trailing space or a tab"),
+        ("//\tA tab.\n", "trailing space or a tab"),
+        ("\n\n// Two empty lines before.\n", "two blank lines in a row"),
+        ("// No newline.", "exactly one newline"),
+        ("\n", "exactly one newline"),
+        (f"// {'wide ' * 30}.\n", "columns wide"),
+    ],
+)
+def test_the_form_of_what_is_rendered(templates: Path, end: str, message: str) -> None:
+    spec = first(FORWARD, Arch.SM80, DType.BFLOAT16, Mask.FULL)
+    template = templates / make_plan(spec).template
+    template.write_text(template.read_text() + end)
+    with pytest.raises(RenderError, match=message):
+        render(spec)
+
+
+@pytest.mark.parametrize("expression", ["nothing", "spec.nothing", "c.nothing", "plan.nothing"])
+def test_an_unknown_name_is_an_error(templates: Path, expression: str) -> None:
+    spec = first(FORWARD, Arch.SM80, DType.BFLOAT16, Mask.FULL)
+    template = templates / make_plan(spec).template
+    template.write_text(template.read_text() + f"// {{{{ {expression} }}}}.\n")
+    with pytest.raises(UndefinedError, match="nothing"):
+        render(spec)
+
+
+# A part, one spec that it is a part of, one that it is not.
+BF16, SPANS = DType.BFLOAT16, Mask.SPANS
+CASES = [
+    ("sm80/forward_loop.cuh.jinja", (FORWARD, Arch.SM80, BF16, SPANS), (BACKWARD, Arch.SM80, BF16, SPANS)),
+    ("sm80/hide.cuh.jinja", (BACKWARD, Arch.SM89, DType.FLOAT32, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
+    ("sm80/hide.cuh.jinja", (FORWARD, Arch.SM90, BF16, SPANS), (FORWARD, Arch.SM90, BF16, Mask.DENSE)),
+    ("common/mask.cuh.jinja", (FORWARD, Arch.SM90A, BF16, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
+    ("cpu/pack.h.jinja", (BACKWARD, Arch.CPU, BF16, SPANS), (BACKWARD, Arch.SM90A, BF16, SPANS)),
+]
+
+
+@pytest.mark.parametrize(("part", "inside", "outside"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_changed_part_is_a_new_kernel_to_cache_and_journal(
+    templates: Path,
+    part: str,
+    inside: tuple[Direction, Arch, DType, Mask],
+    outside: tuple[Direction, Arch, DType, Mask],
+) -> None:
+    def keys() -> list[tuple[str, str]]:
+        rendering.environment.cache_clear()  # as in a new process
+        sources = [render(first(*problem)) for problem in (inside, outside)]
+        return [(cache.key(source, COMPILER), source_key(source.text)) for source in sources]
+
+    before = keys()
+    with (templates / part).open("a") as file:
+        file.write("// One more line.\n")
+    after = keys()
+    assert all(one != other for one, other in zip(before[0], after[0], strict=True))
+    assert before[1] == after[1]

@@ -1,0 +1,118 @@
+"""Breaks of the protocol of the Hopper backward kernel, which tests/kernels/test_backward_pipeline.py has to find."""
+
+from __future__ import annotations
+
+HAND_BACK = "arrive(now.empty_q);"
+HAND_OVER_DS = "\n        hand_over_ds(now);"
+WAIT = "griddepcontrol_wait();"
+OF_THE_NEXT = "start_row_stats(s, ones, base + kOffsetRowStats + q_ring.stage * kRowStatsBytes"
+FIRST_VISIT = "accumulator_fence(s);\n        softmax();"
+# Breaks of the protocol: what the text becomes if `broken` is n, and what is then found (among other things).
+Break = tuple[dict[str, str], str]
+BREAKS: dict[str, Break] = {
+    "Q is handed back too early": (
+        {
+            HAND_BACK: "if (broken != n) " + HAND_BACK,
+            HAND_OVER_DS: f"\n        if (broken == n) {HAND_BACK}{HAND_OVER_DS}",
+        },
+        "dK or dV with a wrong tile",
+    ),
+    "nobody waits for EmptyDq": (
+        {"barrier_wait(base + kEmptyDq": "if (broken != n) barrier_wait(base + kEmptyDq"},
+        "something overwrites what a bulk copy reads",
+    ),
+    "a visit is read after its buffer was handed back": (
+        {
+            HAND_BACK: "if (broken != n || step > 0) " + HAND_BACK,
+            FIRST_VISIT: f"if (broken == n) arrive(base + kEmptyQ);\n{FIRST_VISIT}",
+        },
+        "the mask of another tile",
+    ),
+    "lanes do not wait for each other": (
+        {"__syncwarp();": "if (broken != n) __syncwarp();"},
+        "what is added is not dQ of this tile",
+    ),
+    "writes are not fenced": (
+        {"proxy_fence();": "if (broken != n) proxy_fence();"},
+        "an asynchronous read of what has not been fenced",
+    ),
+    "S has the delta of its rows": (
+        {
+            OF_THE_NEXT: f"{OF_THE_NEXT} + (broken == n ? kRowStatsBytes / 2 : 0)",
+        },
+        "P with wrong row statistics",
+    ),
+    "statistics are loaded before they are there": (
+        {f"{WAIT}  // for row_stats": f"if (broken != n) {WAIT}  // for row_stats"},
+        "the kernel before has not ended",
+    ),
+    "blocks without work do not wait": (
+        {f"(work.visits == 0) {{\n        {WAIT}": f"(work.visits == 0) {{\n        if (broken != n) {WAIT}"},
+        "the kernel before",
+    ),
+}
+PAIR_BEFORE = "barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);"
+LAGGING: dict[str, Break] = {
+    "two buffers of dS": (
+        {"base + kOffsetDs + (step & 3)": "base + kOffsetDs + (step & (broken == n ? 1 : 3))"},
+        "something overwrites what a product reads",
+    ),
+    "dS of the pair before is fenced before it is waited for": (
+        {
+            PAIR_BEFORE: f"if (broken == n) proxy_fence(); {PAIR_BEFORE}",
+            "proxy_fence();  // for dQ of that pair": "if (broken != n) proxy_fence();  // for dQ of that pair",
+        },
+        "an asynchronous read of what has not been fenced",
+    ),
+    "dS is handed over before the other consumer has done so in the pair before": (
+        {
+            PAIR_BEFORE: f"if (broken != n) {PAIR_BEFORE}",
+            "// In the first pair": f"if (broken == n) {PAIR_BEFORE}  // In the first pair",
+        },
+        "what is added is not dQ of this tile",
+    ),
+    "what is no dQ is added": (
+        {"unsigned phase = 1;": "unsigned phase = broken == n ? 0 : 1;"},
+        "what is added is not dQ of this tile",
+    ),
+}
+ORDERED: dict[str, Break] = {
+    "turns are not waited for": (
+        {"while (found < value);": "while (found < value && broken != n);"},
+        "parts of dQ are added out of turn",
+    ),
+    "a turn ends early": (
+        {"bulk_reduce_wait();": "if (broken != n) bulk_reduce_wait();"},
+        "a turn ends before its sums are there",
+    ),
+}
+A_VISIT = "a visit is read after its buffer was handed back"
+BY_TURNS: dict[str, Break] = {
+    A_VISIT: (BREAKS[A_VISIT][0], "with wrong row statistics"),
+    "nobody waits for EmptyDq": (
+        BREAKS["nobody waits for EmptyDq"][0],
+        "what is added is not dQ of this tile",
+    ),
+    # With lag they come after a consumer's first dQ, and so after statistics.
+    "turns are looked at before they are counted from 0": (
+        {f"{WAIT}  // for semaphores": f"if (broken != n) {WAIT}  // for semaphores"},
+        "the kernel before has not ended",
+    ),
+}
+WAIT_FOR_DS = "barrier_wait(base + kFullDs, step & 1);"
+TOO_EARLY = ("Q is handed back too early", A_VISIT)
+PLAIN: dict[str, Break] = {
+    **{name: (BREAKS[name][0], "something overwrites what a product reads") for name in TOO_EARLY},
+    "one buffer of dS": ({"(step & 1) * kDsBytes": "(broken == n ? 0 : step & 1) * kDsBytes"}, "overwrites"),
+    "dS is fenced before it is waited for": (
+        {
+            WAIT_FOR_DS: f"if (broken != n) {WAIT_FOR_DS}",
+            "wgmma_wait<0>();  // dK is complete": f"if (broken == n) {WAIT_FOR_DS} wgmma_wait<0>();",
+        },
+        "an asynchronous read of what has not been fenced",
+    ),
+    "dK goes where K is still read": (
+        {"named_sync(kConsumersDone": "if (broken != n) named_sync(kConsumersDone"},
+        "something overwrites what a product reads",
+    ),
+}

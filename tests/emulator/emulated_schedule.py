@@ -1,0 +1,84 @@
+"""Run the schedule kernels of any GPU variant on the CPU: their own text, on the fibers of emulator.h."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+from cpu_kernel import Params
+from emulator import FLAGS
+from torch import Tensor
+
+from attnforge.codegen.params import struct
+from attnforge.codegen.render import render
+from attnforge.codegen.spec import Mask, Spec
+
+SENTINEL = -7  # what memory holds that nothing has written
+
+
+def schedule_text(spec: Spec) -> str:
+    """The sections of a kernel's source that its schedule is made of, for g++."""
+    source = render(spec)
+    titles = re.compile(r"^// ---- (Mask|Tile schedule).*?(?=^// ---- |\Z)", re.MULTILINE | re.DOTALL)
+    sections = "".join(match.group() for match in titles.finditer(source.text))
+    sizes = {"kTileM": spec.tuning.tile_m, "kTileN": spec.tuning.tile_n}
+    if source.plan.parts > 1:
+        sizes["kParts"] = source.plan.parts
+    constants = "".join(f"constexpr int {name} = {value};\n" for name, value in sizes.items())
+    runs = "".join(
+        f'extern "C" void run_{item.symbol}(const Params* p, long long blocks) '
+        f"{{ launch([=] {{ {item.symbol}(*p); }}, blocks, {item.threads}, 0); }}\n"
+        for item in source.plan.schedule
+    )
+    return '#include "emulator.h"\n' + struct() + constants + sections.replace("#pragma unroll", "//") + runs
+
+
+class EmulatedSchedule:
+    """The schedule kernels of a variant, compiled for the CPU."""
+
+    def __init__(self, spec: Spec, directory: Path) -> None:
+        self.spec, self.plan = spec, render(spec).plan
+        path = directory / f"{spec.slug}.cpp"
+        path.write_text(schedule_text(spec))
+        library = path.with_suffix(".so")
+        subprocess.run(["g++", *FLAGS, "-DEMULATED_FP16=0", str(path), "-o", str(library)], check=True)
+        self.library = ctypes.CDLL(str(library))
+
+    def run(self, mask: Tensor, ends: Tensor | None, seq_q: int, seq_k: int) -> dict[str, Tensor]:
+        """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k)."""
+        p, tuning = Params(), self.spec.tuning
+        p.batch = p.heads_q = p.heads_kv = p.mask_batches = p.mask_heads = p.mask_planes = 1
+        p.seq_q, p.seq_k = seq_q, seq_k
+        p.tiles_m, p.tiles_n = -(-seq_q // tuning.tile_m), -(-seq_k // tuning.tile_n)
+        p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
+        p.list_stride, owned = p.tiles_n, p.tiles_m
+        if self.plan.owner == "n":
+            p.list_stride, owned = owned, p.list_stride
+        if self.spec.problem.mask is Mask.DENSE:
+            p.dense, (p.dense_row, p.dense_col) = mask.data_ptr(), mask.stride()
+            p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
+        else:
+            assert ends is not None
+            p.starts, p.ends = mask.data_ptr(), ends.data_ptr()
+        shapes = {
+            "tile_count": (owned,),
+            "tile_order": (owned,),
+            "tile_list": (owned, p.list_stride),
+            "turn": (owned, p.list_stride),
+            "reach": (p.tiles_m, 4, 2),
+            "bounds": (p.padded_k, 2),
+            "pieces": (2,),
+            "bits": (p.padded_q if self.plan.bits == "k" else p.padded_k, max(1, p.bits_row)),
+        }
+        tables = {name: torch.full(shape, SENTINEL, dtype=torch.int32) for name, shape in shapes.items()}
+        for name, table in tables.items():
+            setattr(p, name, table.data_ptr())
+        for launch in self.plan.schedule:
+            run = getattr(self.library, f"run_{launch.symbol}")
+            run.argtypes = (ctypes.c_void_p, ctypes.c_longlong)
+            run(ctypes.byref(p), math.prod(getattr(p, name) for name in launch.grid))
+        return tables

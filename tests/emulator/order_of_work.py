@@ -1,0 +1,77 @@
+"""The order of the work of a rendered Hopper kernel, as g++ compiles it: which piece is which tile of which head."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+from cpu_kernel import Params
+from gxx import HERE
+
+from attnforge.codegen.render import Source
+from attnforge.runtime.search.case import Case
+
+ROUNDS = re.compile(r"^__device__ __forceinline__ int (?:count_work|work_index)\(.*?^}\n", re.M | re.S)
+CALLS = """
+extern "C" void places(const Params* p, int pieces, int (*found)[3]) {
+    for (int i = 0; i < pieces; ++i) {
+        const Place place = place_of(*p, i);
+        found[i][0] = place.rank, found[i][1] = place.head, found[i][2] = place.batch;
+    }
+}
+"""
+TURN = """
+extern "C" int turn(const Params* p, unsigned block, unsigned blocks, int round) {
+    blockIdx.x = block, gridDim.x = blocks;
+    return work_index(*p, round);
+}
+"""
+
+
+class WorkOrder:
+    """`place_of` of a kernel, and `work_index` where it has that."""
+
+    def __init__(self, source: Source, directory: Path) -> None:
+        head, *sections = re.split(r"(?=^// ---- )", source.text, flags=re.MULTILINE)
+        kept = [part for part in sections if part.startswith(("// ---- Specialisation", "// ---- Order of"))]
+        rounds = "".join(ROUNDS.findall(source.text))
+        text = (
+            '#include "cuda_words.h"\nstatic struct { unsigned x; } blockIdx, gridDim;\n'
+            + head
+            + "".join(kept)
+        )
+        text += CALLS + (rounds + TURN if "work_index" in rounds else "")
+        path = directory / f"{source.spec.slug}.cpp"
+        path.write_text(text)
+        flags = ("-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}")
+        subprocess.run(["g++", *flags, str(path), "-o", str(path.with_suffix(".so"))], check=True)
+        self.library = ctypes.CDLL(str(path.with_suffix(".so")))
+        self.forward = source.plan.owner == "m"
+        self.tile_m, self.tile_n = source.spec.tuning.tile_m, source.spec.tuning.tile_n
+        self.per_kv_head = not self.forward and not getattr(source.spec.tuning, "split_heads", True)
+
+    def params(self, case: Case) -> Params:
+        """The sizes of the case and its tiles."""
+        p = Params()
+        p.batch, p.heads_q, p.heads_kv = case.batch, case.heads_q, case.heads_kv
+        p.seq_q, p.seq_k = case.seq_q, case.seq_k
+        p.tiles_m, p.tiles_n = -(-case.seq_q // self.tile_m), -(-case.seq_k // self.tile_n)
+        return p
+
+    def places(self, case: Case) -> list[tuple[int, int, int]]:
+        """(rank, head, batch) of each piece of work."""
+        p = self.params(case)
+        tiles = p.tiles_m if self.forward else p.tiles_n
+        pieces = tiles * (p.heads_kv if self.per_kv_head else p.heads_q) * p.batch
+        found = (ctypes.c_int * 3 * pieces)()
+        self.library.places(ctypes.byref(p), pieces, found)
+        return [(rank, head, batch) for rank, head, batch in found]
+
+    def rounds(self, case: Case, block: int, blocks: int) -> list[int]:
+        """What block `block` of `blocks` works on, in turn."""
+        p, taken = self.params(case), list[int]()
+        while (index := self.library.turn(ctypes.byref(p), block, blocks, len(taken))) >= 0:
+            taken.append(index)
+        return taken

@@ -1,0 +1,180 @@
+"""The kernels before and after the main one of the Hopper backward, on the CPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from emulator import Emulated, runs
+from torch import Tensor
+
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.render import Source
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+
+NEEDED = ("Specialisation", "Preprocess")
+PRELUDE = """#include "emulator.h"
+static void griddepcontrol_wait() {}
+static void griddepcontrol_launch_dependents() {}
+static unsigned pack(float low, float high) { return narrow_pair(low, high); }
+static float2 unpack(unsigned x) { return {widen(x & 0xffff), widen(x >> 16)}; }
+"""
+
+
+def translate(source: Source) -> str:
+    """C++ of all launches but the main one."""
+    first, *sections = re.split(r"(?=^// ---- )", source.text, flags=re.MULTILINE)
+    kept = [section for section in sections if section.removeprefix("// ---- ").startswith(NEEDED)]
+    text = "".join((first, *kept)).replace("#pragma unroll", "//")
+    text = text.replace("__align__(16)", "__attribute__((aligned(16)))")
+    assert "asm" not in text
+    return PRELUDE + text + runs(item for item in source.plan.launches if item.symbol != source.spec.symbol)
+
+
+def make_spec(head_dim: int, *, split: bool = True, ordered: bool = False) -> Spec:
+    tuning = Sm90Backward(64, 128, 3, 2, head_dim < 96, 0, split, ordered, False)
+    return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.CAUSAL), tuning)
+
+
+def fragments(x: Tensor) -> Tensor:
+    """(..., 64, columns) in the order of fragments, flat: element i of a thread as the kernel's header says."""
+    thread, i = torch.arange(128)[None, :, None], torch.arange(4)[None, None]
+    chunk = torch.arange(x.shape[-1] // 8)[:, None, None]
+    rows = thread // 32 * 16 + thread % 32 // 4 + i // 2 * 8
+    return x[..., rows, chunk * 8 + thread % 4 * 2 + i % 2].flatten(-3)
+
+
+BATCH, HEADS_Q, HEADS_KV, SEQ_Q, SEQ_K = 2, 4, 2, 150, 200
+
+
+def packed(heads: int, rows: int, head_dim: int) -> Tensor:
+    return torch.randn(BATCH, rows, heads, head_dim).bfloat16().transpose(1, 2)
+
+
+class Ends:
+    """A spec's launches but the main one, with tensors to run them on."""
+
+    def __init__(self, spec: Spec, directory: Path) -> None:
+        self.emulated = Emulated(spec, directory, translate)
+        plan, d = self.emulated.plan, spec.problem.head_dim
+        self.launches = {launch.symbol.removeprefix(spec.symbol): launch for launch in plan.launches}
+        self.out, self.dout = packed(HEADS_Q, SEQ_Q, d), packed(HEADS_Q, SEQ_Q, d)
+        self.dq = torch.full_like(self.out, math.nan)
+        self.dk, self.dv = (torch.full_like(packed(HEADS_KV, SEQ_K, d), math.nan) for _ in range(2))
+        self.lse = torch.randn(BATCH, HEADS_Q, SEQ_Q)
+        self.lse[0, 1, 70:90] = -math.inf
+        self.lse[1, 0, 20:23] = torch.tensor([4.2e6, -1e30, math.inf])  # too large for gradients
+        self.dlse = torch.randn_like(self.lse)
+        self.dlse[self.lse.abs() > 4e6] = math.nan
+        kv = packed(HEADS_KV, SEQ_K, d)
+        given = {"q": self.out, "k": kv, "v": kv, "out": self.out, "dout": self.dout}
+        self.params = self.emulated._params(given | {"dq": self.dq, "dk": self.dk, "dv": self.dv}, None)
+        p = self.params
+        self.stats = torch.full((BATCH, HEADS_Q, p.tiles_m, 2, spec.tuning.tile_m, 8), math.nan).bfloat16()
+        self.sums = torch.full((BATCH, HEADS_Q, p.padded_q * d), math.nan)
+        self.sums_kv = torch.full((2, BATCH, HEADS_KV, p.padded_k * d), math.nan)
+        self.turns = torch.full(
+            (BATCH * (HEADS_Q * p.tiles_m + HEADS_KV * p.tiles_n),), 77, dtype=torch.int32
+        )
+        p.lse, p.delta, p.dq_accum = self.lse.data_ptr(), self.stats.data_ptr(), self.sums.data_ptr()
+        p.dlse = self.dlse.data_ptr()
+        p.dkv_accum, p.turns_taken = self.sums_kv.data_ptr(), self.turns.data_ptr()
+
+    def run(self, name: str) -> None:
+        self.emulated._run((self.launches[name],), self.params)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        make_spec(64),
+        make_spec(72, split=False),
+        make_spec(128, ordered=True),
+    ],
+    ids=lambda spec: spec.slug,
+)
+def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    torch.manual_seed(0)
+    return Ends(request.param, tmp_path_factory.mktemp("ends"))
+
+
+def test_before(ends: Ends) -> None:
+    """Statistics of every row, zeros for what is added to."""
+    ends.run("_preprocess")
+    columns = (
+        ends.stats.double()
+    )  # the product has ones for the first three, zeros for the rest, which must be finite
+    assert not columns[..., 3:].any()
+    rows = (
+        -columns[..., :3].sum(-1).transpose(2, 3).flatten(3)
+    )  # (batch, heads, lse / scale or delta, padded_q)
+    delta = (ends.out.double() * ends.dout.double()).sum(-1) - ends.dlse
+    scores = rows[:, :, 0] * ends.params.scale_log2  # what is taken from those of base 2
+    seen = ends.lse.abs() < 4e6
+    torch.testing.assert_close(
+        scores[..., :SEQ_Q][seen], ends.lse[seen].double() / math.log(2), rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(rows[:, :, 1, :SEQ_Q], delta.where(seen, 0), rtol=1e-5, atol=1e-5)
+    assert (scores[..., :SEQ_Q][~seen] > 1e30).all()
+    assert (scores[..., SEQ_Q:] > 1e30).all()
+    assert not rows[:, :, 1, SEQ_Q:].any()
+    plan = ends.emulated.plan
+    if plan.ordered:
+        assert ends.sums.isnan().all()  # the first turn stores
+        used = ends.turns if plan.dkv_accum else ends.turns[: BATCH * HEADS_Q * ends.params.tiles_m]
+        assert not used.any()
+    else:
+        assert not ends.sums.any()
+    assert plan.dkv_accum != bool(ends.sums_kv.isnan().any())
+    assert ends.sums_kv.nan_to_num(nan=0.0).eq(0).all()
+
+
+def test_statistics_at_the_smallest_scale(ends: Ends) -> None:
+    """lse / scale stays finite at the least scale_log2 that launchers pass, and rows without keys still get P = 0."""
+    usual, least = ends.params.scale_log2, 1e-30
+    ends.params.scale_log2 = least
+    ends.run("_preprocess")
+    ends.params.scale_log2 = usual
+    powers = ends.stats[:, :, :, 0, :, :3].double().sum(-1).flatten(2) * least
+    seen = ends.lse.abs() < 4e6
+    expected = -ends.lse.double() / math.log(2)
+    torch.testing.assert_close(powers[..., :SEQ_Q][seen], expected[seen], rtol=1e-6, atol=1e-6)
+    without = torch.cat((powers[..., :SEQ_Q][~seen], powers[..., SEQ_Q:].flatten()))
+    assert (without.isfinite() & (without < -150)).all()  # 2^-150 is 0 in float32
+
+
+def test_no_gradient_of_lse(ends: Ends) -> None:
+    ends.params.dlse = None
+    ends.run("_preprocess")
+    ends.params.dlse = ends.dlse.data_ptr()
+    delta = -ends.stats[:, :, :, 1, :, :3].double().sum(-1).flatten(2)[..., :SEQ_Q]
+    exact = (ends.out.double() * ends.dout.double()).sum(-1)
+    torch.testing.assert_close(delta, exact.where(ends.lse.abs() < 4e6, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_dq(ends: Ends) -> None:
+    """scale * sums, rounded once; zeros where a tile has no sums."""
+    p, tuning = ends.params, ends.emulated.spec.tuning
+    exact = torch.randn(BATCH, HEADS_Q, p.padded_q, ends.out.shape[3])
+    ends.sums.copy_(fragments(exact.unflatten(2, (-1, 64))).flatten(2))
+    ends.turns[:] = 3
+    if ends.emulated.plan.ordered:
+        ends.turns[HEADS_Q * p.tiles_m + 1] = 0  # tile 1 of head 0 of batch entry 1
+        exact[1, 0, tuning.tile_m : 2 * tuning.tile_m] = 0
+        ends.sums[1, 0, tuning.tile_m * exact.shape[3] : 2 * tuning.tile_m * exact.shape[3]] = math.nan
+    ends.run("_postprocess")
+    assert torch.equal(ends.dq, (exact * p.scale).bfloat16()[:, :, :SEQ_Q])
+
+
+def test_dk_and_dv(ends: Ends) -> None:
+    if not ends.emulated.plan.dkv_accum:
+        assert "_postprocess_dkv" not in ends.launches
+        return
+    exact = torch.randn(2, BATCH, HEADS_KV, ends.params.padded_k, ends.out.shape[3])
+    ends.sums_kv.copy_(fragments(exact.unflatten(3, (-1, 64))).flatten(3))
+    ends.run("_postprocess_dkv")
+    assert torch.equal(ends.dk, (exact[0] * ends.params.scale).bfloat16()[:, :, :SEQ_K])
+    assert torch.equal(ends.dv, exact[1].bfloat16()[:, :, :SEQ_K])

@@ -1,0 +1,211 @@
+"""The barriers of the Hopper backward kernel, run on the CPU in random turns: nothing hangs, every sum gets its parts.
+
+The rendered producers, reducing warps, consumers and kernel run as they are (backward_pipeline.h replaces single
+instructions, backward_products.h products and backward_results.h scalar work).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import random
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, Break
+from cpu_kernel import Params
+from gxx import HERE
+
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.render import Source, render
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+
+FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{HERE}")
+REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results", "Preprocess")
+KINDS = {"q": 1, "dout": 2, "k": 3, "v": 4, "dk": 5, "dv": 6}  # enum Kind
+FAKE = 1 << 40  # where device memory would be that nothing touches here
+# (batch, heads_q, heads_kv, query tiles, key tiles); a key tile visits all query tiles, or some of them.
+Sizes = tuple[int, int, int, int, int]
+SIZES: list[Sizes] = [
+    (1, 1, 1, 1, 1),
+    (1, 2, 2, 2, 3),
+    (2, 1, 1, 3, 2),
+    (1, 7, 1, 1, 2),
+    (1, 7, 1, 3, 2),
+    (1, 2, 1, 8, 3),
+]
+SEEDS = 4
+ASM = {
+    r'asm volatile\("setmaxnreg[^;]*;"\);': "",
+    r'asm volatile\("" : [^;]*;': "",
+    r'asm volatile\("ld.acquire.gpu.global[^;]*;" : "=r"\((\w+)\) : "l"\((\w+)\)[^;]*;': r"\1 = load_acquire(\2);",
+    r'asm volatile\("red.release.gpu.global[^;]*;" ::"l"\((\w+)\)[^;]*;': r"add_release(\1);",
+}
+
+
+def hopper(head_dim: int, mask: Mask, *knobs: int) -> Source:
+    stages, stages_dout, lag, in_regs, split, ordered, descending = knobs
+    flags = (bool(split), bool(ordered), bool(descending))
+    tuning = Sm90Backward(64, 128, stages, stages_dout, bool(lag), in_regs, *flags)
+    return render(Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
+
+
+def translate(source: Source, breaks: dict[str, Break]) -> str:
+    """C++ that g++ compiles, with a function `run`."""
+    text = source.text.replace("#pragma unroll", "//").replace(
+        "work_of(p, blockIdx.x)", "work_of(p, here().number)"
+    )
+    text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = nullptr;", text)
+    text = text.replace('extern "C" __global__', "static")
+    for pattern, call in ASM.items():
+        text = re.sub(pattern, call, text)
+    parts = []
+    for section in re.split(r"(?=^// ---- )", text, flags=re.MULTILINE):
+        title = section.removeprefix("// ---- ")
+        if title.startswith("PTX"):
+            parts.append('#include "backward_pipeline.h"\n')
+        elif not title.startswith(REPLACED):
+            parts.append(section)
+    text = "".join(parts)
+    assert "asm" not in text
+    for n, (name, (changes, _)) in enumerate(breaks.items(), 1):
+        for old, new in changes.items():
+            assert old in text, name
+            text = text.replace(old, re.sub(r"\bn\b(?=[ )|])", str(n), new))
+    ordered = str(source.plan.ordered).lower()
+    return text + (
+        'extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, const int* list,'
+        " unsigned seed, int change) {\n"
+        f"    broken = change;\n    body = [=] {{ {source.spec.symbol}(*p, *maps); }};\n"
+        f"    static std::string said;\n    said = run_blocks(*p, count, list, {ordered}, seed);\n"
+        "    return said.c_str();\n}\n"
+    )
+
+
+def list_visits(mask: Mask, p: Params, seed: int) -> list[list[int]]:
+    """By key tile, the query tiles that see it: query tile * 2 + (1 if some pairs are hidden)."""
+    if mask is Mask.SPANS:
+        draw = random.Random(seed)
+        full = draw.random() < 0.5
+        return [
+            [m * 2 + draw.randint(0, 1) for m in range(p.tiles_m) if full or draw.random() < 0.6]
+            for _ in range(p.tiles_n)
+        ]
+    visits: list[list[int]] = []
+    ahead = p.seq_k - p.seq_q if mask is Mask.CAUSAL else p.seq_k
+    for n in range(p.tiles_n):
+        # The keys that the first, the last query of a tile see.
+        keys = [[min(p.seq_k, q + 1 + ahead) for q in (m * 64, m * 64 + 63)] for m in range(p.tiles_m)]
+        visits.append(
+            [m * 2 + (first < (n + 1) * 128) for m, (first, last) in enumerate(keys) if last > n * 128]
+        )
+    return visits
+
+
+def number_turns(visits: list[list[int]], starts: list[int]) -> list[list[int]]:
+    """By key tile and visit, how many key tiles that start earlier visit the same query tile."""
+    turns: list[list[int]] = [[] for _ in visits]
+    taken: dict[int, int] = {}
+    for n in starts:
+        for entry in visits[n]:
+            turns[n].append(taken.get(entry // 2, 0))
+            taken[entry // 2] = turns[n][-1] + 1
+    return turns
+
+
+def table(*rows: Sequence[int], width: int = 0) -> ctypes.Array[ctypes.c_int]:
+    values = [x for row in rows for x in (*row, *[-1] * (width - len(row)))]
+    return (ctypes.c_int * len(values))(*values)
+
+
+class Simulated:
+    """A kernel, compiled for the CPU, with breaks of its protocol that can be switched on."""
+
+    def __init__(self, source: Source, directory: Path, breaks: dict[str, Break]) -> None:
+        self.plan = source.plan
+        path = directory / "kernel.cpp"
+        path.write_text(translate(source, breaks))
+        subprocess.run(["g++", *FLAGS, str(path), "-o", str(path.with_suffix(".so"))], check=True)
+        self.library = ctypes.CDLL(str(path.with_suffix(".so")))
+        self.library.run.restype = ctypes.c_char_p
+        self.words = (ctypes.c_ulonglong * (16 * len(self.plan.tensor_maps) + 8))()
+        start = -ctypes.addressof(self.words) % 64 // 8
+        for i, box in enumerate(self.plan.tensor_maps):
+            first = start + 16 * i
+            self.words[first : first + 4] = [KINDS[box.tensor], box.columns, box.rows, box.panels]
+        self.maps = ctypes.c_void_p(ctypes.addressof(self.words) + start * 8)
+
+    def run(self, sizes: Sizes, seed: int, change: int = 0) -> str:
+        """What was wrong, or nothing; with break number `change`, from 1."""
+        p, plan = Params(), self.plan
+        p.batch, p.heads_q, p.heads_kv, p.tiles_m, p.tiles_n = sizes
+        p.padded_q, p.padded_k, p.list_stride = p.tiles_m * 64, p.tiles_n * 128, p.tiles_m
+        p.seq_q, p.seq_k, p.scale = p.padded_q - seed, p.padded_k - seed % 4 * 32, 1.0
+        p.delta = p.dq_accum = FAKE
+        p.dkv_accum = FAKE if plan.dkv_accum else None
+        visits = list_visits(plan.spec.problem.mask, p, seed)
+        starts = list(reversed(range(p.tiles_n)))
+        if not plan.descending:
+            starts.sort(key=lambda n: (-len(visits[n]), n))
+        held = {
+            "starts": table([0] * p.seq_k),
+            "ends": table([0] * p.seq_k),
+            "tile_count": table([len(entries) for entries in visits]),
+            "tile_order": table(starts),
+            "tile_list": table(*visits, width=p.tiles_m),
+            "turn": table(*number_turns(visits, starts), width=p.tiles_m),
+            "turns_taken": table([0] * (p.batch * (p.heads_q * p.tiles_m + p.heads_kv * p.tiles_n))),
+        }
+        for name, values in held.items():
+            setattr(p, name, ctypes.addressof(values))
+        count = p.tiles_n * p.batch * (p.heads_q if plan.dkv_accum else p.heads_kv)
+        seen = [{entry // 2: entry for entry in entries} for entries in visits]
+        expected = table(*([row.get(m, -1) for m in range(p.tiles_m)] for row in seen))
+        return str(self.library.run(ctypes.byref(p), self.maps, count, expected, seed, change).decode())
+
+    def require_sound(self) -> None:
+        """Nothing is wrong in any of the runs."""
+        for sizes in SIZES:
+            for seed in range(SEEDS):
+                assert self.run(sizes, seed) == "", (sizes, seed)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        hopper(64, Mask.CAUSAL, 2, 3, 1, 2, 0, 0, 0),
+        hopper(72, Mask.FULL, 4, 3, 1, 1, 0, 0, 0),
+        hopper(72, Mask.SPANS, 2, 2, 1, 1, 1, 0, 1),
+        hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 1, 1, 0),
+        hopper(64, Mask.FULL, 3, 3, 1, 2, 0, 1, 0),
+        hopper(128, Mask.FULL, 3, 2, 0, 0, 0, 1, 0),
+        hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 0, 0, 0),
+        hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1),
+    ],
+    ids=lambda source: source.spec.slug,
+)
+def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Path) -> None:
+    Simulated(source, tmp_path, {}).require_sound()
+
+
+@pytest.mark.parametrize(
+    ("source", "breaks"),
+    [
+        (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 0, 0), BREAKS | LAGGING),
+        (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | LAGGING | ORDERED),
+        (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 1, 0), BREAKS | ORDERED | BY_TURNS),
+        (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
+    ],
+    ids=["lagging", "lagging ordered", "ordered", "plain"],
+)
+def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
+    kernel = Simulated(source, tmp_path, breaks)
+    kernel.require_sound()
+    for n, (name, (_, said)) in enumerate(breaks.items(), 1):
+        runs = (kernel.run(sizes, seed, n) for seed in range(4 * SEEDS) for sizes in SIZES)
+        assert any(said in one for one in runs), name

@@ -1,0 +1,76 @@
+"""The rendered order of the work: every piece once, and as the simulated schedule has it."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from order_of_work import WorkOrder
+
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.occupancy import _ranks
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.render import render
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime.search.case import Case
+
+# In one section and in several, the last of which is full or not; a last query tile that is full or not.
+CASES = ("causal/1x4096", "full/3x8192", "causal/4x8192", "causal/1x65536", "full/9x5000", "finetune/0")
+ROUNDS = Sm90Forward(192, 80, 2, True, True, False, False)
+PIECES = Sm90Forward(192, 80, 2, False, False, False, False)
+
+
+def order_of(mask: Mask, tuning: Sm90Forward | Sm90Backward, directory: Path) -> WorkOrder:
+    direction = Direction.FORWARD if isinstance(tuning, Sm90Forward) else Direction.BACKWARD
+    return WorkOrder(
+        render(Spec(Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, mask), tuning)), directory
+    )
+
+
+def every_piece(case: Case, order: WorkOrder) -> list[tuple[int, int, int]]:
+    p = order.params(case)
+    heads = p.heads_kv if order.per_kv_head else p.heads_q
+    return list(product(range(p.tiles_m if order.forward else p.tiles_n), range(heads), range(p.batch)))
+
+
+@pytest.mark.parametrize("tuning", [ROUNDS, PIECES], ids=["rounds", "a block each"])
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS], ids=lambda mask: mask.value)
+def test_forward(mask: Mask, tuning: Sm90Forward, tmp_path: Path) -> None:
+    order = order_of(mask, tuning, tmp_path)
+    for name in CASES:
+        case = make_case(name, "7B", DType.BFLOAT16, torch.device("cpu"))
+        places = order.places(case)
+        assert sorted(places) == every_piece(case, order), name
+        if case.mask_kind is mask:
+            last = mask is Mask.FULL and case.seq_q % tuning.tile_m > 0
+            tiles = -(-case.seq_q // tuning.tile_m)
+            ranks = _ranks(case, Direction.FORWARD, tiles, True, last, tuning.persistent)
+            assert ranks.tolist() == [rank for rank, _, _ in places], name
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["q heads", "kv heads"])
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS], ids=lambda mask: mask.value)
+def test_backward(mask: Mask, split: bool, tmp_path: Path) -> None:
+    tuning = Sm90Backward(64, 128, 3, 2, False, 0, split, False, False)
+    order = order_of(mask, tuning, tmp_path)
+    for name in CASES:
+        case = make_case(name, "7B", DType.BFLOAT16, torch.device("cpu"))
+        places = order.places(case)
+        assert sorted(places) == every_piece(case, order), name
+        ranks = _ranks(case, Direction.BACKWARD, -(-case.seq_k // tuning.tile_n), split)
+        assert ranks.tolist() == [rank for rank, _, _ in places], name
+
+
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL], ids=lambda mask: mask.value)
+def test_rounds_deal_every_piece_once(mask: Mask, tmp_path: Path) -> None:
+    order = order_of(mask, ROUNDS, tmp_path)
+    for name in CASES[:3]:
+        case = make_case(name, "7B", DType.BFLOAT16, torch.device("cpu"))
+        pieces = len(order.places(case))
+        for blocks in (1, 7, 132, pieces):
+            taken = [order.rounds(case, block, blocks) for block in range(blocks)]
+            assert sorted(index for each in taken for index in each) == list(range(pieces)), (name, blocks)
+            assert max(map(len, taken)) - min(map(len, taken)) <= 1, (name, blocks)

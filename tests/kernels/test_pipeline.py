@@ -1,0 +1,181 @@
+"""The barriers of the Hopper forward kernel, run on the CPU in random turns: nothing hangs, nothing is overwritten.
+
+The rendered producer, consumers and kernel run as they are (pipeline.h replaces single instructions and products).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+from cpu_kernel import Params
+from gxx import HERE
+
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.render import Source, render
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+
+FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{HERE}")
+SEEDS = 4
+# What pipeline.h stands in for.
+REPLACED = ("PTX", "Softmax", "Results", "Products")
+TENSORS = ("q", "k", "v", "out")
+# (batch, heads_q, heads_kv, query tiles, key tiles): odd and even, fewer and more pieces than there are blocks.
+SIZES = [(1, 1, 1, 1, 1), (1, 2, 1, 3, 2), (2, 7, 1, 3, 3), (1, 3, 3, 4, 1), (1, 2, 2, 5, 7)]
+
+MISSING = (1, 60)
+
+Run = Callable[[tuple[int, int, int, int, int], int, int], str]
+
+
+def translate(source: Source) -> str:
+    """C++ that g++ compiles, with a function `run`."""
+    text = source.text.replace("#pragma unroll", "//")
+    text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = nullptr;", text)
+    text = re.sub(r'asm volatile\("setmaxnreg[^;]*;"\);', "", text)
+    text = text.replace('extern "C" __global__', "static")
+    parts = []
+    for section in re.split(r"(?=^// ---- )", text, flags=re.MULTILINE):
+        title = section.removeprefix("// ---- ")
+        if title.startswith("PTX"):
+            parts.append('#include "pipeline.h"\n')
+        elif not title.startswith(REPLACED):
+            parts.append(section)
+    assert "asm" not in "".join(parts)
+    return "".join(parts) + (
+        'extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, unsigned seed) {\n'
+        f"    body = [=] {{ {source.spec.symbol}(*p, *maps); }};\n"
+        "    static std::string said;\n    said = run_blocks(*p, count, seed);\n    return said.c_str();\n}\n"
+    )
+
+
+def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -> Run:
+    """(sizes, seed, missing) -> what was wrong in a run with 4 multiprocessors, or nothing.
+
+    The last query tile lacks `missing` rows times the seed: up to two warpgroups have none in it.
+    """
+    path, plan = directory / "kernel.cpp", source.plan
+    text = translate(source)
+    assert change[0] in text
+    path.write_text(text.replace(*change) if change[0] else text)
+    words = [f"-DCLUSTER={plan.cluster}"] if plan.cluster > 1 else []
+    words.append(f"-DkCausal={int(plan.from_end)}")
+    subprocess.run(["g++", *FLAGS, *words, str(path), "-o", str(path.with_suffix(".so"))], check=True)
+    library = ctypes.CDLL(str(path.with_suffix(".so")))
+    library.run.restype = ctypes.c_char_p
+    per_tensor = len(plan.tensor_maps) // len(TENSORS)
+    boxes = (ctypes.c_ulonglong * (16 * len(plan.tensor_maps) + 8))()
+    start = -ctypes.addressof(boxes) % 64 // 8
+    for i, box in enumerate(plan.tensor_maps):
+        boxes[start + 16 * i : start + 16 * i + 4] = [1 + i // per_tensor, box.columns, box.rows, box.panels]
+    (launch,) = plan.launches
+
+    def run(sizes: tuple[int, int, int, int, int], seed: int, missing: int) -> str:
+        p, tuning = Params(), plan.spec.tuning
+        p.batch, p.heads_q, p.heads_kv, tiles_m, p.tiles_n = sizes
+        p.seq_q, p.seq_k = max(1, tiles_m * tuning.tile_m - seed * missing), p.tiles_n * tuning.tile_n - seed
+        p.tiles_m = -(-p.seq_q // tuning.tile_m)
+        lse = (ctypes.c_float * (p.batch * p.heads_q * p.seq_q))()
+        row = (ctypes.c_char * 1024)()  # what all rows that see nothing are written to
+        p.lse, p.out = ctypes.addressof(lse), ctypes.addressof(row)
+        count = -(-p.tiles_m // launch.cluster) * launch.cluster * p.batch * p.heads_q
+        count = min(count, 4) if launch.persistent else count
+        at = ctypes.c_void_p(ctypes.addressof(boxes) + start * 8)
+        return str(library.run(ctypes.byref(p), at, count, seed).decode())
+
+    return run
+
+
+def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL) -> Source:
+    tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, cluster = knobs
+    flags = (bool(ping_pong), bool(persistent), False, bool(q_in_regs))
+    tuning = Sm90Forward(tile_m, tile_n, stages, *flags, cluster)
+    return render(Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        hopper(128, 192, 64, 3, 0, 1, 0, 2),
+        hopper(128, 192, 80, 2, 1, 1, 0, 2),
+        hopper(64, 128, 128, 2, 1, 0, 1, 2),
+        hopper(72, 192, 128, 3, 1, 1, 0, 2),
+        hopper(72, 64, 64, 1, 0, 0, 0, 2),
+        hopper(128, 192, 80, 2, 1, 1, 0, 1),
+        hopper(128, 192, 64, 3, 0, 1, 0, 1),
+        hopper(64, 192, 128, 3, 1, 0, 0, 1),
+        *(
+            hopper(head_dim, *knobs, mask=Mask.CAUSAL)
+            for head_dim, *knobs in (
+                (128, 192, 80, 2, 1, 1, 0, 1),
+                (128, 192, 80, 3, 1, 1, 0, 1),
+                (64, 192, 128, 3, 1, 1, 0, 1),
+                (128, 192, 64, 3, 0, 1, 0, 1),
+                (64, 128, 128, 2, 1, 1, 1, 1),
+                (64, 192, 128, 2, 1, 0, 0, 1),
+                (128, 128, 176, 2, 0, 1, 0, 1),
+            )
+        ),
+    ],
+    ids=lambda source: source.spec.slug,
+)
+def test_nothing_hangs_and_nothing_is_overwritten(source: Source, tmp_path: Path) -> None:
+    run = build(source, tmp_path)
+    for case in product(SIZES, range(SEEDS), MISSING):
+        assert run(*case) == "", case
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("kConsumers * kCluster)", "kConsumers)"), "more arrivals than a barrier takes"),
+        (("stage * 8, threadIdx.x % 128", "stage * 8, blockIdx.x % kCluster"), "a copy overwrites"),
+        (("    }\n    cluster_sync();", "    }\n"), "a block that has left"),
+        (("row + from, 0", "row, 0"), "reads what is not there"),
+    ],
+    ids=["count", "own-block", "leaves", "rows"],
+)
+def test_a_broken_protocol_is_found(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+    run = build(hopper(64, 128, 64, 1, 1, 1, 0, 2), tmp_path, change)
+    found = {run(*case) for case in product(SIZES, range(SEEDS), MISSING)}
+    assert any(said in one for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("arrives, base + kEmptyV", "false, base + kEmptyV"), "it hangs"),
+        (("named_sync_if(key_tile < own.turns", "named_sync_if(key_tile <= own.turns"), "it hangs"),
+        (("key_tile >= own.whole", "key_tile > own.whole"), "hidden pairs are not masked"),
+        (("waits, base + kFullK", "false, base + kFullK"), "a copy overwrites"),
+        (("waits, base + kFullV", "false, base + kFullV"), "a copy overwrites"),
+        (("tiles_before(p, row + 64)", "tiles_before(p, row)"), "a key tile is missing"),
+    ],
+    ids=["hands-back", "turns", "mask", "waits-k", "waits-v", "visits"],
+)
+def test_a_broken_causal_protocol_is_found(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+    run = build(hopper(64, 192, 128, 2, 1, 1, 0, 1, mask=Mask.CAUSAL), tmp_path, change)
+    found = {run(*case) for case in product(SIZES, range(SEEDS), MISSING)}
+    assert any(said in one for one in found), found
+
+
+def test_causal_sections_of_heads_meet_at_tiles_of_one_size(tmp_path: Path) -> None:
+    """With a small cache heads fall into several sections, by turns from the largest tiles and from the smallest."""
+    source = hopper(64, 192, 128, 2, 1, 1, 0, 1, mask=Mask.CAUSAL)
+    run = build(source, tmp_path, ("kCacheBytes = 32 << 20", "kCacheBytes = 1 << 18"))
+    for case in product([(2, 4, 2, 5, 5), (3, 3, 3, 4, 6), (1, 7, 1, 3, 3)], range(SEEDS), MISSING):
+        assert run(*case) == "", case
+
+
+def test_a_causal_tile_that_just_misses_being_whole(tmp_path: Path) -> None:
+    """Rows from one on that sees all keys of a tile but the last: seq_k - seq_q is -2 modulo tile_n."""
+    source, sizes = hopper(128, 192, 64, 3, 0, 1, 0, 1, mask=Mask.CAUSAL), (1, 2, 2, 5, 7)
+    assert build(source, tmp_path)(sizes, 2, 0) == ""
+    one_more = ("query + 1 + p.seq_k - p.seq_q)) / kTileN", "query + 2 + p.seq_k - p.seq_q)) / kTileN")
+    (tmp_path / "wrong").mkdir()
+    assert "hidden pairs are not masked" in build(source, tmp_path / "wrong", one_more)(sizes, 2, 0)

@@ -1,0 +1,140 @@
+"""The kernels that build schedules, run without a GPU, against lists made from the whole mask."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_schedule import EmulatedSchedule
+from oracle import dense, spans
+from torch import Tensor
+
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.families.sm80_backward import Sm80Backward
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+# direction, target, tuning: three, two and one part of a query tile; lists of key tiles and of query tiles
+VARIANTS: dict[str, tuple[Direction, Arch, Any]] = {
+    "192x128": (FORWARD, Arch.SM90A, Sm90Forward(192, 128, 2, True, True, False, False)),
+    "192x80": (FORWARD, Arch.SM90A, Sm90Forward(192, 80, 2, False, True, True, False)),
+    "128x96": (FORWARD, Arch.SM90A, Sm90Forward(128, 96, 2, False, True, False, False)),
+    "64x144": (FORWARD, Arch.SM90A, Sm90Forward(64, 144, 2, False, True, False, False)),
+    "sm80": (FORWARD, Arch.SM80, Sm80Forward(128, 64, 4, 2, False)),
+    "backward": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, False, False)),
+    "ordered": (BACKWARD, Arch.SM80, Sm80Backward(64, 64, 4, 2, 2, 2, 2, False, True)),
+    "descending": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, True, True)),
+}
+# seq_q, seq_k: one pair; a few tiles; more query tiles and more key tiles than a block has threads
+SIZES = [(1, 1), (701, 431), (8300, 140), (65, 10300)]
+
+
+def spec_of(name: str, mask: Mask) -> Spec:
+    direction, arch, tuning = VARIANTS[name]
+    return Spec(Problem(direction, arch, DType.BFLOAT16, 64, mask), tuning)
+
+
+def pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+
+
+def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor) -> None:
+    """Compare with what follows from `visible` (seq_q, seq_k)."""
+    plan, tuning = schedule.plan, schedule.spec.tuning
+    (seq_q, seq_k), parts, unit = visible.shape, plan.parts, tuning.tile_m // plan.parts
+    tiles_m, tiles_n = -(-seq_q // tuning.tile_m), -(-seq_k // tuning.tile_n)
+    rows, columns = tiles_m * tuning.tile_m, tiles_n * tuning.tile_n
+    exists = (torch.arange(rows) < seq_q)[:, None]
+    shape = (tiles_m, parts, unit, tiles_n, tuning.tile_n)
+    shows = pad(visible, rows, columns).view(shape).any(4).any(2)  # (tiles_m, parts, tiles_n)
+    misses = (~pad(visible, rows, columns) & exists).view(shape).any(4).any(2)
+    real = exists.view(tiles_m, parts, unit).any(2)  # parts that have rows
+    bits = (1 << torch.arange(parts))[None, :, None]
+    flags = (misses * bits).sum(1)
+    asked = (real * bits[..., 0]).sum(1)  # flags of parts without rows may be anything
+    visits = shows.any(1) if plan.owner == "m" else shows.any(1).T
+    for tile in range(visits.shape[0]):
+        count = int(tables["tile_count"][tile])
+        visited = visits[tile].nonzero()[:, 0]
+        assert count == visited.numel()
+        entries = tables["tile_list"][tile, :count].long()
+        assert torch.equal(entries >> parts, visited)
+        index = (tile, visited) if plan.owner == "m" else (visited, tile)
+        of_rows = asked[index[0]]
+        assert torch.equal(entries & of_rows, flags[index] & of_rows)
+        for part in range(parts if parts > 1 else 0):
+            slots = shows[tile, part, visited].nonzero()[:, 0].tolist()
+            assert tables["reach"][tile, part].tolist() == ([slots[0], slots[-1] + 1] if slots else [0, 0])
+    order = torch.sort(visits.sum(1), descending=True, stable=True).indices
+    if plan.descending:
+        order = order.sort(descending=True).values
+    else:
+        assert tables["tile_order"].tolist() == order.tolist()
+    if plan.ordered:
+        turn = visits[order].cumsum(0) - 1
+        for rank, tile in enumerate(order.tolist()):
+            mine = visits[tile]
+            assert torch.equal(tables["turn"][tile, : int(mine.sum())].long(), turn[rank, mine])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_spans(name: str, tmp_path: Path) -> None:
+    schedule = EmulatedSchedule(spec_of(name, Mask.SPANS), tmp_path)
+    for seq_q, seq_k in SIZES:
+        random = spans(seq_q, seq_k, "cpu")
+        masks = [(random.starts, random.ends)]
+        if seq_q * seq_k < 1_000_000:
+            documents = torch.arange(seq_k, dtype=torch.int32) * seq_q // seq_k // 150 * 150
+            masks += [
+                (documents, documents + 150),
+                (documents // 2, torch.where(documents % 300 == 0, 40, documents + 7).int()),  # with gaps
+                (torch.full_like(documents, 5), torch.full_like(documents, 5)),  # nothing
+                (torch.full_like(documents, -3), torch.full_like(documents, 1 << 30)),  # all
+            ]
+        for starts, ends in masks:
+            tables = schedule.run(starts, ends, seq_q, seq_k)
+            query = torch.arange(seq_q)[:, None]
+            check(schedule, tables, (starts <= query) & (query < ends))
+            if schedule.plan.bounds:
+                assert torch.equal(tables["bounds"][:seq_k], torch.stack((starts, ends), 1))
+                assert not tables["bounds"][seq_k:].any()
+                assert not tables["pieces"].any()
+
+
+@pytest.mark.parametrize("name", ["192x128", "128x96", "sm80", "backward", "ordered"])
+def test_dense(name: str, tmp_path: Path) -> None:
+    schedule = EmulatedSchedule(spec_of(name, Mask.DENSE), tmp_path)
+    for seq_q, seq_k in SIZES[:2]:
+        mask = dense(seq_q, seq_k, "cpu").mask
+        check(schedule, schedule.run(mask, None, seq_q, seq_k), mask)
+
+
+def test_schedules_are_shared_by_plans_that_render_the_same() -> None:
+    """What `schedule_kind` says are the same tables comes from the same text, names aside."""
+    texts: dict[str, set[str]] = {}
+    section = re.compile(r"^// ---- Tile schedule.*?(?=^// ---- |\Z)", re.MULTILINE | re.DOTALL)
+    problems = itertools.product(
+        Direction,
+        (Arch.CPU, Arch.SM80, Arch.SM90A),
+        (DType.BFLOAT16, DType.FLOAT32),
+        (64,),
+        (Mask.SPANS, Mask.DENSE),
+    )
+    for direction, arch, dtype, head_dim, mask in problems:
+        for spec in itertools.islice(candidates(Problem(direction, arch, dtype, head_dim, mask)), 0, 24, 6):
+            source = render(spec)
+            text = "".join(section.findall(source.text)).replace(spec.symbol, "kernel")
+            texts.setdefault(source.plan.schedule_kind, set()).add(text)
+    assert len(texts) > 10
+    assert {kind for kind, found in texts.items() if len(found) > 1} == set()

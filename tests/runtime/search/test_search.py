@@ -1,0 +1,280 @@
+"""The search engine with a fake compiler and a fake device, and one real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnforge.bagel.commands import search_screen
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.render import Source, render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Spec
+from attnforge.runtime import tables
+from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.search import search as engine
+from attnforge.runtime.search import winners
+from attnforge.runtime.search.case import Case, causal_case
+from attnforge.runtime.search.journal import Result
+from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started
+from attnforge.runtime.search.timing import Timing
+from attnforge.runtime.search.worker import Outcome, Worker
+from attnforge.runtime.tables import device_name
+
+CPU = torch.device("cpu")
+TARGET = (Arch.CPU, "a test machine")
+FORWARD = Direction.FORWARD
+
+
+def small_case() -> Case:
+    return causal_case("causal/64", (1, 4, 2, 64, 64), DType.FLOAT32, CPU)
+
+
+def a_spec() -> Spec:
+    return next(iter(candidates(small_case().problem(FORWARD, Arch.CPU))))
+
+
+@dataclass
+class FakeEntry:
+    meta: dict[str, Any] = field(default_factory=lambda: {"resources": {}, "seconds": 0.1})
+
+
+class FakeWorker:
+    """Answers from `OUTCOMES` by the order of requests; later ones are slower."""
+
+    outcomes: dict[int, Outcome] = {}  # noqa: RUF012
+    asked: list[tuple[Spec, float]] = []  # noqa: RUF012
+
+    def __init__(self, case: Case, direction: Direction) -> None:
+        pass
+
+    def trial(self, spec: Spec, give_up_ms: float) -> Outcome:
+        FakeWorker.asked.append((spec, give_up_ms))
+        number = len(FakeWorker.asked)
+        ms = 10.0 + number
+        return self.outcomes.get(number, Outcome("ok", timing=Timing(ms, ms, ms, 3)))
+
+    def compare(self, specs: list[Spec]) -> list[Timing]:
+        # In turns, the last of them proves fastest.
+        times = [20.0 - number for number in range(len(specs))]
+        return [Timing(ms, ms, ms, 3) for ms in times]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeWorker.outcomes, FakeWorker.asked = {}, []
+    monkeypatch.setattr(engine, "Worker", FakeWorker)
+    monkeypatch.setattr(engine, "obtain", lambda source: FakeEntry())
+
+
+def run(budget: Budget, log: Path | None = None) -> tuple[Started, list[Measured], Finished]:
+    started, *measured, finished = engine.search(small_case(), FORWARD, TARGET, budget, log, workers=1)
+    assert isinstance(started, Started)
+    assert isinstance(finished, Finished)
+    return started, [event for event in measured if isinstance(event, Measured)], finished
+
+
+@pytest.mark.usefixtures("fakes")
+def test_budget_of_variants() -> None:
+    started, measured, finished = run(Budget(variants=5))
+    assert started.planned == len(measured) == len(finished.ranked) == 5
+    assert started.space > 5
+    slugs = [event.result.spec.slug for event in measured]
+    assert len(set(slugs)) == 5
+    assert slugs[0] == a_spec().slug
+
+
+@pytest.mark.usefixtures("fakes")
+def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = list(candidates(small_case().problem(FORWARD, Arch.CPU)))[7]
+    monkeypatch.setattr(tables, "choose", lambda *_, **__: iter([(late, "tuned")]))
+    started, measured, _ = run(Budget(variants=3))
+    slugs = [event.result.spec.slug for event in measured]
+    assert slugs[0] == late.slug
+    assert len(set(slugs)) == 3
+    assert started.space == len(list(candidates(small_case().problem(FORWARD, Arch.CPU))))
+
+
+@pytest.mark.usefixtures("fakes")
+def test_budget_of_seconds_ends_after_one_that_works() -> None:
+    FakeWorker.outcomes = {1: Outcome("wrong", "out: off"), 2: Outcome("launch", "boom")}
+    _, measured, finished = run(Budget(seconds=0.0))
+    assert [event.result.status for event in measured] == ["wrong", "launch", "ok"]
+    assert finished.winner is not None
+
+
+@pytest.mark.usefixtures("fakes")
+def test_failures_are_recorded_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def obtain(source: Source) -> FakeEntry:
+        if source.spec == first:
+            raise CompileError(source.spec.slug, ["cc"], Path("kernel.cpp"), "kernel.cpp:1:1: error: no")
+        return FakeEntry()
+
+    first = a_spec()
+    monkeypatch.setattr(engine, "obtain", obtain)
+    FakeWorker.outcomes = {1: Outcome("wrong", "out: off"), 2: Outcome("timeout", "hangs")}
+    _, _, finished = run(Budget(variants=6))
+    assert [result.status for result in finished.failed] == ["compile", "wrong", "timeout"]
+    assert "error: no" in finished.failed[0].detail
+    assert len(finished.ranked) == 3
+
+
+@pytest.mark.usefixtures("fakes")
+def test_leaders_are_ranked_by_the_timing_in_turns() -> None:
+    _, measured, finished = run(Budget(variants=3))
+    # 11, 12, 13 ms at first; only those within 10 % of the best are timed again, and swap.
+    assert [r.ms for r in finished.ranked] == [12.0, 11.0, 13.0]
+    assert finished.winner is not None
+    assert finished.winner.spec == measured[1].result.spec
+    assert finished.winner.repeats == 6
+
+
+@pytest.mark.usefixtures("fakes")
+def test_losers_are_given_up_early() -> None:
+    run(Budget(variants=3))
+    assert [give_up for _, give_up in FakeWorker.asked] == [0.0, 11.0 * engine.LOST, 11.0 * engine.LOST]
+
+
+@pytest.mark.usefixtures("fakes")
+def test_resume_measures_nothing_twice(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    run(Budget(variants=4), log)
+    lines = log.read_text().splitlines()
+    assert len(lines) == 4
+    assert all(json.loads(line)["case"] == "causal/64" for line in lines)
+    FakeWorker.asked = []
+    _, measured, finished = run(Budget(variants=4), log)
+    assert [event.resumed for event in measured] == [True] * 4
+    assert FakeWorker.asked == []
+    assert len(finished.ranked) == 4
+
+
+def test_no_candidate_is_an_error_with_the_reason() -> None:
+    case = replace(small_case(), head_dim=300)
+    with pytest.raises(Infeasible, match="no kernel can do it"):
+        next(engine.search(case, FORWARD, TARGET, Budget()))
+
+
+# ---- For real: compiler, process, kernels
+
+
+def test_a_real_search_and_its_winner(tmp_path: Path) -> None:
+    case = causal_case("causal/96", (1, 4, 2, 96, 64), DType.FLOAT32, CPU)
+    target = (Arch.CPU, device_name(CPU))
+    *_, finished = engine.search(case, FORWARD, target, Budget(variants=2), tmp_path / "log.jsonl")
+    assert isinstance(finished, Finished)
+    assert [result.status for result in finished.failed] == []
+    winner = finished.winner
+    assert winner is not None
+    assert winner.tflops == pytest.approx(case.flops(FORWARD) / winner.ms / 1e9)
+    assert 0 < winner.limit_used < 1
+
+    kept = winners.keep(finished, target[1], {"torch": "x"}, tmp_path)
+    assert kept.table.parent == tmp_path
+    assert json.loads(kept.table.read_text())[0]["spec"] == winner.spec.to_json()
+    assert kept.source is not None
+    assert kept.source.read_text() == render(winner.spec).text
+
+
+def finished_with(*results: Result) -> Finished:
+    return Finished(small_case(), FORWARD, results, (), 1.0)
+
+
+def test_a_worse_winner_never_replaces_a_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the search has timed the better one's kernel too: then both were measured in one run."""
+    packaged, mine = tmp_path / "packaged", tmp_path / "mine"
+    monkeypatch.setattr(tables, "PACKAGED", packaged)
+    monkeypatch.setenv(TABLES, str(mine))
+    first, second, *_ = candidates(small_case().problem(FORWARD, Arch.CPU))
+    fast, slow = Result(first, "ok", ms=1.0, tflops=9.0), Result(second, "ok", ms=2.0, tflops=4.5)
+    assert winners.keep(finished_with(fast), "dev", {}, mine).stays is None
+    kept = winners.keep(finished_with(slow), "dev", {}, mine)
+    assert kept.stays is not None
+    assert kept.stays.spec == first
+    assert [entry.spec for entry in tables.known("dev")] == [first]
+    again = finished_with(replace(slow, tflops=5.0), replace(fast, tflops=4.0))
+    assert winners.keep(again, "dev", {}, mine).stays is None
+    assert [entry.spec for entry in tables.known("dev")] == [second]
+
+    # What the package brings counts likewise, and is never written.
+    mine.joinpath("dev.json").rename(mine / "moved.json")
+    winners.keep(finished_with(fast), "dev", {}, mine)
+    packaged.mkdir()
+    mine.joinpath("dev.json").rename(packaged / "dev.json")
+    assert winners.keep(finished_with(slow), "dev", {}, mine).stays is not None
+    assert not mine.joinpath("dev.json").exists()
+    faster = winners.keep(finished_with(replace(slow, tflops=10.0)), "dev", {}, mine)
+    assert faster.table == mine / "dev.json"
+    assert [entry.spec for entry in tables.known("dev")] == [second], "the user's folder comes first"
+    assert [entry.spec for entry in tables.load("dev", packaged)] == [first]
+
+
+def test_an_interrupted_search_keeps_its_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, specs = small_case(), list(candidates(small_case().problem(FORWARD, Arch.CPU)))
+
+    def events(*_: object) -> Iterator[Event]:
+        yield Started(case, FORWARD, 3, 3)
+        yield Measured(Result(specs[0], "ok", ms=2.0, tflops=1.0), resumed=False)
+        yield Measured(Result(specs[1], "ok", ms=1.0, tflops=2.0), resumed=False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # the signal comes first
+
+    monkeypatch.setattr(search_screen, "search", events)
+    options = search_screen.Options(Budget(), out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        search_screen.run_search(case, FORWARD, (Arch.CPU, "dev"), options)
+    assert [entry.spec for entry in tables.load("dev", tmp_path)] == [specs[1]]
+    said = capsys.readouterr().out
+    assert "interrupted; the best so far" in said
+    assert "run the same command to resume from" in said
+
+
+def test_a_dying_process_is_one_failure() -> None:
+    worker = Worker(small_case(), FORWARD)
+    spec = a_spec()
+    assert worker.trial(spec, 0.0).status == "ok"
+    worker._process.kill()
+    dead = worker.trial(spec, 0.0)
+    assert (dead.status, dead.detail) == ("launch", "the process died of SIGKILL")
+    assert worker.trial(spec, 0.0).status == "ok"
+    worker.close()
+
+
+def test_no_compiler_runs_while_a_cpu_is_timed(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the compilers would take the cores that are being measured; on a GPU they go on meanwhile."""
+    running, seen = [0], list[int]()
+
+    def obtain(source: Source) -> FakeEntry:
+        running[0] += 1
+        # Of two that are compiled at the same time one ends later.
+        time.sleep(0.002 if len(seen) % 2 else 0.05)
+        running[0] -= 1
+        return FakeEntry()
+
+    class Watching(FakeWorker):
+        def trial(self, spec: Spec, give_up_ms: float) -> Outcome:
+            seen.append(running[0])
+            time.sleep(0.01)
+            seen.append(running[0])
+            return super().trial(spec, give_up_ms)
+
+    monkeypatch.setattr(engine, "obtain", obtain)
+    monkeypatch.setattr(engine, "Worker", Watching)
+    list(engine.search(small_case(), FORWARD, TARGET, Budget(variants=6), None, workers=2))
+    assert len(seen) == 12
+    assert not any(seen)

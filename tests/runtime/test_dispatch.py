@@ -1,0 +1,310 @@
+"""Which variant runs: tuned tables (nearest entry, re-planned for the call), then the space's first."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnforge
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.tables import Tuned
+
+PROBLEM = Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.SPANS, 16)
+CPU = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 4)
+H200, OTHER = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+
+
+def only_tables_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are read in `directory` alone."""
+    monkeypatch.setenv(TABLES, str(directory))
+    monkeypatch.setattr(tables, "PACKAGED", directory)
+
+
+def entries(problem: Problem, count: int) -> list[Tuned]:
+    """Distinct variants of `problem`, tuned at 1024, 2048, ... rows."""
+    specs = list(candidates(problem))[-count:]
+    return [Tuned(spec, 7, 1024 << i, 1.0, 100.0, {"workload": "x"}) for i, spec in enumerate(specs)]
+
+
+def chosen(
+    problem: Problem, directory: Path, group: int = 7, size: int = 1024, name: str = H200
+) -> list[Spec]:
+    return [spec for spec, _ in tables.choose(problem, group, size, name, (directory,))]
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    assert tables.load(H200, tmp_path) == ()
+    written = entries(PROBLEM, 3)
+    path = tables.save(H200, written, tmp_path)
+    assert path == tmp_path / "nvidia-h200.json"
+    assert list(tables.load(H200, tmp_path)) == written
+    assert json.loads(path.read_text())[0]["class"]["head_dim"] == 128
+    assert list(tmp_path.glob("*.json*")) == [path]
+
+
+def test_a_later_winner_replaces_its_class_only(tmp_path: Path) -> None:
+    first, second, third = entries(PROBLEM, 3)
+    tables.save(H200, [first, second], tmp_path)
+    better = replace(first, spec=third.spec, size=first.size + 5)  # the same octave
+    tables.save(H200, [better], tmp_path)
+    assert {entry.spec for entry in tables.load(H200, tmp_path)} == {better.spec, second.spec}
+
+
+def test_nearest_length_first(tmp_path: Path) -> None:
+    a, b, c = entries(PROBLEM, 3)  # 1024, 2048, 4096 rows
+    tables.save(H200, [a, b, c], tmp_path)
+    assert chosen(PROBLEM, tmp_path, size=1500) == [a.spec, b.spec, c.spec]
+    assert chosen(PROBLEM, tmp_path, size=100_000) == [c.spec, b.spec, a.spec]
+
+
+def test_order_of_what_matters(tmp_path: Path) -> None:
+    """Device before mask before dtype before length before group."""
+    specs = [spec.tuning for spec in list(candidates(PROBLEM))[-5:]]
+    causal, half = replace(PROBLEM, mask=Mask.CAUSAL), replace(PROBLEM, dtype=DType.FLOAT16)
+    own = [
+        Tuned(Spec(PROBLEM, specs[0]), 7, 1024, 1.0, 1.0),
+        Tuned(Spec(PROBLEM, specs[1]), 1, 2048, 1.0, 1.0),
+        Tuned(Spec(half, specs[2]), 7, 1024, 1.0, 1.0),
+        Tuned(Spec(causal, specs[3]), 7, 1024, 1.0, 1.0),
+    ]
+    tables.save(H200, own, tmp_path)
+    tables.save(OTHER, [Tuned(Spec(PROBLEM, specs[4]), 7, 1024, 1.0, 1.0)], tmp_path)
+    assert [spec.tuning for spec in chosen(PROBLEM, tmp_path)] == specs
+    assert all(spec.problem == PROBLEM for spec in chosen(PROBLEM, tmp_path))
+
+
+def test_entries_of_other_kinds_do_not_count(tmp_path: Path) -> None:
+    tables.save(H200, entries(PROBLEM, 2), tmp_path)
+    for other in (
+        replace(PROBLEM, head_dim=64),
+        replace(PROBLEM, direction=Direction.BACKWARD),
+        replace(PROBLEM, arch=Arch.SM80),
+        CPU,
+    ):
+        assert chosen(other, tmp_path) == []
+
+
+def test_the_nearest_ratio_is_the_one_with_the_nearest_quotient(tmp_path: Path) -> None:
+    """Ratio 4 is twice as far from 1 as from 8."""
+    specs = list(islice(candidates(PROBLEM), 2))
+    pairs = zip(specs, (1, 8), strict=True)
+    tables.save(H200, [Tuned(spec, group, 1024, 1.0, 1.0) for spec, group in pairs], tmp_path)
+    found = [spec for spec, _ in tables.choose(PROBLEM, 4, 1024, H200, (tmp_path,))]
+    assert found == [specs[1], specs[0]]
+
+
+def test_a_table_is_readable_by_all(tmp_path: Path) -> None:
+    """It is a file under version control, whatever the umask and the temporary file it was made of."""
+    path = tables.save(H200, entries(PROBLEM, 1), tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_saving_reads_what_is_there_now(tmp_path: Path) -> None:
+    """Not what this process read before: another one may have saved within the same tick of the clock."""
+    first, second = entries(PROBLEM, 2)
+    path = tables.save(H200, [first], tmp_path)
+    before = path.stat()
+    assert tables.load(H200, tmp_path) == (first,)
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps([*text, second.to_json()]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    third = replace(first, group=5)
+    tables.save(H200, [third], tmp_path)
+    found = tables.load(H200, tmp_path)
+    assert len(found) == 3
+    assert all(entry in found for entry in (first, second, third))
+
+
+def test_a_table_half_written_by_the_dead_is_swept(tmp_path: Path) -> None:
+    (tmp_path / "tmpabc.json.tmp").write_text("[")
+    tables.save(H200, entries(PROBLEM, 1), tmp_path)
+    assert [path.name for path in tmp_path.glob("*.json*")] == ["nvidia-h200.json"]
+
+
+def test_no_other_cpu(tmp_path: Path) -> None:
+    """Another instruction set's winner may not even compile."""
+    tables.save("cpu avx512", entries(CPU, 1), tmp_path)
+    assert chosen(CPU, tmp_path, name="cpu avx2") == []
+    assert len(chosen(CPU, tmp_path, name="cpu avx512")) == 1
+
+
+def test_alignment_is_the_calls_own(tmp_path: Path) -> None:
+    """Rows aligned to less than the tuned ones: the same tuning, which is feasible for all of them here."""
+    tables.save(H200, entries(PROBLEM, 1), tmp_path)
+    offered = {align: chosen(replace(PROBLEM, align=align), tmp_path) for align in (16, 8, 4, 2)}
+    assert all(spec.problem.align == align for align, specs in offered.items() for spec in specs)
+    assert all(offered.values())
+
+
+def test_what_a_call_is_chosen_by(loaded: list[Spec], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Length, ratio of heads, alignment of rows and of where they begin; calls that agree in these share a choice."""
+    asked: list[tuple[int, int, int, int]] = []
+    choose = dispatch.choose
+
+    def noting(problem: Problem, group: int, size: int, *rest: Any) -> dispatch.Choice:
+        asked.append((problem.align, group, size, problem.head_dim_v))
+        return choose(problem, group, size, *rest)
+
+    monkeypatch.setattr(dispatch, "choose", noting)
+
+    def call(rows: int, keys: int, heads: int, first: int = 0, pad: int = 0) -> None:
+        def rows_of(heads: int, length: int) -> torch.Tensor:
+            whole = torch.zeros(heads * length * (16 + pad) + first, dtype=torch.bfloat16)
+            return whole[first:].view(1, heads, length, 16 + pad)[..., :16]
+
+        attnforge.attention(rows_of(heads, rows), rows_of(2, keys), rows_of(2, keys))
+
+    call(64, 33, 6)
+    call(70, 33, 6)  # the same octave
+    call(300, 33, 6)
+    call(64, 900, 6)  # keys do not count
+    call(64, 33, 2)
+    call(64, 33, 6, first=1)  # begins at an odd address
+    call(300, 33, 6, pad=1)  # odd rows
+    assert asked == [(4, 3, 64, 16), (4, 3, 300, 16), (4, 1, 64, 16), (2, 3, 64, 16), (2, 3, 300, 16)]
+    assert [spec.problem.align for spec in loaded] == [4, 4, 4, 2, 2]
+
+
+def test_a_table_that_is_none(tmp_path: Path) -> None:
+    path = tables.table_path(H200, tmp_path)
+    for text in ("{", '{"a": 1}', '[{"spec": {}}]', '[{"spec": {"direction": "fwd"}}]'):
+        path.write_text(text)
+        tables._read.cache_clear()
+        with pytest.raises(ValueError, match=r"nvidia-h200.json is not a tuned table.*delete it"):
+            tables.load(H200, tmp_path)
+
+
+def test_the_space_serves_what_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_tables_of(tmp_path, monkeypatch)
+    choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
+    assert choice.spec == next(candidates(CPU))
+    assert "nothing tuned fits cpu" in choice.reason
+
+
+def test_tuned_first_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_tables_of(tmp_path, monkeypatch)
+    (entry,) = entries(CPU, 1)
+    tables.save(tables.device_name(torch.device("cpu")), [entry], tmp_path)
+    choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
+    assert choice.spec == entry.spec
+    assert choice.reason.startswith(f"tuned as {entry.spec.slug} for 1024 rows, GQA ratio 7 (cpu-")
+
+
+def test_new_table_takes_effect_after_forget(
+    loaded: list[Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_tables_of(tmp_path, monkeypatch)
+    x = torch.randn(1, 2, 40, 64)
+    for _ in range(3):
+        attnforge.attention(x, x, x)
+    assert len(loaded) == 1
+    (entry,) = entries(CPU, 1)
+    tables.save(tables.device_name(torch.device("cpu")), [entry], tmp_path)
+    dispatch.forget()
+    attnforge.attention(x, x, x)
+    assert [spec.tuning for spec in loaded[1:]] == [entry.spec.tuning]
+
+
+@pytest.mark.parametrize(
+    ("change", "arch", "said"),
+    [
+        ({}, Arch.SM90A, ""),
+        ({"align": 8}, Arch.SM90, "align 8: TMA needs rows that start at multiples of 16 bytes"),
+        ({"align": 2}, Arch.SM90, "align 2: TMA needs"),
+        ({"head_dim": 8}, Arch.SM90, "head_dim 8: the sm90a forward kernel takes multiples of 8 from 16"),
+        ({"direction": Direction.BACKWARD}, Arch.SM90A, ""),
+        ({"direction": Direction.BACKWARD, "align": 8}, Arch.SM90, "align 8: TMA needs"),
+        ({"direction": Direction.BACKWARD, "head_dim": 8}, Arch.SM90, "head_dim 8: the sm90a backward"),
+    ],
+)
+def test_hopper_passes_on_what_it_cannot(
+    change: dict[str, Any],
+    arch: Arch,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """To the mma.sync family, with the reason in the debug log; also if it is Hopper's own kernel that is tuned."""
+    only_tables_of(tmp_path, monkeypatch)
+    monkeypatch.setattr(tables, "device_name", lambda device: H200)
+    monkeypatch.setattr(kernels, "targets", lambda device: (Arch.SM90A, Arch.SM90))
+    hopper = replace(PROBLEM, arch=Arch.SM90A)
+    change = dict(change)
+    hopper = replace(hopper, direction=change.pop("direction", hopper.direction))
+    for saved in ([], entries(hopper, 1)):
+        tables.save(H200, saved, tmp_path)
+        with caplog.at_level(logging.DEBUG, logger="attnforge"):
+            spec = dispatch.choose(replace(hopper, **change), 7, 1024, torch.device("cuda")).spec
+        assert spec.problem == replace(hopper, arch=arch, **change)
+        assert said in caplog.text
+        if not change:
+            assert not saved or spec == saved[0].spec
+
+
+def test_where_two_families_were_measured_the_faster_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 Hopper has two: which is the faster depends on the class."""
+    only_tables_of(tmp_path, monkeypatch)
+    target = dispatch.Target(H200, (Arch.SM90A, Arch.SM90))
+    wide, narrow = (
+        Problem(Direction.FORWARD, arch, DType.FLOAT32, 64, Mask.DENSE, 16) for arch in target.archs
+    )
+
+    def arch(size: int, visible: int = 0) -> Arch:
+        return dispatch.choose_for(wide, 7, size, target, visible=visible).spec.problem.arch
+
+    tables.save(H200, [replace(entry, tflops=60.0) for entry in entries(narrow, 2)], tmp_path)
+    assert arch(1024) is Arch.SM90A, "only one was measured"
+    fast, slow = entries(wide, 2)
+    tables.save(H200, [replace(fast, tflops=90.0), replace(slow, tflops=50.0, visible_keys=500)], tmp_path)
+    assert (arch(1024), arch(1500)) == (Arch.SM90A, Arch.SM90A)
+    assert (arch(2048), arch(3000)) == (Arch.SM90, Arch.SM90)
+    assert arch(2048, visible=100) is Arch.SM90A, "of so few visible keys neither was"
+    assert arch(8192) is Arch.SM90A
+
+
+def test_nothing_feasible() -> None:
+    with pytest.raises(Infeasible, match="q: no cpu fwd kernel for head_dim 257"):
+        dispatch.choose(replace(CPU, head_dim=257), 1, 100, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"torch.float16, accepted on the CPU are"):
+        dispatch.choose(replace(CPU, dtype=DType.FLOAT16), 1, 100, torch.device("cpu"))
+
+
+def test_deterministic_takes_the_ordered_relative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tuned variant that adds in any order, the same one with ordered sums."""
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM80, head_dim=64)
+    loose = next(candidates(problem))
+    assert not make_plan(loose).deterministic
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    target = dispatch.Target("", (Arch.SM80,))
+    strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
+    assert make_plan(strict.spec).deterministic
+    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"ordered": 1}
+    assert strict.reason == "tuned; with ordered sums"
+    assert dispatch.choose_for(problem, 7, 1024, target).spec == loose
+
+
+def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tuned variant itself cannot have ordered sums: before Hopper a block per q head."""
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM80, head_dim=64)
+    loose = next(spec for spec in candidates(problem) if make_plan(spec).dkv_accum)
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    target = dispatch.Target("", (Arch.SM80,))
+    strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
+    assert make_plan(strict.spec).deterministic
+    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"ordered": 1, "split_heads": 0}

@@ -1,0 +1,201 @@
+"""Sparse packs and dense ones: what masks say of their visible keys, and how that reaches the choice of kernels."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnforge
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.trainer import substitutes
+from attnforge.bagel.workloads import workload
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import export, tables
+from attnforge.runtime.dispatch import Target, choose_for
+from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans
+from attnforge.runtime.masks import bucket
+from attnforge.runtime.search import search, worker
+from attnforge.runtime.search.case import Case
+from attnforge.runtime.tables import Tuned
+
+CPU = torch.device("cpu")
+H200, HOPPER = "NVIDIA H200", (Arch.SM90A, Arch.SM90)
+BACKWARD = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)
+ROWS, DIM = 64, 64
+
+# ---- What masks say
+
+
+def spans(visible_keys: float | None = None, rows: int = ROWS) -> attnforge.Spans:
+    key = torch.arange(rows, dtype=torch.int32)
+    return attnforge.Spans(key, (key + 9).clamp(max=rows), visible_keys=visible_keys)
+
+
+def test_buckets_are_powers_of_two() -> None:
+    known = {None: 0, 0: 1, 0.4: 1, 1: 1, 2: 2, 3: 2, 511.9: 256, 512: 512, 833: 512, 2**31 - 1: 1 << 30}
+    assert {number: bucket(number) for number in known} == known
+    for wrong in (-1, float("nan"), float("inf"), 1 << 31):
+        with pytest.raises(ValueError, match=r"^visible_keys: got "):
+            spans(wrong)
+    others: list[Any] = [True, "700", torch.tensor(700)]
+    for other in others:
+        with pytest.raises(TypeError, match=r"^visible_keys: got "):
+            spans(other)
+        with pytest.raises(TypeError, match=r"^visible_keys: got "):
+            attnforge.DenseMask(torch.ones(2, 2, dtype=torch.bool), visible_keys=other)
+
+
+@pytest.mark.parametrize(
+    ("pack", "octave"), [("t2i_lowres/0", 512), ("pretrain/0", 4096), ("finetune/0", 2048)]
+)
+def test_packs_say_what_their_rows_see(pack: str, octave: int) -> None:
+    """The mean over rows that see anything, so padding changes nothing."""
+    of = workload(pack)
+    mask = of.mask("cpu")
+    assert mask.visible_keys == int((mask.ends - mask.starts).sum(dtype=torch.int64)) // of.used
+    assert mask.bucket == octave
+    short = substitutes.create_sparse_mask(of.sample_lens, of.split_lens, of.attn_modes, "cpu").mask(of.used)
+    assert (len(short.starts), short.visible_keys) == (of.used, mask.visible_keys)
+    assert make_case(pack, "7B", DType.BFLOAT16, CPU).visible_keys == mask.visible_keys
+
+
+def test_what_is_only_padding_says_nothing() -> None:
+    mask = attnforge.bagel.PackedMask([4], [4], ["full"], "cpu", used=0)
+    assert (mask.visible_keys, mask.bucket) == (None, 0)
+
+
+def test_copies_say_the_same() -> None:
+    mask = spans(700)
+    dense = attnforge.DenseMask(torch.ones(8, 8, dtype=torch.bool), visible_keys=8)
+    for same in (copy.deepcopy(mask), worker._moved(mask, CPU)):
+        assert (same.visible_keys, same.bucket) == (700, 512)  # type: ignore[union-attr]
+    assert worker._moved(dense, CPU).bucket == 8  # type: ignore[union-attr]
+    shard = ((0,), (1, 0), 4, 8)
+    assert local_spans(spans(3, 8), *shard).bucket == 2
+    assert local_dense(dense, *shard).bucket == 8
+    assert [local_plain(causal, *shard, CPU).bucket for causal in (True, False)] == [4, 8]
+
+
+def test_masks_that_were_counted_anyway() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q < k + 9)
+
+    made = attnforge.from_block_mask(create_block_mask(window, None, None, 300, 300, "cpu"))
+    assert isinstance(made, attnforge.Spans)
+    assert made.visible_keys == int(made.visible(300, 300).sum()) // 300 == 8
+    holes = torch.rand(300, 300) < 0.5
+    dense = attnforge.from_block_mask(
+        create_block_mask(lambda b, h, q, k: holes[q, k], None, None, 300, 300, "cpu")
+    )
+    assert isinstance(dense, attnforge.DenseMask)
+    assert dense.visible_keys == int(holes.sum()) // 300
+    bias = torch.zeros(6, 6).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
+    assert substitutes.from_dense([bias, bias], [6, 6]).mask(12).visible_keys == 42 // 12
+
+
+# ---- Tables
+
+
+def tuned(index: int, visible_keys: int, size: int = 36864, tflops: float = 1.0, case: str = "x") -> Tuned:
+    return Tuned(list(candidates(BACKWARD))[index], 7, size, 1.0, tflops, {"case": case}, visible_keys)
+
+
+def best(directory: Path, visible: int, size: int = 36864) -> Spec:
+    return next(tables.choose(BACKWARD, 7, size, H200, (directory,), visible=visible))[0]
+
+
+def test_entries_carry_it_and_older_ones_are_read(tmp_path: Path) -> None:
+    first, same, other = tuned(0, 700), tuned(1, 1023), tuned(2, 4000)
+    older = tuned(3, 0, case="y")
+    path = tables.save(H200, [first, other, older], tmp_path)
+    assert {entry.spec for entry in tables.load(H200, tmp_path)} == {first.spec, other.spec, older.spec}
+    tables.save(H200, [same], tmp_path)
+    assert set(map(str, tables.load(H200, tmp_path))) == set(map(str, (same, other, older)))
+    rows = json.loads(path.read_text())
+    said = {(row["class"].get("visible_octave"), row.get("visible_keys")) for row in rows}
+    assert said == {(9, 1023), (11, 4000), (None, None)}
+
+
+def test_an_older_entry_gives_way_to_its_own_case(tmp_path: Path) -> None:
+    dense, sparse = tuned(0, 0, case="pretrain"), tuned(1, 700, case="t2i")
+    tables.save(H200, [dense], tmp_path)
+    tables.save(H200, [sparse], tmp_path)
+    assert len(tables.load(H200, tmp_path)) == 2, "one of another case stays"
+    tables.save(H200, [tuned(2, 4000, case="pretrain")], tmp_path)
+    assert {entry.visible_keys for entry in tables.load(H200, tmp_path)} == {700, 4000}
+
+
+def test_order_of_what_matters(tmp_path: Path) -> None:
+    """Length before visible keys before the rest; who says nothing is one octave from everybody."""
+    sparse, dense = tuned(0, 700, tflops=1.0), tuned(2, 4500, tflops=2.0)
+    short, older = tuned(1, 2000, size=11520, tflops=3.0), tuned(3, 0, tflops=1.5, case="y")
+    tables.save(H200, [sparse, dense, short], tmp_path)
+    assert best(tmp_path, 512) == best(tmp_path, 1024) == best(tmp_path, 1) == sparse.spec
+    assert best(tmp_path, 2048) == best(tmp_path, 4096) == best(tmp_path, 16384) == dense.spec
+    assert best(tmp_path, 0) == dense.spec, "the faster of one length, as without the number"
+    assert best(tmp_path, 512, size=11520) == short.spec
+    assert best(tmp_path, 512, size=20000) == sparse.spec, "short and long are as near"
+    for mask in (Mask.FULL, Mask.CAUSAL):
+        whole = replace(BACKWARD, mask=mask)
+        assert next(tables.choose(whole, 7, 36864, H200, (tmp_path,)))[0].tuning == dense.spec.tuning
+    tables.save(H200, [older], tmp_path)
+    assert [best(tmp_path, 1 << octave) for octave in (9, 10, 12)] == [sparse.spec, older.spec, dense.spec]
+
+
+@pytest.mark.parametrize("name", [H200, "NVIDIA H100 80GB HBM3"])
+def test_a_sparse_pack_gets_the_block_per_kv_head(name: str) -> None:
+    """With the table of this repository: what was measured (docs/performance.md, log 22)."""
+    target = Target(name, HOPPER)
+
+    def split(pack: str) -> bool:
+        mask = workload(pack).mask("cpu")
+        tuning = choose_for(BACKWARD, 7, len(mask.starts), target, visible=mask.bucket).spec.tuning
+        assert isinstance(tuning, Sm90Backward)
+        return tuning.split_heads
+
+    assert not any(split(f"t2i_lowres/{seed}") for seed in range(4))
+    assert all(split(f"{pack}/{seed}") for pack in ("pretrain", "finetune", "edit_only") for seed in range(4))
+    unknown = choose_for(BACKWARD, 7, 36864, target).spec.tuning
+    assert isinstance(unknown, Sm90Backward)
+    assert unknown.split_heads
+
+
+def test_searches_begin_with_both_owners_of_dk_and_dv() -> None:
+    for pack, split in (("t2i_lowres/0", 0), ("pretrain/0", 1)):
+        case = make_case(pack, "7B", DType.BFLOAT16, CPU)
+        specs = list(candidates(case.problem(Direction.BACKWARD, Arch.SM90A)))
+        for name, first in ((H200, split), ("", split)):
+            order = search._with_incumbent(specs, case, name)
+            assert sorted(order, key=str) == sorted(specs, key=str)
+            knobs = [spec.to_json()["tuning"] for spec in order[:2]]
+            assert knobs[0] == knobs[1] | {"split_heads": first}
+            assert knobs[1]["split_heads"] == 1 - first
+
+
+def test_a_package_takes_the_faster_of_two_that_only_differ_in_it(tmp_path: Path) -> None:
+    """It chooses by rows alone."""
+    path = tables.save(
+        H200, [tuned(0, 700, tflops=1.0), tuned(1, 4500, tflops=2.0), tuned(2, 0, 11520)], tmp_path
+    )
+    slow, fast, short = (list(candidates(BACKWARD))[i] for i in range(3))
+    assert {item.spec for item in export.read_specs(path)} == {fast, short}
+    path.write_text(json.dumps([slow.to_json(), fast.to_json()]))
+    assert {item.spec for item in export.read_specs(path)} == {slow, fast}
+
+
+def test_full_and_causal_cases_say_nothing() -> None:
+    case = make_case("causal/4x8192", "7B", DType.BFLOAT16, CPU)
+    assert case.visible_keys == 0
+    dense = Case("d", 1, 1, 1, 8, 8, 64, DType.BFLOAT16, attnforge.DenseMask(torch.ones(8, 8) > 0), 64, CPU)
+    assert dense.visible_keys == 8
