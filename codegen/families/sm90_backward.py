@@ -77,7 +77,7 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible("stages_dout 1: with lag the next dO is in use while this one is, which takes 2")
     if t.ordered and not t.split_heads and p.mask is not Mask.FULL:
         raise Infeasible(
-            "ordered: a block per kv head waits longer for turns than it saves, but for mask full"
+            "ordered: a block per kv head waits longer for dq_semaphore than it saves, but for mask full"
         )
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: without a mask all key tiles have the same work")
@@ -145,8 +145,8 @@ def _buffers_ds(t: Sm90Backward) -> int:
     return 4 if t.lag else 2
 
 
-def _dq_by_turns(t: Sm90Backward) -> bool:
-    """Do the two warps that add dQ take every other tile, and not a consumer each?"""
+def _dq_by_step(t: Sm90Backward) -> bool:
+    """Do the two warps that add dQ take every other step, and not a consumer each?"""
     return t.ordered and not t.lag
 
 
@@ -158,7 +158,7 @@ def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
     ds_bytes = t.tile_m * t.tile_n * 2
     dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
     stat_bytes = t.tile_m * STATISTICS * 4 + 8  # of each row; the visit
-    barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_turns(t) else 2) * CONSUMERS
+    barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_step(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers
 
@@ -186,7 +186,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "dq_columns": dq_part,
         "buffers_ds": _buffers_ds(t),
         "uneven": not t.lag and 2 * dq_part != head_dim,
-        "dq_by_turns": _dq_by_turns(t),
+        "dq_by_step": _dq_by_step(t),
         "loaders": 2 if t.lag or t.ordered else 1,  # warps
         "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "helper_threads": HELPER_THREADS,
