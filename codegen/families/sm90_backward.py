@@ -24,7 +24,7 @@ from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 STATISTICS = 8  # floats of row statistics: lse and delta, as 8 bf16 each
-HELPER_THREADS = 256  # of a block of _prepare, _finish and _finish_dkv
+HELPER_THREADS = 256  # of a block of _preprocess, _postprocess and _postprocess_dkv
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible("stages_dout 1: with lag the next dO is in use while this one is, which takes 2")
     if t.ordered and not t.split_heads and p.mask is not Mask.FULL:
         raise Infeasible(
-            "ordered: a block per kv head waits longer for turns than it saves, but for mask full"
+            "ordered: a block per kv head waits longer for dq_semaphore than it saves, but for mask full"
         )
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: without a mask all key tiles have the same work")
@@ -145,8 +145,8 @@ def _buffers_ds(t: Sm90Backward) -> int:
     return 4 if t.lag else 2
 
 
-def _dq_by_turns(t: Sm90Backward) -> bool:
-    """Do the two warps that add dQ take every other tile, and not a consumer each?"""
+def _dq_by_step(t: Sm90Backward) -> bool:
+    """Do the two warps that add dQ take every other step, and not a consumer each?"""
     return t.ordered and not t.lag
 
 
@@ -158,7 +158,7 @@ def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
     ds_bytes = t.tile_m * t.tile_n * 2
     dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
     stat_bytes = t.tile_m * STATISTICS * 4 + 8  # of each row; the visit
-    barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_turns(t) else 2) * CONSUMERS
+    barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_step(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers
 
@@ -186,9 +186,9 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "dq_columns": dq_part,
         "buffers_ds": _buffers_ds(t),
         "uneven": not t.lag and 2 * dq_part != head_dim,
-        "dq_by_turns": _dq_by_turns(t),
+        "dq_by_step": _dq_by_step(t),
         "loaders": 2 if t.lag or t.ordered else 1,  # warps
-        "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _prepare, one chunk each
+        "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "helper_threads": HELPER_THREADS,
     }
 
@@ -196,13 +196,13 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
 def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     launches = [
-        Launch(f"{spec.symbol}_prepare", queries, HELPER_THREADS),
+        Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
         Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
-        Launch(f"{spec.symbol}_finish", queries, HELPER_THREADS, overlaps=True),
+        Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
     ]
     if t.split_heads:
         keys = ("tiles_n", "batch", "heads_kv")
-        launches.append(Launch(f"{spec.symbol}_finish_dkv", keys, HELPER_THREADS, overlaps=True))
+        launches.append(Launch(f"{spec.symbol}_postprocess_dkv", keys, HELPER_THREADS, overlaps=True))
     return tuple(launches)
 
 

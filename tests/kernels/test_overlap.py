@@ -27,7 +27,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.doctor import compilers
 from attnforge.runtime.native.launcher import sources
 
-WAIT, LET = "wait_for_kernel_before();", "let_next_kernel_start();"
+WAIT, LET = "griddepcontrol_wait();", "griddepcontrol_launch_dependents();"
 PROBLEMS = [
     Problem(Direction.BACKWARD, Arch.SM90A, dtype, head_dim, mask)
     for dtype, head_dim in (
@@ -95,16 +95,26 @@ def require_main(text: str, symbol: str, loaders: int) -> None:
     assert main.count("return") == 1
     assert LET not in main
     loads = body(text, "produce_q" if loaders == 2 else "produce")
-    assert loads.index(WAIT) < loads.index("p.delta") < loads.index("bulk_load")
+    assert loads.index(WAIT) < loads.index("row_stats_of(") < loads.index("load_q(")
+    users = body(text, "row_stats_of") + body(text, f"{symbol}_preprocess")
+    assert text.count("p.delta") == users.count("p.delta")
     assert loads.endswith(f"    {LET}\n")
     assert body(text, "reduce_dq").lstrip().startswith(WAIT)
-    for name in ("produce_dout", "consume") if loaders == 2 else ("consume",):
-        assert WAIT not in body(text, name)
-    # What consumers write, they write after their loops, which take statistics.
-    consumer = body(text, "consume")
-    start = consumer.index("probabilities(")
-    for write in ("add_dkv(", "wait_for_turn(", "store_tile("):
-        assert consumer.find(write, 0, start) == -1
+    if loaders == 2:
+        assert WAIT not in body(text, "produce_dout")
+    # What consumers write, they write in the epilogue, after the main loop, which takes row_stats.
+    consumer = re.search(r"^struct Consumer \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
+    assert consumer
+    assert WAIT not in consumer[1]
+    run, epilogue = (
+        re.search(rf"^    \S.* void {name}\(.*?^    }}", consumer[1], re.MULTILINE | re.DOTALL)
+        for name in ("run", "epilogue")
+    )
+    assert run
+    assert epilogue
+    assert run[0].endswith("epilogue();\n    }")
+    for write in ("add_dkv(", "semaphore_wait(", "store_tile("):
+        assert consumer[1].count(write) == epilogue[0].count(write)
 
 
 @pytest.mark.parametrize(
