@@ -1,10 +1,10 @@
 # make search   find the fastest kernel for a BAGEL pack, on the GPU if there is one, else on the CPU
-# make test     run every test that this machine can run
+# make test     run every test that this machine can run, with a process for each core
 # make fuzz     run random problems for SECONDS (60), on the GPU if there is one: docs/reliability.md
 # make lint     ruff and mypy
 # make clean    remove the environment and what tools left (not the kernel cache: python cli.py cache clear)
 #
-# Each creates the virtual environment .venv first, and does nothing about it while it is current.
+# All but clean create the virtual environment .venv first, and do nothing about it while it is current.
 #   PYTHON=python3.12   the interpreter to create it with (3.10 or newer)
 #   ARGS="..."          more arguments for the search, pytest or the random problems
 #   SYSTEM=1            create nothing, download nothing: run with the packages that PYTHON already has
@@ -31,14 +31,18 @@ ROOMS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/*.py tests/*/*/*.py))))
 # What SYSTEM=1 takes for granted, by the names that are imported.
 NEEDS := torch numpy jinja2 click rich platformdirs ninja PIL setuptools
 
-.PHONY: search test fuzz lint clean venv python system
+# The first target: bare `make` prints the comment at the top of this file.
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: help search test fuzz lint clean venv python system
 
 search: $(READY)
 	$(PY) cli.py search $(ARGS)
 
 test: NEEDS += pytest hypothesis
 test: $(READY)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $$($(PY) -c "import xdist; print('--numprocesses auto --maxprocesses 16 --dist worksteal')" 2>&-) $(ARGS)
 
 fuzz: $(READY)
 	$(PY) tests/fuzzing/fuzz.py --seconds $(SECONDS) $(ARGS)

@@ -1,8 +1,8 @@
-"""attnforge: generated, compiled, searched attention kernels for mixed-mask multimodal training.
+"""attnforge: a generator of CUDA and C++ attention kernels for mixed-mask multimodal training.
 
-    out = attnforge.attention(q, k, v, mask)   # mask: None, attnforge.Causal(), attnforge.Spans(starts, ends)
+    out = attnforge.attention(q, k, v, mask)  # mask: None, Causal(), Spans(starts, ends), DenseMask(visible), ...
 
-Importing this package imports neither torch nor anything else: names are loaded at first use.
+Importing this package does not import torch: names are imported at first use.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from attnforge.runtime.masks import Spans as Spans
     from attnforge.runtime.ops import attention as attention
 
+__version__ = "0.1.0"  # the only place: pyproject.toml and `attnforge --version` read it
+
 __all__ = [
     "Causal",
     "DenseMask",
     "Spans",
+    "__version__",
     "attention",
     "bagel",
     "context_parallel",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import fakes
 import hypothesis
+import kept
 import pytest
 
 from attnforge.codegen.spec import Arch, Spec
@@ -25,13 +26,18 @@ if TYPE_CHECKING:  # a run that is all skipped does without
 # Set to 1 where a GPU must be present: a gpu test that cannot run then fails instead of being skipped.
 REQUIRE_GPU = "ATTNFORGE_REQUIRE_GPU"
 
+# OpenMP's threads sleep while they wait: spinning ones take the cores from the other workers. libgomp reads this once,
+# when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 hypothesis.settings.register_profile("attnforge", deadline=None)
 hypothesis.settings.load_profile("attnforge")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put the cache into .pytest_cache: never the user's own, and kept: a second run compiles nothing."""
+    """Put the cache into .pytest_cache: never the user's own, kept for the next run, and shared by all workers."""
     directory: Path = config.cache.mkdir("attnforge")
+    kept.directory = directory
     os.environ[CACHE_DIR] = str(directory / "cache")
     os.environ[TABLES] = str(directory / "tables")  # never filled: winners of tests go elsewhere
     for name in (COMPILER, NO_JIT):
@@ -46,6 +52,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if os.environ.get(REQUIRE_GPU) == "1":
             pytest.fail(f"{REQUIRE_GPU}=1, but {missing}")
         pytest.skip(missing)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """One test at a time has the GPU, however many workers there are: some fill it, some count its memory."""
+    if item.get_closest_marker("gpu") is None or no_gpu():
+        return (yield)
+    with kept.lock("gpu"):
+        return (yield)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The command `render`: shows the source of one variant, or renews generated/."""
+"""The command `render`: prints the source of one variant, or updates generated/."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.syntax import Syntax
 
-from attnforge.bagel.commands.shell import out_option, values
+from attnforge.bagel.commands.console import console, say, short_path
+from attnforge.bagel.commands.options import choices, number, out_option, values
 from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import PROBLEM_FIELDS, Problem, Spec, plain
-
-console = Console(width=None if sys.stdout.isatty() else 140)
+from attnforge.codegen.spec import PROBLEM_FIELDS, Problem, ProblemField, Spec, plain
 
 
 def problem_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -30,22 +28,31 @@ def problem_options(command: Callable[..., None]) -> Callable[..., None]:
         command(problem, **arguments)
 
     for f in reversed(PROBLEM_FIELDS):
-        kind = values(f.type) if issubclass(f.type, Enum) else f.type
-        option = click.option(
-            f.option, f.name, type=kind, default=plain(f.cli), show_default=True, help=f.text
-        )
-        wrapped = option(wrapped)
+        wrapped = click.option(f.option, f.name, **_option(f))(wrapped)
     return wrapped
 
 
-@click.command()
+def _option(f: ProblemField) -> dict[str, Any]:
+    """Arguments of the option of one field."""
+    default = plain(f.cli)
+    if not issubclass(f.type, Enum):
+        return number(int(default), least=0 if f.optional else 1, help=f"{f.text}.")
+    text = f"{f.text}: {choices(f.type)}."
+    return {
+        "type": values(f.type),
+        "default": default,
+        "show_default": True,
+        "metavar": f.name.upper(),
+        "help": text,
+    }
+
+
+@click.command(short_help="Print a kernel's source, or update generated/.")
 @problem_options
-@click.option(
-    "--set", "knobs", multiple=True, metavar="NAME=VALUE", help="All knobs. [default: a first guess]"
-)
+@click.option("--set", "knobs", multiple=True, metavar="KNOB=N", help="All knobs.  [default: a first guess]")
 @out_option("--out", help="Write to this file instead of the terminal.")
-@click.option("--tuned", is_flag=True, help="Render all tuned variants into generated/.")
-@click.option("--check", is_flag=True, help="Exit with 1 and a diff if generated/ is out of date.")
+@click.option("--tuned", is_flag=True, help="Update the example sources in generated/.")
+@click.option("--check", is_flag=True, help="Print a diff and exit with 1 if generated/ is outdated.")
 def render(
     problem: Problem,
     knobs: tuple[str, ...],
@@ -53,9 +60,9 @@ def render(
     tuned: bool,
     check: bool,
 ) -> None:
-    """Show the source of one variant, or renew generated/."""
+    """Print the source of one variant, or update generated/."""
     if tuned or check:
-        _renew(check)
+        _update(check)
         return
     from attnforge.codegen.render import render as rendered
 
@@ -68,29 +75,30 @@ def render(
         click.echo(text, nl=False)
 
 
-def _renew(check: bool) -> None:
-    from attnforge.runtime.search import winners
+def _update(check: bool) -> None:
+    """Write the example sources, or only compare them."""
+    from attnforge.runtime.search import examples
 
     if not check:
-        changed = winners.write()
-        console.print("\n".join(str(path) for path in changed) or "generated/ is up to date", soft_wrap=True)
+        changed = examples.write()
+        say("\n".join(map(short_path, changed)) or "generated/ is up to date")
         return
-    lines = winners.differences()
+    lines = examples.differences()
     sys.stdout.writelines(lines)
     if lines:
         raise click.ClickException("generated/ is out of date: run `python cli.py render --tuned`")
-    console.print("generated/ is up to date")
+    say("generated/ is up to date")
 
 
 def _pick(problem: Problem, knobs: tuple[str, ...]) -> Spec:
-    """The spec of `--set` options, or the default one; Infeasible with the reason."""
+    """The spec of the `--set` options, or the first candidate; raises Infeasible if there is none."""
     from attnforge.codegen.space import candidates, why_infeasible
 
     if knobs:
         pairs = [text.partition("=") for text in knobs]
         for name, _, value in pairs:
             if not value.isdecimal():
-                raise ValueError(f"--set {name}: expected NAME=VALUE with a whole number")
+                raise ValueError(f"--set {name}: expected KNOB=N with a whole number")
         return Spec(problem, make_tuning(problem, {name: int(value) for name, _, value in pairs}))
     spec = next(candidates(problem), None)
     if spec is None:

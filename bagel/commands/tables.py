@@ -2,51 +2,55 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+
+from attnforge.bagel.commands.console import console, make_table, say
 
 if TYPE_CHECKING:  # torch takes a second to import
     from attnforge.runtime.tables import Tuned
 
-console = Console(width=None if sys.stdout.isatty() else 140)
 FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
-@click.group()
+@click.group(short_help="List, compare and merge tuned tables.")
 def tables() -> None:
-    """The tuned tables: which kernel won on which device. The user's come first, then the package's."""
+    """Tuned tables: which kernel is fastest on which device.
+
+    They are read from the folders of ATTNFORGE_TABLES (default: the user's data folder), then from the package.
+    """
 
 
 @tables.command("list")
 def list_tables() -> None:
-    """Folders and files in the order in which they are read."""
+    """List the folders in reading order."""
     from attnforge.runtime.tables import MODELLED, folders, load
 
     written = folders()[0]
     for place in folders():
-        console.print(f"{place}{'  (searches write here)' if place == written else ''}", soft_wrap=True)
+        say(f"{place}{'  (searches write here)' if place == written else ''}")
         for path in sorted((*place.glob("*.json"), *(place / MODELLED).glob("*.json"))):
             words = "modelled, not measured" if path.parent.name == MODELLED else "measured"
-            console.print(f"  {path.stem}: {len(load(path.stem, path.parent))} entries, {words}")
+            say(f"  {path.stem}: {len(load(path.stem, path.parent))} entries, {words}")
 
 
 @tables.command()
 @click.argument("device", required=False)
 def show(device: str | None) -> None:
-    """Entries for DEVICE, a name as `list` shows it; without it those of this machine's device."""
+    """Show the entries for a device.
+
+    DEVICE is a name as `list` prints it; the default is this machine's device.
+    """
     from attnforge.runtime.tables import known
 
     name = device or _here()
     entries = known(name)
     if not entries:
         raise click.ClickException(f"no table is for {name}; `attnforge tables list` shows what there is")
-    table = Table("class", "GQA", "rows", "visible keys", "TFLOP/s", "kernel", title=name)
+    table = make_table(name, ("class",), ("GQA", "rows", "visible keys", "TFLOP/s"), ("kernel",))
     for entry in sorted(entries, key=lambda entry: entry.spec.slug):
         table.add_row(*_cells(entry))
     console.print(table)
@@ -56,10 +60,13 @@ def show(device: str | None) -> None:
 @click.argument("first", type=FOLDER)
 @click.argument("second", type=FOLDER)
 def diff(first: Path, second: Path) -> None:
-    """Classes that two folders of tables answer differently, with both speeds."""
+    """Compare two folders.
+
+    Prints the problem classes whose winners differ, with both speeds.
+    """
     from attnforge.runtime.tables import load
 
-    table = Table("device", "class", str(first), str(second))
+    table = make_table("different winners", ("device", "class", str(first), str(second)))
     for name in sorted({path.stem for place in (first, second) for path in place.glob("*.json")}):
         one, other = ({str(e.cls): e for e in load(name, place)} for place in (first, second))
         for cls in sorted(one.keys() | other.keys()):
@@ -75,7 +82,10 @@ def diff(first: Path, second: Path) -> None:
     "--into", type=click.Path(path_type=Path, file_okay=False), help="[default: where searches write]"
 )
 def merge(sources: tuple[Path, ...], into: Path | None) -> None:
-    """Copy entries of SOURCES into one folder; of equal classes the faster stays."""
+    """Merge folders into one.
+
+    Of two entries of one problem class the faster stays.
+    """
     from attnforge.runtime.tables import folders, load, save, writable
 
     target = writable(into or folders()[0])

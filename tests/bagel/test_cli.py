@@ -7,14 +7,17 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 
+import attnforge
 from attnforge.bagel.measure.bench import OURS, Row, best_peer
 from attnforge.bagel.measure.cases import SUITES, make_case
 from attnforge.bagel.measure.peers import NAMES
@@ -50,10 +53,36 @@ except SystemExit:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in ("bench", "cache", "doctor", "mask", "render", "search", "verify"):
         assert f"\n  {name} " in done.stdout
-    assert "...\n" not in done.stdout.partition("Commands:")[2], (
-        "a summary is too long for a terminal of 80 columns"
-    )
     assert done.stdout.endswith("False\n")
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command, groups included."""
+    yield path
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield *path, name
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("words", list(commands(main)), ids=" ".join)
+def test_help_fits_the_terminal(words: tuple[str, ...], width: int) -> None:
+    shown = CliRunner().invoke(main, [*words, "--help"], terminal_width=width, max_content_width=width)
+    assert shown.exit_code == 0, shown.output
+    assert "...\n" not in shown.output.partition("Commands:")[2], "a summary is cut off"
+    assert max(map(len, shown.output.splitlines())) <= width
+    # Every option is described, and its names fit the first column.
+    for line in shown.output.partition("Options:")[2].partition("Commands:")[0].splitlines():
+        if line.lstrip().startswith("-"):
+            assert len(line.split("  ")) > 2 or line.strip().startswith("--"), line
+
+
+def test_version_has_one_source() -> None:
+    assert run("--version").stdout == f"attnforge, version {attnforge.__version__}\n"
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'version = { attr = "attnforge.__version__" }' in project
 
 
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
@@ -76,11 +105,11 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
         ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
         ("search --device tpu", "--device: 'tpu' is no device"),
         ("render --head-dim 300", "head_dim 300"),
-        ("render --set tile_m=big", "--set tile_m: expected NAME=VALUE"),
+        ("render --set tile_m=big", "--set tile_m: expected KNOB=N"),
         ("render --set tile_m=64", "sm80 bf16 fwd: q_in_regs, stages, tile_n, warps missing. Its knobs are"),
         ("render --set tile=64", "tile unknown;"),
-        ("render --out /nowhere/kernel.cu", "'--out': /nowhere is not a directory that can be written to"),
-        ("search --pack causal/64 --json /nowhere/x.json", "'--json': /nowhere is not a directory"),
+        ("render --out /nowhere/kernel.cu", "'--out': /nowhere is not a writable directory"),
+        ("search --pack causal/64 --json /nowhere/x.json", "'--json': /nowhere is not a writable directory"),
         (
             "search --pack causal/64 --table-out /proc/nowhere",
             "/proc/nowhere: tuned tables cannot be written here",

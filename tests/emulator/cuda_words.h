@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include <ucontext.h>
+#include "fibers.h"
 
 #define __device__
 #define __forceinline__ inline

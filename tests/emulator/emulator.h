@@ -15,7 +15,7 @@
 #include <map>
 #include <vector>
 
-#include <ucontext.h>
+#include "fibers.h"
 
 #define __device__ static
 #define __forceinline__ inline
@@ -51,7 +51,7 @@ static inline long long min(long long a, int b) { return a < b ? a : b; }
 // ---- Fibers ---------------------------------------------------------------------------------------------------------
 
 struct Fiber {
-    ucontext_t context;
+    Context context;
     Index index;
     bool done;
 };
@@ -67,12 +67,12 @@ static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<std::vector<char>> stacks;
 static std::function<void()> body;
-static ucontext_t scheduler;
+static Context scheduler;
 static Fiber* current;
 static Index blockIdx, gridDim;
 #define threadIdx (current->index)
 
-static void give_way() { swapcontext(&current->context, &scheduler); }
+static void give_way() { switch_to(current->context, scheduler); }
 
 static void run_fiber() {
     body();
@@ -218,17 +218,14 @@ static void launch(std::function<void()> kernel, long long blocks, int threads, 
         std::fill(std::begin(meetings), std::end(meetings), Meeting{});
         for (int i = 0; i < threads; ++i) {
             fibers[i].index = {i};
-            getcontext(&fibers[i].context);
-            fibers[i].context.uc_stack.ss_sp = stacks[i].data();
-            fibers[i].context.uc_stack.ss_size = stacks[i].size();
-            makecontext(&fibers[i].context, run_fiber, 0);
+            make_context(fibers[i].context, stacks[i].data(), stacks[i].size(), run_fiber);
         }
         for (bool any = true; any;) {
             any = false;
             for (Fiber& fiber : fibers) {
                 if (!fiber.done) {
                     current = &fiber;
-                    swapcontext(&scheduler, &fiber.context);
+                    switch_to(scheduler, fiber.context);
                     any = true;
                 }
             }

@@ -18,7 +18,7 @@ struct Block : Memory {
     int running = 0;
 };
 struct Fiber : State {
-    ucontext_t context;
+    Context context;
     std::vector<char> stack;
     Index thread, block;
     unsigned speed;
@@ -36,7 +36,7 @@ static std::vector<Event> events;
 static std::mt19937 random_bits;
 static long now;
 static Fiber* current;
-static ucontext_t scheduler;
+static Context scheduler;
 static std::function<void()> body;
 static std::string failure;
 static Index gridDim;
@@ -50,7 +50,7 @@ static void require(bool condition, const char* what) {
 }
 static void wait_for(std::function<bool()> ready) {
     current->ready = std::move(ready);
-    swapcontext(&current->context, &scheduler);
+    switch_to(current->context, scheduler);
 }
 static void give_way() {
     wait_for([] { return true; });
@@ -116,7 +116,7 @@ static void run_fiber() {
     body();
     --here().running;
     current->done = true;
-    swapcontext(&current->context, &scheduler);
+    switch_to(current->context, scheduler);
 }
 // The fiber becomes a thread of a block that has all its threads to come.
 static void start(Fiber& fiber, unsigned block, unsigned thread) {
@@ -128,10 +128,7 @@ static void start(Fiber& fiber, unsigned block, unsigned thread) {
     fiber.ready = [] { return true; };
     fiber.stack.resize(1 << 16);
     ++blocks[block].running;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    makecontext(&fiber.context, run_fiber, 0);
+    make_context(fiber.context, fiber.stack.data(), fiber.stack.size(), run_fiber);
 }
 // One fiber, or what has been on its way for long enough. False if nothing can go on.
 static bool take_turn() {
@@ -161,6 +158,6 @@ static bool take_turn() {
         turn -= (*chosen)->speed;
     }
     current = *chosen;
-    swapcontext(&scheduler, &current->context);
+    switch_to(scheduler, current->context);
     return true;
 }

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import kept
 import torch
 
 from attnforge.codegen.package import Tree
 from attnforge.codegen.spec import Arch, Direction, DType, Mask
 from attnforge.runtime import export
-from attnforge.runtime.build.settings import CACHE_DIR
 
 COMMAND = "attnforge export"
 NAME = "custom_attention"
@@ -41,14 +41,15 @@ def built(tree: Tree) -> Path:
         *(x for item in sorted(tree.files(COMMAND).items()) for x in item),
     ]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    directory = Path(os.environ[CACHE_DIR]).parent / f"exported-{digest}"
-    if not directory.exists():
-        for old in directory.parent.glob("exported-*"):
-            shutil.rmtree(old)
-        aside = directory.with_name(f"{directory.name}.tmp{os.getpid()}")
-        export.write(tree, aside, COMMAND)
-        run(aside, "setup.py", "build_ext", "--inplace")
-        aside.rename(directory)
+    directory = kept.directory / f"exported-{digest}"
+    with kept.lock("exported"):
+        if not directory.exists():
+            for old in directory.parent.glob("exported-*"):
+                shutil.rmtree(old)
+            aside = directory.with_name(f"{directory.name}.tmp")
+            export.write(tree, aside, COMMAND)
+            run(aside, "setup.py", "build_ext", "--inplace")
+            aside.rename(directory)
     return directory
 
 
