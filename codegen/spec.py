@@ -119,15 +119,15 @@ class Problem:
     A field with a default is optional for kernel families: one that does not honour a value refuses it.
     """
 
-    direction: Direction = field(metadata=about("Half of the operator.", cli=Direction.FORWARD))
-    arch: Arch = field(metadata=about("Compilation target.", cli=Arch.SM80))
-    dtype: DType = field(metadata=about("Element type.", cli=DType.BFLOAT16, match="near"))
-    head_dim: int = field(metadata=about("Columns of q and k.", "d", cli=128))
-    mask: Mask = field(metadata=about("Which pairs are visible.", cli=Mask.SPANS, match="near"))
+    direction: Direction = field(metadata=about("Half of the operator", cli=Direction.FORWARD))
+    arch: Arch = field(metadata=about("Compilation target", cli=Arch.SM80))
+    dtype: DType = field(metadata=about("Element type", cli=DType.BFLOAT16, match="near"))
+    head_dim: int = field(metadata=about("Columns of q and k", "d", cli=128))
+    mask: Mask = field(metadata=about("Visible pairs", cli=Mask.SPANS, match="near"))
     align: int = field(
         default=16,
         metadata=about(
-            "Bytes that divide all row starts of q, k, v, dout: 16, 8, 4 or 2.",
+            "Largest power of 2, up to 16, that divides all row addresses of q, k, v and dout",
             "a",
             always=True,
             match="free",
@@ -135,7 +135,7 @@ class Problem:
     )
     dim_v: int = field(
         default=0,
-        metadata=about("Columns of v and out, 0: head_dim.", "v", name="head_dim_v", after="head_dim"),
+        metadata=about("Columns of v and out; 0: those of q and k", "v", name="head_dim_v", after="head_dim"),
     )
 
     def __post_init__(self) -> None:

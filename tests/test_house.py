@@ -131,7 +131,7 @@ def test_imports_run_in_no_circle() -> None:
         for module in graph
         if module in after[module]
     }
-    assert [sorted(circle) for circle in circles] == [sorted(circle) for circle in CIRCLES]
+    assert sorted(map(sorted, circles)) == sorted(map(sorted, CIRCLES))
 
 
 def test_rooms_import_what_they_may() -> None:
@@ -147,7 +147,8 @@ def test_rooms_import_what_they_may() -> None:
             allowed = ALLOWED[room] & {target, room_of(target)}
             assert allowed, f"{module} imports {target}"
             used[room] |= allowed
-    assert used == ALLOWED
+    unused = {room: ALLOWED[room] - used[room] for room in ALLOWED if ALLOWED[room] - used[room]}
+    assert not unused, "take these out of ALLOWED"
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
