@@ -1,8 +1,8 @@
-"""Tuned tables: which variant won which problem class on which device, as JSON that people read and review.
+"""Tuned tables: the fastest variant of each problem class on each device, as JSON under version control.
 
-`generated/tuned/<device>.json` holds a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`. Tables of
-`generated/tuned/modelled/<arch>.json` were computed (bagel/measure/modelled.py), not measured: they
-count after all others.
+`generated/tuned/<device>.json` is a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`. The tables
+`generated/tuned/modelled/<arch>.json` were computed by a cost model (bagel/measure/modelled.py); dispatch uses them
+after all measured ones.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from attnforge.codegen.plan import Infeasible, make_plan
 from attnforge.codegen.spec import Arch, Mask, Problem, Spec
 
 DIRECTORY = Path(__file__).parent.parent / "generated" / "tuned"
-MODELLED = "modelled"  # folder of the tables that were computed
-_UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
-UNKNOWN = 1  # octaves between what a call says of its visible keys and an entry that does not say
+MODELLED = "modelled"  # folder of the computed tables
+_UNFINISHED = ".json.tmp"  # suffix of a table while it is written
+UNKNOWN = 1  # distance in octaves to an entry without visible keys
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Tuned:
     size: int  # seq_q it was timed at
     ms: float
     tflops: float
-    notes: dict[str, Any] = field(default_factory=dict)  # e.g. workload, registers, versions: for readers
-    visible_keys: int = 0  # that a query saw on average; 0: not known, or a matter of the length alone
+    notes: dict[str, Any] = field(default_factory=dict)  # for readers: workload, registers, versions
+    visible_keys: int = 0  # average number of keys that a query sees; 0: unknown, or determined by the length
 
     @property
     def cls(self) -> dict[str, Any]:
         """The problem class: a later winner of it replaces this one. Octaves are log2, of the size and visible keys."""
         problem = self.spec.problem.to_json()
-        # Calls of another alignment take the same tuning with their own, if it is feasible.
+        # A call with another alignment uses the same tuning, if that is feasible.
         del problem["align"]
         return {
             **problem,
@@ -65,7 +65,7 @@ class Tuned:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Tuned:
-        """Rebuild an entry; ValueError names what is missing or wrong. Older ones do not say their visible keys."""
+        """Rebuild an entry; ValueError names what is missing or wrong. Older entries lack visible_keys."""
         try:
             spec, group = Spec.from_json(data["spec"]), int(data["class"]["group"])
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
@@ -76,7 +76,7 @@ class Tuned:
 
 
 def device_name(device: torch.device) -> str:
-    """Name that tables go by: the GPU's, or the instruction set of the CPU (`cpu avx512 bf16`)."""
+    """The name of a device's table: the GPU's name, or the CPU's instruction set (`cpu avx512 bf16`)."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     words = ["cpu", torch.backends.cpu.get_cpu_capability().lower()]
@@ -87,7 +87,7 @@ def device_name(device: torch.device) -> str:
 
 
 def table_path(name: str, directory: Path = DIRECTORY) -> Path:
-    """File of the device called `name`."""
+    """The file of the table of device `name`."""
     return directory / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
 
 
@@ -98,7 +98,7 @@ def load(name: str, directory: Path = DIRECTORY) -> tuple[Tuned, ...]:
         status = path.stat()
     except FileNotFoundError:
         return ()
-    # The time alone is too coarse: a file that was replaced twice within one tick of the clock keeps it.
+    # The time alone is too coarse: it does not change if a file is replaced twice within one tick of the clock.
     return _read(path, status.st_mtime_ns, status.st_ino)
 
 
@@ -117,8 +117,8 @@ def _parse(path: Path) -> tuple[Tuned, ...]:
 def save(name: str, entries: Iterable[Tuned], directory: Path = DIRECTORY) -> Path:
     """Merge `entries` into a device's table, each replacing the one of its class. Returns the file.
 
-    An older entry that does not say its visible keys gives way to a new one of the same case that does.
-    Processes that save at the same time do so one after the other; one that is killed leaves the table as it was.
+    A new entry with visible keys also replaces an older one of the same case without them. Processes that save at the
+    same time take turns on a lock; a process that is killed leaves the table as it was.
     """
     path = table_path(name, directory)
     new = list(entries)
@@ -134,12 +134,12 @@ def save(name: str, entries: Iterable[Tuned], directory: Path = DIRECTORY) -> Pa
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Hold the lock of the directory, if it has locks: between reading a table and writing it nobody else may write."""
+    """Hold the lock of the directory, if the file system has locks, from reading a table to writing it."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
-            for left in directory.glob(f"*{_UNFINISHED}"):  # of a process that was killed: it held the lock
+            for left in directory.glob(f"*{_UNFINISHED}"):  # left by a killed process, which held the lock
                 left.unlink(missing_ok=True)
         yield
     finally:
@@ -147,7 +147,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put `text` into the file in one step, durably; readable by all, as files under version control are."""
+    """Replace the file atomically and durably; readable by all, as files under version control are."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=_UNFINISHED, delete=False) as file:
         file.write(text)
         file.flush()
@@ -167,14 +167,13 @@ def _without_visible(entry: Tuned) -> str:
 def choose(
     problem: Problem, group: int, size: int, name: str, directory: Path = DIRECTORY, *, visible: int = 0
 ) -> Iterator[tuple[Spec, str]]:
-    """Specs for `problem` made from tuned entries, nearest first, each with the reason; feasible ones only.
+    """Feasible specs for `problem` from tuned entries, nearest first, each with the reason.
 
-    An entry counts if direction, head_dim and element size agree; its tuning is then re-planned for the
-    call's own dtype, mask and alignment. Nearest means, in this order: this device before another of the same
-    architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest number of
-    visible keys (in octaves), nearest GQA ratio, and the faster. `visible` is what the call's mask says, 0 if
-    nothing: then visible keys do not matter. Length comes first since it says how many blocks there are to be
-    shared out, without which nothing else helps; full and causal masks show what their length says.
+    An entry qualifies if direction, head_dim and element size agree; its tuning is planned again for the call's dtype,
+    mask and alignment. The order is: this device, then other devices of the architecture, then modelled entries; within
+    each: same mask, same dtype, nearest length (in octaves), nearest number of visible keys (in octaves), nearest GQA
+    ratio, highest speed. `visible` is the average number of visible keys, 0 if unknown: then it is ignored. Length
+    precedes it because it determines the number of blocks to distribute over the SMs.
     """
     ranked = []
     for path in _tables(name, problem.arch, directory):
@@ -199,14 +198,14 @@ def choose(
 def measured(
     problem: Problem, group: int, size: int, name: str, directory: Path = DIRECTORY, *, visible: int = 0
 ) -> float | None:
-    """TFLOP/s of the fastest entry of the device's own table for the very class of a call; None if there is none."""
+    """TFLOP/s of the fastest entry of the device's own table for a call's exact class; None without one."""
     entries = [e for e in load(name, directory) if _counts(e.spec.problem, problem)]
     speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible)[:-1])]
     return max(speeds, default=None)
 
 
 def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
-    """Table files worth reading. A CPU's name is its instruction set: another CPU's table is no help."""
+    """Table files to read. For a CPU only its own: other tables are for other instruction sets."""
     own = table_path(name, directory)
     if arch is Arch.CPU:
         return [own] if own.exists() else []
@@ -233,7 +232,7 @@ def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible: in
 
 
 def _visible(mask: Mask, size: int, said: int) -> int:
-    """Keys that a query sees on average, 0 if that is not known."""
+    """Average number of keys that a query sees, 0 if unknown."""
     if mask.listed:
         return said
     return size if mask is Mask.FULL else -(-size // 2)

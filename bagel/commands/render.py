@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.syntax import Syntax
 
-from attnforge.bagel.commands.console import console, say, short_path
+from attnforge.bagel.commands.console import console, echo, short_path
 from attnforge.bagel.commands.options import arch_option, choices, dtype_option, number, out_option, values
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
@@ -66,13 +66,13 @@ def _update(check: bool) -> None:
 
     if not check:
         changed = examples.write()
-        say("\n".join(map(short_path, changed)) or "generated/ is up to date")
+        echo("\n".join(map(short_path, changed)) or "generated/ is up to date")
         return
     lines = examples.differences()
     sys.stdout.writelines(lines)
     if lines:
         raise click.ClickException("generated/ is out of date: run `python cli.py render --tuned`")
-    say("generated/ is up to date")
+    echo("generated/ is up to date")
 
 
 def _pick(problem: Problem, knobs: tuple[str, ...]) -> Spec:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from attnforge.bagel.commands.bench import name_cell
-from attnforge.bagel.commands.console import console, make_table, say, short_path
+from attnforge.bagel.commands.console import console, echo, make_table, short_path
 from attnforge.bagel.measure.bench import Row, best_peer, peers_of
 from attnforge.bagel.measure.report import milliseconds, speed
 from attnforge.codegen.spec import Arch, Direction, Spec
@@ -54,13 +54,13 @@ def run_search(
         with console.status("timing torch's attention on the same case"):
             rows = list(peers_of(case, direction))
     console.print(search_table(finished, rows))
-    say(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
+    echo(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
     arch, device_name = target
     table = winners.keep(finished, device_name, environment(device_name, arch), options.out)
     changed = examples.write() if options.out == winners.GENERATED else []
-    say(f"winner saved in {', '.join(short_path(path) for path in (table, *changed))}")
+    echo(f"winner saved in {', '.join(short_path(path) for path in (table, *changed))}")
     if finished.winner is not None:
-        say(f"its source: python cli.py render {finished.winner.spec.to_cli()}")
+        echo(f"its source: python cli.py render {finished.winner.spec.to_cli()}")
     dispatch.forget()
     return {
         "case": case.name,
