@@ -1,4 +1,4 @@
-"""BAGEL: its packed mask, its training packs, its models' attention heads, and the patch of its trainer."""
+"""BAGEL: its packed mask, training packs, models, and the patch of its trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # torch is imported at the first use of a name, not by `attnforge --help`.
+    # Lazy, so that `attnforge --help` does not import torch.
     if name not in _HOME:
         raise AttributeError(f"module 'attnforge.bagel' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

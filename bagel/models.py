@@ -1,4 +1,4 @@
-"""Attention heads of the models BAGEL trains."""
+"""The attention shapes of the models that BAGEL trains."""
 
 from __future__ import annotations
 

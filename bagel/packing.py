@@ -1,18 +1,18 @@
-"""BAGEL's packed attention mask as two int32 per key, and the dense definition it is checked against.
+"""BAGEL's packed attention mask as two int32 per key, and the dense definition that tests compare it with.
 
-A pack is samples (documents) laid end to end, each cut into splits with a mode:
+A pack is a sequence of samples (documents), each a sequence of splits with a mode:
 
 - `causal` (text): a row sees its split up to itself, and everything earlier in its sample;
 - `full` (clean image, ViT): a row sees its whole split, and everything earlier in its sample;
 - `noise` (image being denoised): as `full`, but later splits do not see it.
 
-For every order of modes the rows that see key j are one interval:
+For every order of modes the rows that see key j form one interval:
 
     starts[j] = j if its split is causal else first row of its split
     ends[j]   = end of its split if it is noise else end of its sample
 
-For rows from j on only noise hides j, and that from the end of its split on; rows before j see it only from its own
-split, and then all of them do.
+Rows after j see it, unless its split is noise and they are after that split. Rows before j see it only if they share a
+full or noise split with it, and then all of them do.
 
 Example: one sample of a 2-token text, a 2-token noise image and a 1-token text:
 
@@ -56,7 +56,7 @@ class Split(NamedTuple):
 
 
 def cut(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Sequence[str]) -> list[Split]:
-    """Splits of a pack with their positions; zero-length splits and samples are allowed and change nothing.
+    """The splits of a pack with their positions. Splits and samples of length zero are allowed and have no effect.
 
     Raises TypeError or ValueError naming the argument: a negative length, an unknown mode, lists of different
     lengths, or splits whose borders do not include every sample border.
@@ -66,7 +66,7 @@ def cut(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Seque
     splits, sample, start = [], 0, 0
     for index, (length, mode) in enumerate(zip(split_lens, attn_modes, strict=True)):
         end = start + length
-        # A zero-length split on a border may belong to either side: it has no tokens, so it does not matter.
+        # A zero-length split on a border may belong to either sample: it has no tokens.
         while sample + 1 < len(sample_lens) and bounds[sample + 1] <= start:
             sample += 1
         if length and end > bounds[sample + 1]:
@@ -104,14 +104,13 @@ def _check(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Se
 class PackedMask(Spans):
     """BAGEL's mask of one pack of S = sum(sample_lens) tokens: `starts`, `ends` int32 (S,) on `device`.
 
-    `used` is BAGEL's `sequence_length`: the number of real tokens. What follows (flex training appends one
-    padding sample to reach a fixed S) must be whole samples. With padding="skip" they neither see nor are
-    seen: their rows of the output are zero, as in BAGEL, where padding attends to zeros, and cost nothing.
-    With padding="compute" they are ordinary samples. Without `used` no sample is known to be padding; BAGEL's
-    flex training always appends it, if only with length 0: there, used is sum(sample_lens[:-1]).
-    `visible_keys` is the mean of the rows that see anything.
+    `used` is BAGEL's `sequence_length`: the number of real tokens. The rest must be whole samples of padding: flex
+    training appends one padding sample, possibly empty, to reach a fixed S, so there `used` is sum(sample_lens[:-1]).
+    With padding="skip", padding sees nothing, is hidden, costs nothing, and its output is zero, as in BAGEL, where it
+    attends to zeros. With padding="compute" it is treated as ordinary samples. Without `used` there is no padding.
+    `visible_keys` is the average over the rows that see a key.
 
-    It is expanded on the host and copied to the device asynchronously. A pack without a token is allowed.
+    The mask is expanded on the host and copied to the device asynchronously. An empty pack is allowed.
     Raises TypeError or ValueError naming the argument (see `cut`).
     """
 
@@ -158,7 +157,7 @@ def _check_used(used: int | None, sample_lens: Sequence[int], total: int) -> int
 
 
 def _expand(splits: Sequence[Split], limit: int, device: torch.device) -> torch.Tensor:
-    """The data of the mask on `device`; keys from row `limit` on are visible to nobody."""
+    """The data of the mask on `device`; keys from row `limit` on are hidden."""
     load_operators()
     from_own_row = -1
     data: torch.Tensor = torch.ops.attnforge.mask_of_splits(
@@ -177,7 +176,7 @@ def visible_from_definition(
     attn_modes: Sequence[str],
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """BAGEL's predicate written out, bool (S, S), [query, key]: the independent oracle of `PackedMask`.
+    """BAGEL's predicate from its definition, bool (S, S), [query, key]: the independent oracle of `PackedMask`.
 
     Key j is visible to query i iff they share a sample, and (j <= i or they share a full or noise split), and
     (j is not noise or they share its split). For small sizes and tests: it holds S x S.

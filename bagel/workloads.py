@@ -31,7 +31,7 @@ class Workload:
     attn_modes: tuple[str, ...]
     vit_lens: tuple[int, ...]
     used: int
-    facts: dict[str, Any]  # what the generator of workloads.json counted: nnz, blocks128, ...
+    facts: dict[str, Any]  # counts from the generator of workloads.json: nnz, blocks128, ...
 
     @property
     def tokens(self) -> int:

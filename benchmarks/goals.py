@@ -1,4 +1,4 @@
-"""All goals of `bagel/measure/goals.py` in one run: ours and the peers in turns, floors, ratios, errors.
+"""All goals of `bagel/measure/goals.py` in one run: ours and the peers interleaved, with goals, ratios and errors.
 
     python benchmarks/goals.py [--suite forward] [--only "28/4/128"] [--seeds 2] [--out DIR]
 
@@ -26,7 +26,7 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.fa4 import Attention, Unavailable
 from attnforge.bagel.measure.goal_report import markdown, missed, one_line
 from attnforge.bagel.measure.goals import GOALS, SEEDS, Goal
-from attnforge.bagel.measure.interleaved import Entry, Line, play
+from attnforge.bagel.measure.interleaved import Entry, Line, run_goal
 from attnforge.bagel.measure.peers import EXTRA
 from attnforge.codegen.spec import DType, Mask
 from attnforge.runtime.native.launcher import launcher
@@ -83,7 +83,7 @@ def compile_one(label: str, work: str, pack: str, device: torch.device) -> None:
         for name, model in goal.cases
         if (goal.label, goal.work, name) == (label, work, pack)
     )
-    play(goal, make_case(pack, model, DType.BFLOAT16, device), seconds=0.0, errors=False)
+    run_goal(goal, make_case(pack, model, DType.BFLOAT16, device), seconds=0.0, errors=False)
 
 
 Key = tuple[str, str, str]  # label, work, case
@@ -144,7 +144,7 @@ def write_tables(lines: list[Line], args: argparse.Namespace) -> str:
 def one_case(goal: Goal, case: Case, args: argparse.Namespace, alone: bool) -> Line:
     """The line of a case; `alone`: without the peers, one of which ended the process. Raises if the device is lost."""
     errors = case.name.split()[0] == goal.cases[0][0] and not args.no_errors
-    line = play(replace(goal, peers=()) if alone else goal, case, args.seconds, args.turns, errors)
+    line = run_goal(replace(goal, peers=()) if alone else goal, case, args.seconds, args.turns, errors)
     if case.device.type == "cuda":
         torch.cuda.synchronize()  # an error of a kernel that nobody has waited for must not meet the next case
     return replace(line, entries={**line.entries, **dict.fromkeys(goal.peers, DEAD)}) if alone else line

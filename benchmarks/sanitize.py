@@ -1,10 +1,10 @@
-"""compute-sanitizer over every committed GPU source, a small problem each: reports by tool and kernel. Needs a GPU.
+"""compute-sanitizer over every GPU kernel of the tuned tables, on a small problem: reports by tool and kernel.
 
     python benchmarks/sanitize.py --seconds 540 --log sanitize.log --markdown sanitize.md
 
-Each tool checks each kernel in a process of its own; several run at a time. Hopper's kernels come first, and for them
-memcheck, then racecheck, synccheck and initcheck. What the time does not allow is counted as not run. Exit status 1 if
-something is reported or not run. What is known to be reported falsely: docs/reliability.md.
+Needs a GPU. Each tool checks each kernel in a separate process, several at a time. Hopper's kernels come first, with
+memcheck, then racecheck, synccheck and initcheck. What does not fit in the time counts as not run. The exit status is 1
+if anything is reported or not run. Known false reports: docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def gpu_specs() -> list[Spec]:
-    """Committed GPU kernels, Hopper's own first, backward before forward."""
+    """GPU kernels of the tuned tables that run here, Hopper's own first, backward before forward."""
     specs = [spec for spec in tuned_specs() if spec.problem.arch.is_gpu]
     here = kernels.targets(torch.device("cuda", 0))
     found = [spec for spec in specs if spec.problem.arch in here]

@@ -1,6 +1,6 @@
-"""Which variant runs a call: tuned tables first, then the search space's own best guess.
+"""Dispatch: which kernel variant runs a call. Tuned tables come first, then the search space's first candidate.
 
-The operators ask once per problem class and remember the answer; `forget` makes them ask again.
+The operators call `resolve` once per problem class and keep the result; `forget` drops what they kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ON_GPU = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 @dataclass(frozen=True)
 class Choice:
-    """A spec and why it was taken."""
+    """A chosen spec, and the reason for it."""
 
     spec: Spec
     reason: str
@@ -37,14 +37,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels are chosen for: a device by the name of its tuned table, and what runs there, best first."""
+    """A device: the name of its tuned table, and the architectures that it runs, best first."""
 
     name: str
     archs: tuple[Arch, ...]
 
 
 def target_of(device: torch.device) -> Target:
-    """The target that a device of this machine is. Errors as `kernels.targets`."""
+    """The target of a device of this machine. Errors as `kernels.targets`."""
     return Target(tables.device_name(device), kernels.targets(device))
 
 
@@ -65,15 +65,15 @@ def choose_for(
 ) -> Choice:
     """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
-    `visible`: keys that a query sees on average, 0 if the mask does not say.
-    Raises Infeasible with the reason if there is none, ValueError for a dtype without kernels on the device.
+    `visible`: average number of keys that a query sees, 0 if unknown.
+    Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """
     check_dtype(problem)
     for spec, reason in _offers(problem, group, size, target, visible):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
         if ordered := _ordered(spec):
-            return Choice(ordered, f"{reason}; with ordered sums")
+            return Choice(ordered, f"{reason}; with deterministic sums")
     dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
     if deterministic and next(_offers(problem, group, size, target, visible), None):
@@ -97,7 +97,7 @@ def _offers(
 
 
 def _by_speed(problem: Problem, group: int, size: int, target: Target, visible: int) -> tuple[Arch, ...]:
-    """The archs of a target, best first: the faster one if all were measured on the very class, else as they are."""
+    """The architectures of a target, best first: by speed if all were measured on this problem class."""
     speeds = {
         arch: tables.measured(
             dataclasses.replace(problem, arch=arch), group, size, target.name, visible=visible
@@ -112,7 +112,7 @@ def _by_speed(problem: Problem, group: int, size: int, target: Target, visible: 
 
 
 def _ordered(spec: Spec) -> Spec | None:
-    """A tuned variant's deterministic relative: `spec` with sums in a fixed order, else what differs least from it."""
+    """The deterministic variant nearest to `spec`: the same knobs with sums in a fixed order, if that is feasible."""
     knobs = spec.to_json()["tuning"]
     if "ordered" not in knobs:
         return None
@@ -154,7 +154,7 @@ def resolve(
     deterministic: bool,
     visible: int,
 ) -> int:
-    """Answer to launcher.cpp: the handle of the variant for a call of a class it has not met yet."""
+    """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
     arch, kind = kernels.target(device), MASKS[mask]
     problem = Problem(direction, arch, _DTYPES[dtype], head_dim, kind, align, head_dim_v)
@@ -164,6 +164,6 @@ def resolve(
 
 
 def forget() -> None:
-    """Ask again for every problem class: after a tuned table has changed."""
+    """Drop all choices, so that the next calls choose again. Needed after a tuned table has changed."""
     launcher()
     torch.ops.attnforge.forget_routes()

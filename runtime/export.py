@@ -19,12 +19,12 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import tables
 
 ALIGN_GPU = 16  # bytes: the widest copy of the kernels
-ROWS = 4096  # that a kernel is chosen for when no shape says otherwise
+ROWS = 4096  # number of rows that kernels are chosen for if no shape is given
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A call to export for: q (batch, heads, rows, head_dim), k and v the same but for `group` and head_dim_v."""
+    """A call to export for: q (batch, heads, rows, head_dim); k and v have heads / group heads, v has head_dim_v."""
 
     batch: int
     heads: int
@@ -35,7 +35,7 @@ class Shape:
 
 
 def read_shapes(path: Path) -> list[Shape]:
-    """Shapes of a text file: `B H S D` or `B H S D Dv` a line, # starts a comment. ValueError names a bad line."""
+    """Shapes of a text file with lines `B H S D` or `B H S D Dv` and # comments. ValueError names a bad line."""
     shapes = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         words = line.partition("#")[0].replace(",", " ").strip("() \t").split()
@@ -97,7 +97,7 @@ def _first(problem: Problem, shape: Shape) -> tuple[Spec, str]:
 
 
 def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
-    """As dispatch has them, but for an architecture instead of a device."""
+    """Specs in dispatch's order, but for an architecture instead of a device."""
     here = tables.device_name(torch.device("cpu")) if problem.arch is Arch.CPU else ""
     archs = (Arch.SM90A, Arch.SM90) if problem.arch is Arch.SM90A else (problem.arch,)
     for arch in archs:

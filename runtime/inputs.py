@@ -1,7 +1,7 @@
-"""What is wrong with the arguments of an attention call, in words: every check names its argument.
+"""Checks of the arguments of an attention call; each error names its argument.
 
-The operators test the same conditions in C++ (runtime/native/call.h) on every call and come here only to raise; the
-fake kernels come here always.
+The operators test the same conditions in C++ (runtime/native/call.h) on every call and call these functions only to
+raise. The fake kernels always call them.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from attnforge.codegen.spec import Mask
 
-# The numbering of masks in operator schemas.
+# Masks are numbered in this order in operator schemas.
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_INDEX = 2**31 - 1
 MAX_HEAD_DIM = 256
-# Scales that float32 holds as more than 0 and less than infinity.
+# Scales that are above 0 and finite in float32.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 _LAYOUT = {"q": "(batch, heads_q, seq_q, head_dim)", "k": "(batch, heads_kv, seq_k, head_dim)"}
 
 
 def expect_tensors(**values: object) -> None:
-    """Raises TypeError naming the first argument that is no tensor."""
+    """Raises TypeError naming the first argument that is not a tensor."""
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor")
 
 
 def expect_layout(layout: str, **values: Tensor) -> None:
-    """As `expect_tensors`; and ValueError for one without as many dimensions as `layout`, "(batch, ...)", names."""
+    """As `expect_tensors`; also ValueError if the number of dimensions is not that of `layout`, "(batch, ...)"."""
     expect_tensors(**values)
     for name, value in values.items():
         if value.dim() != layout.count(",") + 1:
@@ -37,26 +37,26 @@ def expect_layout(layout: str, **values: Tensor) -> None:
 
 
 def expect_number(name: str, value: object) -> None:
-    """Raises TypeError naming the argument if it is neither a number, as which a bool does not count, nor None."""
+    """Raises TypeError naming the argument unless it is a number or None; a bool is not a number here."""
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number or None")
 
 
 def is_scale(scale: float | None) -> bool:
-    """Whether `attention` takes this scale; no NaN, and nothing that is 0 or infinity in float32."""
+    """Whether `attention` accepts this scale: not NaN, above 0 and finite in float32."""
     return scale is None or LEAST_SCALE <= scale <= LARGEST_SCALE
 
 
 def expect_flags(**values: object) -> None:
-    """Raises TypeError naming the first argument that is neither bool nor int, the flags of old interfaces."""
+    """Raises TypeError naming the first argument that is neither a bool nor an int."""
     for name, value in values.items():
         if not isinstance(value, (int, torch.SymBool)):
             raise TypeError(f"{name}: got {type(value).__name__}, expected True or False")
 
 
 def expect_integers(name: str, values: object, words: str) -> None:
-    """Raises TypeError naming the argument unless it is a sequence of integers, which `words` describe."""
+    """Raises TypeError naming the argument unless it is a sequence of integers; `words` describes it."""
     try:
         entries = list(values)  # type: ignore[call-overload]
     except TypeError:
@@ -75,7 +75,7 @@ def check_forward(
     scale: float | None,
     visible: int = 0,
 ) -> None:
-    """Raises ValueError, TypeError for no tensor, for the first argument that `attention` cannot take (see there)."""
+    """Raises ValueError or TypeError for the first argument that `attention` does not support."""
     expect_tensors(q=q, k=k, v=v)
     if q.dtype not in DTYPES:
         raise ValueError(f"q: got dtype {q.dtype}, accepted are float32, bfloat16 and float16 (GPU only)")
@@ -110,7 +110,7 @@ def _check_input(name: str, x: Tensor, q: Tensor) -> None:
     for axis, what in enumerate(layout.strip("()").split(", ")):
         if axis in (1, 3) and x.shape[axis] == 0:
             raise ValueError(f"{name}: {what} is 0 in shape {_shape(x)}, expected at least 1")
-    # The stride of an axis of size 1 is never used, and an empty tensor has none to speak of.
+    # The stride of an axis of size 1, or of an empty tensor, is never used.
     if x.stride(3) != 1 and x.shape[3] != 1 and x.numel() > 0:
         raise ValueError(
             f"{name}: got stride {x.stride(3)} along head_dim, expected 1; use {name}.contiguous() "
@@ -188,7 +188,7 @@ def _check_dense(mask: Tensor, q: Tensor, k: Tensor) -> None:
 def check_backward(
     q: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
 ) -> None:
-    """Raises ValueError if the tensors that only the backward pass takes do not belong to q and v."""
+    """Raises ValueError if dout, out, lse or dlse do not match q and v."""
     expected = (*q.shape[:3], v.shape[3])
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != expected or x.dtype != q.dtype or x.device != q.device:

@@ -1,4 +1,4 @@
-"""From a spec to a handle that the operators take: render, obtain the binary, load it; once per device."""
+"""Kernel handles: render a spec, obtain its binary, load it, and pass the handle to the operators; once per device."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _lock = threading.Lock()
 
 
 def target(device: torch.device) -> Arch:
-    """The compilation target to prefer on a device. Errors as `targets`."""
+    """The preferred compilation target of a device. Errors as `targets`."""
     return targets(device)[0]
 
 
 def targets(device: torch.device) -> tuple[Arch, ...]:
-    """Compilation targets that run on a device, best first. Raises ValueError if no kernel exists for it."""
+    """Compilation targets that a device runs, best first. Raises ValueError for an unsupported device."""
     if device.type == "cpu":
         return (Arch.CPU,)
     if device.type != "cuda" or torch.version.cuda is None:
@@ -71,7 +71,7 @@ def targets(device: torch.device) -> tuple[Arch, ...]:
 
 
 def targets_of(name: str) -> tuple[Arch, ...]:
-    """Compilation targets of a GPU by its name, best first. Raises ValueError for one that is not known here."""
+    """Compilation targets of a GPU by its name, best first. Raises ValueError for an unknown name."""
     found = [capability for pattern, capability in NAMES if re.search(pattern, name, re.IGNORECASE)]
     if not found:
         known = "H100, H200, A100, A10, L4, L40, RTX 3090, RTX 4090, RTX 5090 and their relatives"
@@ -80,7 +80,7 @@ def targets_of(name: str) -> tuple[Arch, ...]:
 
 
 def load(spec: Spec, device: torch.device) -> int:
-    """Handle (> 0) of `spec` on `device`, compiled if it is not in the cache; the same one at every call.
+    """Handle (> 0) of `spec` on `device`; compiles it if it is not in the cache. The same handle at every call.
 
     Raises Infeasible, CompileError, NoCompilerError or CacheError; ValueError for a spec of another target.
     """
@@ -153,6 +153,6 @@ def _bytes(entry: cache.Entry) -> torch.Tensor:
 
 
 def load_mask_kernels(device: torch.device) -> None:
-    """Answer to mask_makers.h: compile and load the kernels that make the data of masks on a GPU. Errors as `load`."""
+    """Called by mask_makers.h: compile and load the kernels that make mask data on a GPU. Errors as `load`."""
     entry = cache.obtain(mask_kernels(target(device)))
     torch.ops.attnforge.add_mask_kernels(_bytes(entry), device)

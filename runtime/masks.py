@@ -1,7 +1,7 @@
-"""Mask values of the public API: which (query i, key j) pairs are looked at. No mask (None) is full.
+"""Masks of the public API: which (query i, key j) pairs are visible. None is the full mask.
 
-A mask copies what it is made from and never changes. It owns the tile schedules that kernels need of it: each is built
-at its first use and shared by all layers, by forward and backward, in eager and in compiled code. See native/masks.h.
+A mask copies its source and never changes. It owns the tile schedules of its kernels: each is built at its first use
+and shared by all layers, by forward and backward, in eager and compiled code. See native/masks.h.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _operators = torch.ops.attnforge
 
 
 def load_operators() -> bool:
-    """Load the operators, if they are not."""
+    """Load the operators, once."""
     launcher()
     return True
 
 
-# Dynamo runs it while tracing and keeps the result. This is all that torch.compiler.assume_constant_result
-# does, but that imports torch._dynamo: a second or more at import.
+# Dynamo runs the function while tracing and keeps the result. torch.compiler.assume_constant_result sets the same
+# attribute, but it imports torch._dynamo, which takes a second or more.
 load_operators._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -48,7 +48,7 @@ class Causal:
 
 
 class _Listed:
-    """What `Spans` and `DenseMask` share: data on a device, whose storage owns the schedules."""
+    """Base of `Spans` and `DenseMask`: data on a device, whose storage owns the tile schedules."""
 
     data: Tensor
     visible_keys: float | None
@@ -61,23 +61,23 @@ class _Listed:
 
     @property
     def device(self) -> torch.device:
-        """Where the mask is: the device of q."""
+        """The device of the mask, which must be that of q."""
         return self.data.device
 
     def _replaced(self, data: Tensor) -> Any:
-        """The same mask but for its data, with schedules of its own."""
+        """A copy of this mask with other data, and without schedules yet."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.data = _operators.mask_of_data(data)
         return other
 
     def to(self, device: torch.device | str) -> Any:
-        """This mask on another device; itself if it is there."""
+        """This mask on `device`; returns itself if it is there already."""
         moved = self.data.to(device)
         return self if moved is self.data else self._replaced(moved)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copied or unpickled tensor has a plain storage, which owns no schedules.
+        # A copied or unpickled tensor has a plain storage, which cannot own schedules.
         load_operators()
         self.__dict__.update(state | {"data": _operators.mask_of_data(state["data"])})
 
@@ -86,11 +86,11 @@ class Spans(_Listed):
     """Key j is visible to the queries starts[j] <= i < ends[j]; an empty interval hides the key.
 
     `starts`, `ends`: int32 (seq_k) on the device of q, any values, the same for every batch entry and head. They are
-    copied: later changes of the tensors do not reach the mask. A CUDA graph that makes its masks while it is captured
-    makes them anew, with their schedules, at every replay.
+    copied: later changes of the tensors do not change the mask. A mask that is made while a CUDA graph is captured is
+    made again, with its schedules, at every replay.
 
-    `visible_keys`: how many keys a query sees on average, where the host knows. By it, rounded down to a power of
-    two, dispatch tells sparse packs from dense ones: it chooses kernels and changes nothing else.
+    `visible_keys`: the average number of keys that a query sees, if the host knows it. Dispatch rounds it down to a
+    power of two and uses it to choose between kernels for sparse and dense packs; results do not depend on it.
     """
 
     kind: ClassVar[Mask] = Mask.SPANS
@@ -110,7 +110,7 @@ class Spans(_Listed):
 
     @classmethod
     def _of(cls, data: Tensor, visible_keys: float | None) -> Spans:
-        """Spans of data that an operator made."""
+        """A mask around data that an operator made."""
         mask = object.__new__(Spans)
         mask._adopt(data, visible_keys)
         return mask
@@ -164,9 +164,9 @@ class DenseMask(_Listed):
     """Any mask: key j is visible to query i where `mask[..., i, j]` is True.
 
     `mask`: bool (seq_q, seq_k), or (batch or 1, heads_q or 1, seq_q, seq_k) for masks that differ between batch
-    entries or query heads; on the device of q, with any strides. It is packed to bits, an eighth of its bytes, and may
-    go at once. Kernels skip its empty tiles, and full ones cost nothing; a row that sees no key gives zeros. Make one
-    mask a step and pass it to all layers. `visible_keys` as for `Spans`, over all planes.
+    entries or query heads; on the device of q, with any strides. It is copied, packed to one bit per pair. Kernels
+    skip its empty tiles and run no mask code in full ones; a row that sees no key gives zeros. Make one mask per step
+    and pass it to all layers. `visible_keys` as for `Spans`, averaged over all planes.
     """
 
     kind: ClassVar[Mask] = Mask.DENSE
@@ -186,7 +186,7 @@ class DenseMask(_Listed):
                 "or (batch or 1, heads_q or 1, seq_q, seq_k)"
             )
         load_operators()
-        # The operator's result has one plane for an axis of stride 0: nothing ever writes out what is expanded.
+        # An axis of stride 0 becomes one plane: an expanded mask is not written out.
         self.seq_k = mask.shape[-1]
         self._adopt(_operators.mask_of_pairs(mask), visible_keys)
 
@@ -208,7 +208,7 @@ class DenseMask(_Listed):
         return visible[0, 0] if visible.shape[:2] == (1, 1) else visible
 
     def narrow(self, dim: int, start: int, length: int) -> DenseMask:
-        """The planes [start, start + length) of batch entries (dim 0) or heads (dim 1); itself if all share one."""
+        """Planes [start, start + length) of the batch (dim 0) or heads (dim 1); itself if that axis has one plane."""
         if dim not in (0, 1):
             raise ValueError(f"dim: got {dim}, expected 0 for batch entries or 1 for heads")
         if self.data.shape[dim] == 1:
@@ -227,10 +227,10 @@ class DenseMask(_Listed):
 
 
 def bucket(visible_keys: float | None) -> int:
-    """The largest power of two that is not above `visible_keys`, at least 1; 0 for None. In a trace the number itself.
+    """`visible_keys` rounded down to a power of two, at least 1; 0 for None. Under torch.compile the number itself.
 
-    Operators take either. A mask that is made outside of compiled code enters it as one of few numbers; one that is
-    made inside may have a symbol, which a comparison would tie to a range.
+    Operators accept both. A mask from outside compiled code contributes one of few numbers, so few recompilations; one
+    made inside may have a symbolic number, and a comparison would specialise on its range.
     """
     if visible_keys is None:
         return 0

@@ -1,6 +1,6 @@
-"""The public operator: `attention`, and its two halves for those who time or check a given variant.
+"""The public operator `attention`, and `forward` and `backward`, which run a given kernel variant.
 
-Everything below the wrapper is C++ (runtime/native/launcher.cpp): a warm call spends microseconds in Python.
+The operators are C++ (runtime/native/launcher.cpp); a warm call spends microseconds in Python.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Mask = Causal | Spans | DenseMask | None
 
 _CODES = {mask: code for code, mask in enumerate(MASKS)}
 _FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)
-# Empty until they are loaded. Kept because finding it takes half of the look-up.
+# Kept in a variable because finding the namespace takes half of an operator's look-up.
 _operators = torch.ops.attnforge
 
 
 def _first(name: str) -> Callable[..., Tensor]:
-    """What an operator is called by until it is loaded. Later calls skip its look-up and `OpOverload.__call__`."""
+    """Loads the operators at the first call. Later calls use them directly, without `OpOverload.__call__`."""
 
     def call(*arguments: object) -> Tensor:
         global _attend, _attend_full, _attend_causal, _attend_spans
@@ -42,7 +42,7 @@ def _first(name: str) -> Callable[..., Tensor]:
 
 
 _attend = _first("attend")
-# Not deterministic: an argument costs some 100 ns, whether it is passed or left out.
+# Without the argument `deterministic`: each argument costs about 100 ns, passed or not.
 _attend_full, _attend_causal, _attend_spans = (
     _first(f"attend_{kind}") for kind in ("full", "causal", "spans")
 )
@@ -86,22 +86,22 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, differentiable in q, k and v.
 
-    q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv); float32 (never less exact), bfloat16 or, on a
-        GPU, float16; any strides with a unit last one. Query head h reads key head h // (Hq / Hkv). A packed
-        (T, H, D) goes in as x.transpose(0, 1)[None], uncopied. D and Dv: 1 to 256.
+    q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv). float32, bfloat16 or, on a GPU, float16; float32 is
+        not reduced to tf32. Any strides, with a unit stride along head_dim. Query head h reads kv head
+        h // (Hq / Hkv). Pass a packed (T, H, D) tensor as x.transpose(0, 1)[None], without a copy. D, Dv: 1 to 256.
     mask: None (all pairs), Causal(), Spans(starts, ends) or DenseMask(bool tensor). A row that sees no key gives
-        zeros, and zero gradients.
-    scale: multiplies q k^T; above 0, as float32 holds it (kernels take the nearest in 1e-30 to 2e38); None: D ** -0.5.
-    deterministic: gradients are the same bits on every run; torch.use_deterministic_algorithms(True) implies it. With
-        warn_only=True it does not: as with torch's own kernels, a backward that adds in any order warns, once.
+        zeros and zero gradients.
+    scale: factor of q k^T, above 0 in float32 (kernels use the nearest value in 1e-30 to 2e38); None: D ** -0.5.
+    deterministic: gradients have the same bits on every run; torch.use_deterministic_algorithms(True) implies it.
+        With warn_only=True it does not: as with torch's kernels, a nondeterministic backward warns once.
 
-    Returns out (B, Hq, Sq, Dv) in the layout and dtype of q; with return_lse also the natural log of the softmax
-    denominator, float32 (B, Hq, Sq), -inf for a row that sees no key, differentiable, too. Under autocast inputs are
-    cast as those of scaled_dot_product_attention. Without queries the result is empty, without keys it is zeros.
-    Finite inputs give finite results where q k^T and dout v^T fit float32. A row whose |lse| is above 2^22 (4e6) gets
-    zero gradients: float32 holds no fraction of its lse.
-    Raises ValueError or TypeError naming the argument; never falls back to something slow.
-    What the two passes keep and allocate: docs/training.md, "Memory".
+    Returns out (B, Hq, Sq, Dv) in the layout and dtype of q. With return_lse also the natural logarithm of the softmax
+    denominator, float32 (B, Hq, Sq), differentiable, -inf for a row that sees no key. Under autocast, inputs are cast
+    as those of scaled_dot_product_attention. Without queries the result is empty, without keys it is zeros.
+    Finite inputs give finite results if q k^T and dout v^T fit float32. A row whose |lse| is above 2^22 (4e6) gets
+    zero gradients, because float32 cannot hold the fraction of its lse.
+    Raises ValueError or TypeError naming an unsupported argument; there is no slow fallback.
+    Memory that the backward needs: docs/attention.md, "Memory".
     """
     if scale is True or scale is False:
         expect_number("scale", scale)
@@ -110,7 +110,7 @@ def attention(
     try:
         if return_lse:
             return forward(q, k, v, mask, scale, deterministic=deterministic)
-        if not deterministic:  # scale last, and only if there is one
+        if not deterministic:  # an omitted scale costs nothing
             if mask is None:
                 return _attend_full(q, k, v) if scale is None else _attend_full(q, k, v, scale)
             if isinstance(mask, Causal):
@@ -128,7 +128,7 @@ def attention(
 def _traced(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` in a trace."""
+    """`attention` under torch.compile."""
     if _have_dtensor(q, k, v):
         return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
     out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
@@ -138,10 +138,10 @@ def _traced(
 def _on_refusal(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What `attention` does with a call that the operators refused: DTensors go another way, others raise."""
+    """Called when an operator raised: runs DTensors, and otherwise raises a clear error for a wrong type."""
     if _have_dtensor(q, k, v):
         return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
-    # For an argument of a wrong type torch has words of its own, about operators that nobody has heard of.
+    # For an argument of a wrong type torch's message names an internal operator; ours names the argument.
     expect_tensors(q=q, k=k, v=v)
     expect_number("scale", scale)
     expect_flags(return_lse=return_lse, deterministic=deterministic)
@@ -161,7 +161,7 @@ def _on_dtensors(
 
 
 def _have_dtensor(*tensors: object) -> bool:
-    """Whether one is a DTensor, without importing what takes a second to import."""
+    """Whether any is a DTensor. Does not import torch.distributed.tensor, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 
@@ -175,7 +175,7 @@ def forward(
     variant: int = 0,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the variant of handle `variant` (see kernels.load), 0 = dispatch. Else as `attention`."""
+    """(out, lse), as `attention`. `variant`: a handle of kernels.load; 0 lets dispatch choose the kernel."""
     load_operators()
     data, kind, visible = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
@@ -197,14 +197,10 @@ def backward(
     variant: int = 0,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the layouts of q, k and v, given what `forward` returned. `variant` as there.
+    """(dq, dk, dv) in the layouts of q, k and v, from what `forward` returned. `variant` as in `forward`.
 
     dlse: gradient of lse, float32 (B, Hq, Sq); None for zero.
-
-    Besides these, on a GPU, until the return, in bytes, with n and m for Sq and Sk rounded up to the variant's tiles:
-    4 B Hq n D for sums of dq, none in float32; 8 B Hq n for row statistics, 32 B Hq n in Hopper's 16-bit kernels; with
-    the knob `split_heads` 4 B Hkv m (D + Dv) for sums of dk and dv; with ordered sums 4 B (Hq n / tile_m +
-    Hkv m / tile_n) for turns. Odd head dims are rounded up to what warps share. See docs/training.md, "Memory".
+    Workspace on a GPU: docs/attention.md, "Memory".
     """
     load_operators()
     data, kind, visible = _unpack(mask, q, k)
@@ -215,7 +211,7 @@ def backward(
 
 
 def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
-    """What the operators take of a mask: its data, its kind by number, its bucket."""
+    """The operators' arguments for a mask: its data, the number of its kind, its bucket of visible keys."""
     if mask is None:
         return None, _FULL, 0
     if isinstance(mask, Spans):
@@ -223,7 +219,7 @@ def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
     if isinstance(mask, Causal):
         return None, _CAUSAL, 0
     if isinstance(mask, DenseMask):
-        # Bits come in words: the data alone does not say how many keys there are.
+        # The data holds words of 32 keys, so the operators cannot check the number of keys.
         if q.dim() == k.dim() == 4 and mask.shape[2:] != (q.shape[2], k.shape[2]):
             raise ValueError(
                 f"mask: has shape {mask.shape}, expected (seq_q, seq_k) = {(q.shape[2], k.shape[2])}, with planes "

@@ -1,4 +1,4 @@
-"""Tuned tables: which variant won which problem class on which device, as JSON that people read and review.
+"""Tuned tables: the fastest variant of each problem class on each device, as JSON under version control.
 
 A folder of tables holds `<device>.json`: a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`. Folders
 are read in order (`folders`): the user's own first, which searches write, then the package's, `generated/tuned`, which
@@ -45,8 +45,8 @@ class Tuned:
     size: int  # seq_q it was timed at
     ms: float
     tflops: float
-    notes: dict[str, Any] = field(default_factory=dict)  # e.g. workload, registers, versions: for readers
-    visible_keys: int = 0  # that a query saw on average; 0: not known, or a matter of the length alone
+    notes: dict[str, Any] = field(default_factory=dict)  # for readers: workload, registers, versions
+    visible_keys: int = 0  # average number of keys that a query sees; 0: unknown, or determined by the length
 
     @property
     def cls(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Tuned:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Tuned:
-        """Rebuild an entry; ValueError names what is missing or wrong. Older ones do not say their visible keys."""
+        """Rebuild an entry; ValueError names what is missing or wrong. Older entries lack visible_keys."""
         try:
             spec, group = spec_from_json(data["spec"]), int(data["class"]["group"])
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
@@ -78,7 +78,7 @@ class Tuned:
 
 
 def device_name(device: torch.device) -> str:
-    """Name that tables go by: the GPU's, or the instruction set of the CPU (`cpu avx512 bf16`)."""
+    """The name of a device's table: the GPU's name, or the CPU's instruction set (`cpu avx512 bf16`)."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     words = ["cpu", torch.backends.cpu.get_cpu_capability().lower()]
@@ -131,7 +131,7 @@ def load(name: str, directory: Path) -> tuple[Tuned, ...]:
         status = path.stat()
     except FileNotFoundError:
         return ()
-    # The time alone is too coarse: a file that was replaced twice within one tick of the clock keeps it.
+    # The time alone is too coarse: it does not change if a file is replaced twice within one tick of the clock.
     return _read(path, status.st_mtime_ns, status.st_ino)
 
 
@@ -181,7 +181,7 @@ def _keeps(present: Iterable[Tuned], entry: Tuned, beside: Collection[Spec]) -> 
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put `text` into the file in one step, durably; readable by all, as files under version control are."""
+    """Replace the file atomically and durably; readable by all, as files under version control are."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=_UNFINISHED, delete=False) as file:
         file.write(text)
         file.flush()
@@ -207,7 +207,7 @@ def choose(
     *,
     visible: int = 0,
 ) -> Iterator[tuple[Spec, str]]:
-    """Specs for `problem` made from tuned entries, nearest first, each with the reason; feasible ones only.
+    """Feasible specs for `problem` from tuned entries, nearest first, each with the reason.
 
     places: folders of tables, `folders()` if not given.
 
@@ -265,7 +265,7 @@ def _entries(name: str, arch: Arch, places: Iterable[Path]) -> Iterator[tuple[in
 
 
 def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
-    """Table files worth reading. A CPU's name is its instruction set: another CPU's table is no help."""
+    """Table files to read. For a CPU only its own: other tables are for other instruction sets."""
     own = table_path(name, directory)
     if arch is Arch.CPU:
         return [own] if own.exists() else []
@@ -291,7 +291,7 @@ def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible: in
 
 
 def _visible(mask: Mask, size: int, said: int) -> int:
-    """Keys that a query sees on average, 0 if that is not known."""
+    """Average number of keys that a query sees, 0 if unknown."""
     if mask.listed:
         return said
     return size if mask is Mask.FULL else -(-size // 2)

@@ -22,9 +22,9 @@ TOLERANCES = {
     torch.float16: 5e-3,
     torch.bfloat16: 5e-3,
 }  # absolute and relative: the challenge's
-# Of a gradient's norm. The inputs are so small (+-0.02) that the challenge's absolute tolerance would pass zeros.
-# float16 cannot hold the gradients of such inputs, and is trained with the loss scaled: here by this.
+# float16 cannot hold the gradients of inputs of +-0.02, so training scales the loss; here by this factor.
 LOSS_SCALE = 1024.0
+# Errors relative to the norm: for such inputs the challenge's absolute tolerance would accept zeros.
 GRADIENTS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -37,7 +37,7 @@ OURS, NAIVE = "ours", "naive"
 
 @dataclass
 class Result:
-    """One contestant on one shape in one dtype; `note` says why there is no number, or what is wrong."""
+    """One attention on one shape in one dtype; `note` is the reason for a missing number, or the error."""
 
     shape: Shape
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Result:
 
 
 def shapes(device: torch.device) -> tuple[Shape, ...]:
-    """The ten; on a CPU with fewer heads and a sixteenth of the rows."""
+    """The ten shapes; on a CPU with fewer heads and a sixteenth of the rows."""
     if device.type != "cpu":
         return FINAL
     small = (Shape(s.batch, min(s.heads, 3), s.rows // 16, s.head_dim) for s in FINAL)
@@ -103,7 +103,7 @@ def _contest(shape: Shape, dtype: torch.dtype, device: torch.device, ours: Atten
 
 
 def _peers(device: torch.device, visible: Tensor) -> dict[str, Attention]:
-    """torch's backends with the mask they want, made once. Flash attention takes none except on a CPU."""
+    """torch's backends with their mask, made once. Flash attention supports masks on a CPU only."""
     chosen = (
         ("sdpa-flash", "sdpa-math") if device.type == "cpu" else ("sdpa-efficient", "sdpa-math", "sdpa-cudnn")
     )
@@ -124,7 +124,7 @@ def check(
     blocked: Tensor,
     expected: dict[str, Tensor],
 ) -> tuple[dict[str, float], list[str]]:
-    """Errors relative to the norm of what they should be, and what is beyond the tolerances."""
+    """Errors relative to the expected tensors' norms, and a line for each one beyond its tolerance."""
     *leaves, dout = inputs
     leaves = [x.detach().requires_grad_() for x in leaves]
     out = attention(*leaves, blocked)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""The challenge's training step in small: one packed mixture-of-transformers layer that calls attention per sample."""
+"""The challenge's training step: one packed mixture-of-transformers layer that calls attention per sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Attention = Callable[
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the layer, and of the tokens of a sample by type: (fewest, most)."""
+    """Sizes of the layer, and the (fewest, most) tokens of a sample by type."""
 
     hidden: int = 2048
     heads: int = 32
@@ -26,7 +26,7 @@ class Sizes:
     image: tuple[int, int] = (1024, 2048)
 
 
-# What a CPU finishes in seconds.
+# Sizes that a CPU finishes in seconds.
 SMALL = Sizes(hidden=256, heads=4, heads_kv=4, text=(1, 96), image=(64, 160))
 
 
@@ -43,7 +43,7 @@ class Pack:
         return [x.triu_(1) if kind == "text" else x.zero_() for kind, x in zip(self.kinds, ones, strict=True)]
 
     def of_noise(self, device: torch.device) -> Tensor:
-        """Which tokens the generation experts work on, bool (tokens)."""
+        """The tokens of the generation experts, bool (tokens)."""
         kinds = [torch.full((n,), kind == "noise") for kind, n in zip(self.kinds, self.rows, strict=True)]
         return torch.cat(kinds).to(device)
 

@@ -34,8 +34,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Timed:
-    """One contestant on one pack. `ms`: wall time of a step (layer forward and backward), `attention_ms`: of the
-    attention calls in its forward pass. `error`: what is wrong with the output, or nothing."""
+    """One attention on one pack. `ms`: wall time of a step (layer forward and backward). `attention_ms`: wall time of
+    the attention calls in its forward pass. `error`: how the output is wrong; empty if it is right."""
 
     name: str
     ms: float
@@ -54,7 +54,7 @@ def operator(module: str) -> Attention:
 
 
 def timed(call: Callable[P, R], times: list[float], device: torch.device) -> Callable[P, R]:
-    """`call`, which appends its wall time in milliseconds to `times`, the device's work included."""
+    """`call`, which also appends its wall time in milliseconds, including the device's work, to `times`."""
 
     @functools.wraps(call)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,7 +133,7 @@ def _difference(out: Tensor, expected: Tensor) -> str:
 def train(
     device: torch.device, logs: Path, seed: int, module: str, only_native: bool
 ) -> tuple[Training, list[Timed]]:
-    """The pack that was drawn, and native and `module`'s operator timed on it (native alone if asked)."""
+    """A random pack, and the times of native and of `module`'s operator on it (or of native only)."""
     training = Training(device, seed)
     contestants: dict[str, Attention] = {"native": native}
     if not only_native:

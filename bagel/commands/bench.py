@@ -11,7 +11,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from attnforge.bagel.commands.console import console, facts_line, make_table, say, write_json
+from attnforge.bagel.commands.console import console, echo, facts_line, make_table, write_json
 from attnforge.bagel.commands.options import out_option, selecting
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def bench(
             for row in bench_module.bench([case], selection.directions, chosen):
                 rows.append(row)
                 if not console.is_terminal:  # without a terminal there is no status line: log each row
-                    say(f"{row.case} {row.direction} {row.name}: {row.note or f'{row.ms:.3g} ms'}")
+                    echo(f"{row.case} {row.direction} {row.name}: {row.note or f'{row.ms:.3g} ms'}")
                 status.update(f"timed {row.case} {row.direction} {row.name}")
                 # After each row: an interrupted run keeps what it measured.
                 write_json(json_out, bench_module.to_json(rows, selection.device))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from attnforge.bagel.commands.console import console, make_table, say
+from attnforge.bagel.commands.console import console, echo, make_table
 
 if TYPE_CHECKING:
     from attnforge.runtime.build.cache import Listing
@@ -34,7 +34,7 @@ def cache_clear() -> None:
     """Remove all compiled kernels."""
     from attnforge.runtime.build.cache import clear
 
-    say(f"{clear()} entries removed; kernels are compiled again when needed")
+    echo(f"{clear()} entries removed; kernels are compiled again when needed")
 
 
 def cache_table(listings: Sequence[Listing]) -> Table:

@@ -10,7 +10,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from attnforge.bagel.commands.console import console, make_table, say, write_json
+from attnforge.bagel.commands.console import console, echo, make_table, write_json
 from attnforge.bagel.commands.options import DIRECTORY, dtype_option, out_option
 from attnforge.codegen.spec import DType
 
@@ -34,7 +34,7 @@ def challenge_install(into: Path | None) -> None:
     """Install a module custom_attention whose `forward` is attnforge's."""
     from attnforge.bagel.challenge.operator import install
 
-    say(f"{install(into)}: custom_attention.forward is attnforge's")
+    echo(f"{install(into)}: custom_attention.forward is attnforge's")
 
 
 @challenge.command("run", short_help="Check and time the operator.")
@@ -88,7 +88,7 @@ def _train(device: torch.device, logs: Path, seed: int, module: str, native: boo
 
     training, rows = train(device, logs, seed, module, native)
     console.print(training_table(training, rows))
-    say(f"traces: {logs}")
+    echo(f"traces: {logs}")
     return [f"{row.name}: {row.error}" for row in rows if row.error]
 
 
@@ -105,7 +105,7 @@ def _final(device: torch.device, module: str, dtypes: tuple[str, ...], json_out:
         write_json(json_out, to_json(results))
     for dtype in dict.fromkeys(row.dtype for row in results):
         console.print(final_table(results, dtype))
-    say("\n".join(ratios(results)))
+    echo("\n".join(ratios(results)))
     return [f"{row.shape} {row.dtype} {row.name}: {row.note}" for row in results if row.wrong]
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 console = Console(width=None if sys.stdout.isatty() else 140)
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """Print plain text: no markup, no highlighting, no wrapping of long paths."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attnforge.bagel.commands.console import say
+from attnforge.bagel.commands.console import echo
 from attnforge.bagel.commands.options import (
     DIRECTORY,
     arch_option,
@@ -70,8 +70,8 @@ def export(
         items = exporting.collect(target, _shapes(shapes, head_dims, contract), types, kinds, directions)
     tree = Tree(name or NAME, target, items, contract is not None)
     paths = exporting.write(tree, out, f"attnforge {' '.join(_arguments())}")
-    say(f"{out}: {len(items)} kernels for {target.value} in {len(paths)} files")
-    say("build and check it there: python setup.py build_ext --inplace && python verify.py")
+    echo(f"{out}: {len(items)} kernels for {target.value} in {len(paths)} files")
+    echo("build and check it there: python setup.py build_ext --inplace && python verify.py")
 
 
 def _arguments() -> list[str]:

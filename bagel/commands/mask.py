@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from attnforge.bagel.commands.console import say
+from attnforge.bagel.commands.console import echo
 from attnforge.bagel.commands.options import number, out_option
 
 
@@ -24,4 +24,4 @@ def mask(pack: str, out: Path, tile_m: int, tile_n: int, vit: bool) -> None:
     chosen = workload(pack)
     packed = chosen.vit_mask("cpu") if vit else chosen.mask("cpu")
     draw_mask(packed, f"BAGEL pack {pack}{', vision encoder' if vit else ''}", tile_m, tile_n).save(out)
-    say(f"{out}: {packed.starts.numel()} tokens, {packed.pairs} visible pairs")
+    echo(f"{out}: {packed.starts.numel()} tokens, {packed.pairs} visible pairs")

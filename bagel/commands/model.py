@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from attnforge.bagel.commands.console import say
+from attnforge.bagel.commands.console import echo
 from attnforge.bagel.commands.options import DIRECTORY, number
 from attnforge.codegen.spec import Arch
 
@@ -35,5 +35,5 @@ def model(archs: tuple[str, ...], head_dims: tuple[int, ...], table_out: Path | 
     for dim in head_dims:
         if dim not in known:
             raise ValueError(f"--head-dim: {dim} is not modelled; {', '.join(map(str, known))} are")
-    for path in write_tables(tuple(map(Arch, archs)) or ARCHS, table_out or TUNED, say, head_dims):
-        say(f"{path}: modelled, not measured")
+    for path in write_tables(tuple(map(Arch, archs)) or ARCHS, table_out or TUNED, echo, head_dims):
+        echo(f"{path}: modelled, not measured")

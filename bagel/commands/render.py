@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.syntax import Syntax
 
-from attnforge.bagel.commands.console import console, say, short_path
+from attnforge.bagel.commands.console import console, echo, short_path
 from attnforge.bagel.commands.options import choices, number, out_option, values
 from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
@@ -81,13 +81,13 @@ def _update(check: bool) -> None:
 
     if not check:
         changed = examples.write()
-        say("\n".join(map(short_path, changed)) or "generated/ is up to date")
+        echo("\n".join(map(short_path, changed)) or "generated/ is up to date")
         return
     lines = examples.differences()
     sys.stdout.writelines(lines)
     if lines:
         raise click.ClickException("generated/ is out of date: run `python cli.py render --tuned`")
-    say("generated/ is up to date")
+    echo("generated/ is up to date")
 
 
 def _pick(problem: Problem, knobs: tuple[str, ...]) -> Spec:

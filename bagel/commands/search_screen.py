@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from attnforge.bagel.commands.bench import name_cell
-from attnforge.bagel.commands.console import console, make_table, say, short_path
+from attnforge.bagel.commands.console import console, echo, make_table, short_path
 from attnforge.bagel.measure.bench import Row, best_peer, peers_of
 from attnforge.bagel.measure.report import milliseconds, speed
 from attnforge.codegen.spec import Arch, Direction, Spec
@@ -64,9 +64,9 @@ def run_search(
         except KeyboardInterrupt:
             finished = screen.so_far()
             if finished.winner is not None:
-                say("interrupted; the best so far:")
+                echo("interrupted; the best so far:")
                 save(finished, target, out)
-            say(f"run the same command to resume from {short_path(log)}")
+            echo(f"run the same command to resume from {short_path(log)}")
             raise
     save(finished, target, out)
     rows = []
@@ -74,7 +74,7 @@ def run_search(
         with console.status("timing torch's attention on the same case"):
             rows = list(peers_of(case, direction))
     console.print(search_table(finished, rows))
-    say(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
+    echo(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
     return {
         "case": case.name,
         "direction": direction.value,
@@ -104,13 +104,13 @@ def save(finished: Finished, target: tuple[Arch, str], out: Path) -> None:
     saved = winners.keep(finished, device_name, environment(device_name, arch), out)
     if saved.stays is not None:
         stays = f"{saved.stays.spec.slug}, {speed(saved.stays.tflops)}"
-        say(
+        echo(
             f"not saved: {short_path(saved.table)} has a faster kernel that this search did not time: {stays}"
         )
         return
-    say(f"winner saved in {short_path(saved.table)}")
+    echo(f"winner saved in {short_path(saved.table)}")
     if saved.source is not None:
-        say(f"its source: {short_path(saved.source)}")
+        echo(f"its source: {short_path(saved.source)}")
     dispatch.forget()
 
 

@@ -1,4 +1,4 @@
-"""What a command runs on: packs, heads, dtype, directions and device, with defaults by machine."""
+"""The selection of a command: packs, heads, dtype, passes and device, with defaults for this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnforge.runtime.tables import device_name
 class Selection:
     """A resolved choice; see `select`."""
 
-    packs: tuple[str, ...]  # as given; none: a suite's
+    packs: tuple[str, ...]  # as given; empty: those of a suite
     model: str | None  # as given
     dtype: DType
     directions: tuple[Direction, ...]
@@ -26,14 +26,14 @@ class Selection:
     arch: Arch | None = None  # as given; none: the best for the direction
 
     def cases(self, suite: str = "search") -> list[Case]:
-        """A case for each pack; what is not given is the suite's."""
+        """A case for each pack; the suite supplies what is not given."""
         rows = SUITES[suite, self.device.type]
         heads = SUITES["search", self.device.type][0][1]
         rows = tuple((pack, heads) for pack in self.packs) or rows
         return [make_case(pack, self.model or heads, self.dtype, self.device) for pack, heads in rows]
 
     def target(self, direction: Direction) -> tuple[Arch, str]:
-        """Architecture and device name, as the search wants them."""
+        """Architecture and device name, as `search` takes them."""
         known = self._archs(direction)
         if self.arch is not None and self.arch not in known:
             names = ", ".join(arch.value for arch in known)
@@ -43,7 +43,7 @@ class Selection:
         return self.arch or known[0], device_name(self.device)
 
     def targets(self, direction: Direction) -> list[tuple[Arch, str]]:
-        """Those to search. In float32 all of them: none is the fastest everywhere, and dispatch takes the faster."""
+        """The targets to search. In float32 all of them: none is always the fastest, and dispatch compares them."""
         if self.arch is not None or self.dtype is not DType.FLOAT32:
             return [self.target(direction)]
         return [(arch, device_name(self.device)) for arch in self._archs(direction)]
@@ -63,7 +63,7 @@ def select(
     device: str | None,
     arch: str | None = None,
 ) -> Selection:
-    """Fill in what is not given, by machine. Raises ValueError naming the option."""
+    """Complete the options with defaults for this machine. Raises ValueError naming the option."""
     where = _device(device)
     # BAGEL's bfloat16, except on CPUs without instructions for it.
     slow = where.type == "cpu" and "bf16" not in device_name(where)
@@ -81,7 +81,7 @@ def _device(text: str | None) -> torch.device:
     try:
         device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise ValueError(f"--device: {text!r} is no device; accepted are cpu, cuda and cuda:N") from None
+        raise ValueError(f"--device: {text!r} is not a device; accepted are cpu, cuda and cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device: torch {torch.__version__} sees no GPU; `attnforge doctor` says more")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

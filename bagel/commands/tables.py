@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnforge.bagel.commands.console import console, make_table, say
+from attnforge.bagel.commands.console import console, echo, make_table
 
 if TYPE_CHECKING:  # torch takes a second to import
     from attnforge.runtime.tables import Tuned
@@ -31,10 +31,10 @@ def list_tables() -> None:
 
     written = folders()[0]
     for place in folders():
-        say(f"{place}{'  (searches write here)' if place == written else ''}")
+        echo(f"{place}{'  (searches write here)' if place == written else ''}")
         for path in sorted((*place.glob("*.json"), *(place / MODELLED).glob("*.json"))):
             words = "modelled, not measured" if path.parent.name == MODELLED else "measured"
-            say(f"  {path.stem}: {len(load(path.stem, path.parent))} entries, {words}")
+            echo(f"  {path.stem}: {len(load(path.stem, path.parent))} entries, {words}")
 
 
 @tables.command()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from attnforge.bagel.commands.console import say
+from attnforge.bagel.commands.console import echo
 from attnforge.bagel.commands.options import (
     DIRECTORY,
     arch_option,
@@ -65,15 +65,15 @@ def warm(
     for count, done in enumerate(warming.compile_all(wanted, workers), 1):
         if done.error is not None:
             failed.append(str(done.error))
-        say(f"{count}/{len(wanted)} {done.spec.slug}{' FAILED' if done.error else ''}")
-    say(
+        echo(f"{count}/{len(wanted)} {done.spec.slug}{' FAILED' if done.error else ''}")
+    echo(
         f"{len(wanted) - len(failed)} attention kernels and {modules} mask module{'s' * (modules > 1)} in "
         f"{settings().cache_dir}, {time.perf_counter() - begin:.0f} s"
     )
     launcher()
     import torch
 
-    say(
+    echo(
         f"The launcher is built for torch {torch.__version__} and this C library. A machine where either differs "
         "builds it again and needs a C++ compiler."
     )

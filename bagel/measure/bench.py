@@ -1,4 +1,4 @@
-"""Ours against torch's attentions on a list of cases, in one run: rows of numbers, nothing printed."""
+"""Times our kernels and their peers on a list of cases, in one run; returns rows and prints nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = "attnforge"
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one case. Without a time, `note` says why."""
+    """One attention on one case. Without a time, `note` holds the reason."""
 
     case: str
     direction: str
@@ -35,13 +35,13 @@ class Row:
 
 
 def time_ours(case: Case, direction: Direction) -> Timing:
-    """Time what `attention` runs: the variant that dispatch chooses; backward alone."""
+    """Time the variant that dispatch chooses; the backward alone."""
     sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), case.device)]
     return measure(ours(case, direction, sets), [(index,) for index in range(len(sets))], case.device)
 
 
 def ours(case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[int], Any]:
-    """A call that runs ours on the set of inputs of that index: (out, lse), or (dq, dk, dv) of backward alone."""
+    """A call that runs ours on the inputs of an index: (out, lse), or (dq, dk, dv) of the backward alone."""
 
     def forward(index: int) -> Any:
         x = sets[index]
@@ -60,7 +60,7 @@ def ours(case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[
 
 
 def chosen_peers(text: str | None, device: torch.device) -> tuple[str, ...]:
-    """The peers that `text` names, with commas between; None: all that are here. Raises ValueError for others."""
+    """The peers in `text`, separated by commas; None: all installed ones. Raises ValueError for unknown names."""
     if text is None:
         return present(device)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -71,7 +71,7 @@ def chosen_peers(text: str | None, device: torch.device) -> tuple[str, ...]:
 
 
 def peers_of(case: Case, direction: Direction, names: Iterable[str] | None = None) -> Iterator[Row]:
-    """Rows of the other attentions; those that cannot do the case carry a note."""
+    """Rows of the peers; a peer that does not support the case has a note."""
     for name in present(case.device) if names is None else names:
         try:
             yield _row(case, direction, name, time_peer(name, case, direction))
@@ -82,7 +82,7 @@ def peers_of(case: Case, direction: Direction, names: Iterable[str] | None = Non
 def bench(
     cases: Iterable[Case], directions: Iterable[Direction], names: Iterable[str] | None = None
 ) -> Iterator[Row]:
-    """Our row and the peers' rows, case by case. If ours fails, its row says why: a long run goes on."""
+    """Our row and the peers' rows, case by case. If ours fails, its row has a note, and the run continues."""
     directions, names = tuple(directions), None if names is None else tuple(names)
     for case in cases:
         for direction in directions:
@@ -100,7 +100,7 @@ def _row(case: Case, direction: Direction, name: str, timing: Timing) -> Row:
 
 
 def failed(rows: Iterable[Row]) -> list[str]:
-    """Our failures, one line each."""
+    """The failures of our kernels, one line each."""
     return [
         f"{row.case} {row.direction} {row.dtype}: {row.note}"
         for row in rows
@@ -115,7 +115,7 @@ def best_peer(rows: Iterable[Row]) -> Row | None:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a table of numbers must name."""
+    """The provenance of a table: device, versions."""
     facts = {"device": device_name(device), "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cpu":
         return {**facts, "threads": str(torch.get_num_threads())}

@@ -1,4 +1,4 @@
-"""Dense masks of random blocks, and spans that show as many pairs: what kernels of dense masks are measured on."""
+"""Benchmark masks: dense masks of random blocks, and spans with as many visible pairs."""
 
 from __future__ import annotations
 

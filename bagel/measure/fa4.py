@@ -18,11 +18,11 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Unavailable(RuntimeError):
-    """The peer cannot do this case; the message says why, and goes into the table in place of a number."""
+    """The peer does not support this case; the message appears in the table in place of a number."""
 
 
 def installed() -> bool:
-    """Whether flash-attn-4 can be imported here; nothing is imported to find out."""
+    """Whether flash-attn-4 is installed; does not import it."""
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 

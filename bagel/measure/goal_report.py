@@ -1,4 +1,4 @@
-"""Markdown tables of what `rounds.play` measured: medians over seeds, floors, ratios to peers, errors."""
+"""Markdown tables of `interleaved.run_goal`: medians over seeds, goals, ratios to peers, errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from attnforge.bagel.measure.interleaved import LAYER, MATMUL, Line
 from attnforge.bagel.models import MODELS
 
 LAYERS = MODELS["7B"].layers
-MERGED = {"fa4-nopack": "fa4"}  # two settings of one peer: the better one counts
-UNFUSED = (
-    "sdpa-math",
-)  # keeps the weights in float32, in memory: no measure for the errors of fused kernels
+MERGED = {"fa4-nopack": "fa4"}  # two settings of one peer; the better one is shown
+UNFUSED = ("sdpa-math",)  # keeps P in float32, so its errors are no reference for fused kernels
 
 
 def markdown(lines: Sequence[Line], facts: dict[str, str]) -> str:
@@ -33,7 +31,7 @@ def _belongs(line: Line, goal: Goal) -> bool:
 
 
 def rates(group: Iterable[Line], name: str) -> list[float]:
-    """TFLOP/s of one contestant, a value for each line that has one; of a merged one the better."""
+    """TFLOP/s of one attention, a value for each line that has one; of merged settings the better."""
     found = []
     for line in group:
         entries = [entry for key, entry in line.entries.items() if MERGED.get(key, key) == name]
@@ -75,7 +73,18 @@ def _contestants(found: Sequence[tuple[Goal, list[Line]]]) -> list[str]:
 
 def _table(found: Sequence[tuple[Goal, list[Line]]]) -> list[str]:
     names = _contestants(found)
-    head = ["work", "pass", "seeds", OURS, *names, MATMUL, "floor", "of floor", "ours / best peer", "asked"]
+    head = [
+        "work",
+        "pass",
+        "seeds",
+        OURS,
+        *names,
+        MATMUL,
+        "goal",
+        "of goal",
+        "ours / best peer",
+        "ratio goals",
+    ]
     rows = [[*head, "error / best peer's"]]
     for goal, group in found:
         mine = rates(group, OURS)
@@ -83,14 +92,17 @@ def _table(found: Sequence[tuple[Goal, list[Line]]]) -> list[str]:
         cells += [_number(rates(group, name)) for name in (*names, MATMUL)]
         cells += ["-" if goal.floor is None else f"{goal.floor:.0f}"]
         cells += ["-" if goal.floor is None or not mine else f"{median(mine) / goal.floor:.2f}"]
-        cells += [_times(ratio(group, [MERGED.get(name, name) for name in goal.peers])), _asked(goal, group)]
+        cells += [
+            _times(ratio(group, [MERGED.get(name, name) for name in goal.peers])),
+            _ratio_goals(goal, group),
+        ]
         cells += [" ".join(f"{tensor} {x:.2f}" for tensor, x in error_ratios(group).items()) or "-"]
         rows.append(cells)
     return _grid(rows)
 
 
-def _asked(goal: Goal, group: Sequence[Line]) -> str:
-    """E.g. `flex 1.81 (1.7)`: what is, and what the goal asks for."""
+def _ratio_goals(goal: Goal, group: Sequence[Line]) -> str:
+    """The ratios and, in parentheses, the ratios to reach: `flex 1.81 (1.7)`."""
     parts = [f"{name} {_times(ratio(group, [name]))} ({least})" for name, least in goal.ratios]
     return ", ".join(parts) or "-"
 
@@ -105,17 +117,17 @@ def _steps(found: Sequence[tuple[Goal, list[Line]]]) -> list[str]:
             "layer, ms",
             f"mask + {LAYERS} layers, ms",
             "ours is",
-            "asked",
+            "ratio goals",
         ]
     ]
     for goal, group in found:
-        asked = dict(goal.ratios)
+        wanted = dict(goal.ratios)
         ours = _step_times(group, OURS)
         for name in (OURS, *goal.peers):
             one, layer, step = _step_times(group, name)
             times = [f"{b / a:.2f}" for a, b in ((ours[0], one), (ours[2], step)) if a and b]
             cells = [goal.label, name, *(f"{x:.2f}" if x else "-" for x in (one, layer, step))]
-            rows.append([*cells, " / ".join(times) or "-", str(asked.get(name, "-"))])
+            rows.append([*cells, " / ".join(times) or "-", str(wanted.get(name, "-"))])
     return _grid(rows)
 
 
@@ -151,12 +163,12 @@ def one_line(line: Line) -> str:
         parts.append(
             f"{name} {speed}{f' err {errors}' if errors else ''}{f' ({entry.note})' if entry.note else ''}"
         )
-    turns = max((entry.turns for entry in line.entries.values()), default=0)
-    return f"{line.case} {line.work}: {', '.join(parts)} [{turns} turns]"
+    repeats = max((entry.repeats for entry in line.entries.values()), default=0)
+    return f"{line.case} {line.work}: {', '.join(parts)} [{repeats} calls]"
 
 
 def missed(lines: Sequence[Line]) -> list[str]:
-    """Goals that were measured and not reached, one sentence each; the gradients' errors are goals, too."""
+    """The measured goals that were not reached, one sentence each; errors of gradients are goals, too."""
     text = []
     for goal in (goal for goals in GOALS.values() for goal in goals):
         group = [line for line in lines if _belongs(line, goal)]
@@ -166,7 +178,7 @@ def missed(lines: Sequence[Line]) -> list[str]:
         for name, least in goal.ratios:
             got = _step_ratio(group, name) if goal.work == STEP else ratio(group, [name])
             if got is not None and got < least:
-                text.append(f"{goal.label} {goal.work}: {got:.2f} times {name}, asked {least}")
+                text.append(f"{goal.label} {goal.work}: {got:.2f} times {name}, the goal is {least}")
         for tensor, error in error_ratios(group).items():
             if error > 1.1:
                 text.append(f"{goal.label} {goal.work}: error of {tensor} {error:.2f} times the best peer's")

@@ -1,4 +1,4 @@
-"""What is to be reached on one Hopper GPU: goals with their floors, the peers, and the cases of every seed."""
+"""Performance goals on one Hopper GPU: the cases of each, their peers, and the rates and ratios to reach."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _dense(work: str, shape: str, model: str, heads: str, floor: float | None, g
 
 
 def _small(work: str) -> Goal:
-    """The size of Triton's tutorials: ahead of all SDPA backends, and of a Triton kernel by 1.2 times."""
+    """The size of Triton's tutorials: faster than all SDPA backends, and 1.2 times as fast as a Triton kernel."""
     sdpa = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
     ratios = (*((name, 1.0) for name in sdpa), ("triton", 1.2)) if work == "fwd" else ()
     return Goal(
@@ -49,7 +49,7 @@ def _images(work: str, floor: float) -> Goal:
     return Goal("images of 256-4900 tokens 16/16/72", work, cases, ("fa4", "flex"), floor)
 
 
-# The floors of issue 3. Images in a sequence of their own: within 10 % of as many tokens in dense batches.
+# Images, each a separate sequence, should reach 90 % of the rate of as many tokens in dense batches.
 FORWARD = (
     _small("fwd"),
     _dense("fwd", "full/4x8192", "7B", "28/4/128", 650),
@@ -70,7 +70,6 @@ FORWARD = (
     _packs("fwd", "finetune", "0.5B", "14/2/64", 0.8 * 540),
     _packs("fwd", "t2i_lowres", "0.5B", "14/2/64", 0.8 * 430),
 )
-# The floors of issue 4.
 BACKWARD = (
     _small("bwd"),
     _dense("bwd", "full/4x8192", "7B", "28/4/128", 600),

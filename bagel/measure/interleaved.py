@@ -1,4 +1,4 @@
-"""Ours and the peers on one case in turns, with a matrix product as the ceiling, and everyone's error in float64."""
+"""Times ours and the peers on one case, interleaved with a matrix product as the ceiling; errors against float64."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from attnforge.runtime.search.timing import Effort, Timing, measure_interleaved,
 from attnforge.runtime.search.verify import distances, make_check
 
 MATMUL = "matmul"
-LAYER = "/layer"  # suffix in `step`: the same with a mask that is there already
+LAYER = "/layer"  # suffix in `step`: the same with an existing mask
 Call = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One contestant: milliseconds (median), TFLOP/s, worst over best time, errors relative to the exact RMS."""
+    """One attention: milliseconds (median), TFLOP/s, worst over best time, errors relative to the exact RMS."""
 
     ms: float | None = None
     tflops: float | None = None
     spread: float = 0.0
-    turns: int = 0
+    repeats: int = 0  # timed calls; `turns` in older logs
     errors: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
@@ -52,21 +52,24 @@ class Line:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Line:
-        """Rebuild a line."""
-        entries = {name: Entry(**entry) for name, entry in data["entries"].items()}
+        """Rebuild a line; also one of an older log."""
+        entries = {
+            name: Entry(**{"repeats" if key == "turns" else key: value for key, value in entry.items()})
+            for name, entry in data["entries"].items()
+        }
         return Line(data["label"], data["work"], data["case"], entries)
 
 
-def play(goal: Goal, case: Case, seconds: float = 0.6, most: int = 40, errors: bool = False) -> Line:
-    """Time all of `goal`'s contestants on `case` in turns: about `seconds` in all, 3 to `most` turns each.
+def run_goal(goal: Goal, case: Case, seconds: float = 0.6, most: int = 40, errors: bool = False) -> Line:
+    """Time all attentions of `goal` on `case`, interleaved: about `seconds` in all, 3 to `most` calls each.
 
-    One that fails has an entry that says why, ours included. With `errors`, each is compared with float64 on
-    sampled rows (not in `step`).
+    One that fails has an entry with a note, also ours. With `errors`, each is compared with float64 on sampled rows
+    (not in `step`).
     """
     entries: dict[str, Entry] = {}
     with memory_freed(case.device):
         calls, sets = _ready(goal, case, entries)
-        timings = _turns(calls, range(len(sets)), case.device, seconds, most)
+        timings = _interleaved(calls, range(len(sets)), case.device, seconds, most)
         for name, timing in timings.items():
             flops = 2.0 * _side(case.device) ** 3 if name == MATMUL else _flops(goal, case)
             spread = timing.worst / timing.best
@@ -95,7 +98,7 @@ def _side(device: torch.device) -> int:
 
 
 def _ready(goal: Goal, case: Case, entries: dict[str, Entry]) -> tuple[dict[str, Call], list[Inputs]]:
-    """The contestants that run, warm; those that do not get their entries."""
+    """Calls that have run once; an attention that failed gets an entry with a note instead."""
     sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), case.device)]
     calls: dict[str, Call] = {}
     for name in _names(goal)[:-1]:
@@ -125,7 +128,7 @@ def _half(name: str, direction: Direction, case: Case, sets: Sequence[Inputs]) -
 
 
 def _step(name: str, case: Case, sets: Sequence[Inputs]) -> Call:
-    """Forward and backward; unless the name ends in LAYER, from a new mask every time."""
+    """Forward and backward, each time with a new mask unless the name ends in LAYER."""
     pack = workload(case.name.split()[0])
     peer = name.removesuffix(LAYER)
 
@@ -145,19 +148,19 @@ def _step(name: str, case: Case, sets: Sequence[Inputs]) -> Call:
     return call
 
 
-def _turns(
+def _interleaved(
     calls: dict[str, Call], indices: range, device: torch.device, seconds: float, most: int
 ) -> dict[str, Timing]:
-    """As many turns for everyone as the time allows."""
+    """Interleaved calls, equally many of each, as the time allows."""
     inputs = [(index,) for index in indices]
     once = measure_interleaved(calls, inputs, device, Effort(repeats=1, least=1))
-    turns = int(seconds * 1e3 / sum(timing.median for timing in once.values()))
-    turns = max(3, min(most, turns))
-    return measure_interleaved(calls, inputs, device, Effort(repeats=turns, least=turns, warmups=0))
+    repeats = int(seconds * 1e3 / sum(timing.median for timing in once.values()))
+    repeats = max(3, min(most, repeats))
+    return measure_interleaved(calls, inputs, device, Effort(repeats=repeats, least=repeats, warmups=0))
 
 
 def _add_errors(direction: Direction, case: Case, entries: dict[str, Entry]) -> None:
-    """One contestant at a time, on the check's inputs (backward: dout is zero outside the sampled rows)."""
+    """One attention at a time, on the check's inputs (backward: dout is zero outside the sampled rows)."""
     check = make_check(case, direction)
     tensors = ("dq", "dk", "dv") if direction is Direction.BACKWARD else ("out",)
     for name, entry in list(entries.items()):

@@ -1,6 +1,6 @@
-"""Tables for GPUs that nothing was measured on: the kernels that codegen/cost_model.py expects to be fastest.
+"""Tables for GPUs without measurements: the kernels that codegen/cost_model.py predicts to be the fastest.
 
-Each chosen kernel was compiled: it spills no register, and its prediction uses the registers that it really takes.
+Each chosen kernel was compiled: it spills nothing, and its prediction uses its actual number of registers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRIES = 6  # compiled per problem class, at most, in the order of their first pr
 
 @dataclass(frozen=True)
 class Target:
-    """A problem class and what it is modelled on: q heads of the batch, heads of q per head of k, rows, a mask."""
+    """A problem class and the case that stands for it: batch x query heads, GQA ratio, rows, a mask."""
 
     name: str
     dtype: DType
@@ -48,7 +48,7 @@ class Target:
 
     @property
     def visible_keys(self) -> int:
-        """Of a query, on average."""
+        """Average number of keys that a query sees."""
         if self.mask is not Mask.SPANS:
             return self.pairs // self.rows
         return int(workload(self.name).mask("cpu").visible_keys or 0)
@@ -126,7 +126,7 @@ def model(target: Target, direction: Direction, arch: Arch) -> Tuned | None:
     best: tuple[Prediction, Spec, dict[str, int]] | None = None
     for ms, spec in guesses[:TRIES]:
         if best is not None and best[0].ms <= ms:
-            break  # what registers really take can only make it slower
+            break  # the actual number of registers can only make it slower
         used = _compiled(spec)
         if used is None or used["spill_bytes"]:
             continue
@@ -137,7 +137,7 @@ def model(target: Target, direction: Direction, arch: Arch) -> Tuned | None:
 
 
 def _compiled(spec: Spec) -> dict[str, int] | None:
-    """What the main kernel takes of a multiprocessor; None if it does not compile."""
+    """Resources of the main kernel; None if it does not compile."""
     source = render(spec)
     try:
         resources = cache.obtain(source).meta["resources"]
@@ -168,7 +168,7 @@ def _entry(target: Target, prediction: Prediction, spec: Spec, used: dict[str, i
 
 
 def write_tables(
-    archs: tuple[Arch, ...], directory: Path, told: Callable[[str], None], dims: tuple[int, ...] = ()
+    archs: tuple[Arch, ...], directory: Path, report: Callable[[str], None], dims: tuple[int, ...] = ()
 ) -> Iterator[Path]:
     """Model every class on every architecture into `directory`/modelled; yields each table when it is complete."""
     for arch in archs:
@@ -179,8 +179,8 @@ def write_tables(
                 entry = model(target, direction, arch)
                 what = f"{arch.value} {direction.value} {target.dtype.value} {target.head_dim} {target.mask.value}"
                 if entry is None:
-                    told(f"{what}: no kernel without spills")
+                    report(f"{what}: no kernel without spills")
                     continue
                 tables.save(arch.value, [entry], directory / tables.MODELLED)
-                told(f"{what}: {entry.spec.slug}, {entry.ms} ms, {entry.tflops} TFLOP/s expected")
+                report(f"{what}: {entry.spec.slug}, {entry.ms} ms, {entry.tflops} TFLOP/s expected")
         yield tables.table_path(arch.value, directory / tables.MODELLED)

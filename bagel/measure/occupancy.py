@@ -1,4 +1,4 @@
-"""What a schedule of tiles alone allows: tiles that a mask wastes, and multiprocessors that wait for the last one.
+"""Bounds from tile schedules: hidden pairs in visited tiles, and SMs that wait for the last one.
 
 A simulation on the host, from the lists of tiles and the order in which blocks take them (order.cuh.jinja).
 Time is counted in full tiles: one tile of one head takes 1.
@@ -21,14 +21,14 @@ from attnforge.runtime.search.case import Case
 MULTIPROCESSORS = 132  # of an H100 or H200
 CACHE_BYTES = {Direction.FORWARD: 32 << 20, Direction.BACKWARD: 40 << 20}  # kCacheBytes of the template
 
-# rounds: one block a multiprocessor takes piece after piece, by turns from either end of a round (persistent forward).
-# free: a block a piece; the next one starts where a multiprocessor is free.
+# rounds: static scheduling: one persistent block per SM takes work tiles alternately from both ends of a round.
+# free: dynamic scheduling: the next work tile goes to the first free SM.
 Order = Literal["rounds", "free"]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """In full tiles: a tile with a mask, and what every piece of work costs besides (first loads, the result)."""
+    """Costs in units of a full tile: a masked tile, and the overhead of a work tile (first loads, the epilogue)."""
 
     masked: float = 1.0
     piece: float = 0.0
@@ -36,26 +36,26 @@ class Costs:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One pass under one tile shape. A piece is all that a block does for one query tile (backward: key tile)."""
+    """One pass under one tile shape. A piece is a work tile: one query tile (backward: key tile) of one head."""
 
-    full: int  # parts of the tiles of one head that need no mask arithmetic; a tile is one part unless told otherwise
-    masked: int  # visited parts that do
+    full: int  # row groups of the tiles of one head that need no mask; a tile has one by default
+    masked: int  # visited row groups that need the mask
     tile_use: float  # visible pairs over pairs in visited parts
     useful: float  # visible pairs of all heads, in tiles
-    busy: tuple[float, ...]  # work of each multiprocessor: all start at 0, none pauses before its end
+    busy: tuple[float, ...]  # work of each SM: all start at 0 and run without a pause
 
     @property
     def balance(self) -> float:
-        """Work over what all multiprocessors could have done until the last one was ready."""
+        """Work over what all SMs could have done until the last one finished."""
         return sum(self.busy) / (len(self.busy) * max(self.busy))
 
     @property
     def allowed(self) -> float:
-        """Part of the rate of full tiles without pause that visible pairs get."""
+        """Rate of visible pairs, relative to full tiles without a pause."""
         return self.useful / (len(self.busy) * max(self.busy))
 
     def running(self, time: float) -> int:
-        """Multiprocessors at work at `time`."""
+        """Number of busy SMs at `time`."""
         return sum(end > time for end in self.busy)
 
 
@@ -99,7 +99,7 @@ def simulate(
 
 
 def _causal_forward(case: Case, direction: Direction) -> bool:
-    """Tiles then end with the last query, and the last one has most work."""
+    """Whether tiles end with the last query, so that the last one has most work."""
     return case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD
 
 
@@ -163,7 +163,7 @@ def _ranks(
 
 
 def _rounds(pieces: Tensor, multiprocessors: int) -> Tensor:
-    """Work of each block, one a multiprocessor; odd rounds run backwards."""
+    """Work of each block, one per SM; odd rounds run backwards."""
     grid = min(multiprocessors, pieces.numel())
     padded = torch.zeros(-(-pieces.numel() // grid) * grid, dtype=pieces.dtype)
     padded[: pieces.numel()] = pieces
@@ -173,7 +173,7 @@ def _rounds(pieces: Tensor, multiprocessors: int) -> Tensor:
 
 
 def _free(pieces: Tensor, multiprocessors: int) -> Tensor:
-    """Work of each multiprocessor when every piece goes to the first one that is free."""
+    """Work of each SM if every work tile goes to the first free one."""
     ends = [0.0] * multiprocessors
     for piece in pieces.tolist():
         heapq.heapreplace(ends, ends[0] + piece)

@@ -79,7 +79,7 @@ def _graph(call: Attention, x: Inputs) -> tuple[Tensor, tuple[Tensor, ...], Tens
 
 @contextlib.contextmanager
 def memory_freed(device: torch.device) -> Iterator[None]:
-    """Afterwards what is no longer in use is the device's again."""
+    """Releases unused memory to the device at the end."""
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def memory_freed(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_unavailable() -> Iterator[None]:
-    """What a peer raises when it cannot do something is a fact for the table, not the end of a run."""
+    """Turns an exception of a peer into Unavailable, so that the run continues and the table shows the reason."""
     try:
         yield
     except Unavailable:
@@ -101,7 +101,7 @@ def as_unavailable() -> Iterator[None]:
 
 
 def attention_of(name: str, case: Case, often: bool = False) -> Attention:
-    """The peer as a function of q, k and v, its mask made. Raises Unavailable, or what the peer raises.
+    """The peer as a function of q, k and v; its mask is made before. Raises Unavailable, or the peer's exceptions.
 
     `often`: masks are made again and again, which FlexAttention does quickest by compiling all of
     create_block_mask. "flex-bagel" makes them as BAGEL's trainer does; it is "flex" otherwise.
@@ -150,7 +150,7 @@ def _sdpa(name: str, case: Case) -> Attention:
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, else -inf: what SDPA makes of a bool mask at every call, made once."""
+    """0 where visible, else -inf. SDPA makes this from a bool mask at every call."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
@@ -176,7 +176,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _samples(case: Case) -> Attention:
-    """BAGEL's path without FlexAttention: one masked SDPA call a sample, k and v repeated to all heads."""
+    """BAGEL's path without FlexAttention: one masked SDPA call per sample, k and v repeated to all heads."""
     if not isinstance(case.mask, PackedMask):
         raise Unavailable("only for packs")
     backend = BACKENDS["sdpa-flash" if case.device.type == "cpu" else "sdpa-efficient"]

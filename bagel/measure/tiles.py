@@ -1,4 +1,4 @@
-"""Which tiles of a mask a kernel visits, found on the host: for pictures, tables and tests of schedules."""
+"""The tiles of a mask that a kernel visits, computed on the host, for pictures, tables and tests of schedules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TileMap:
         return int((self.kinds == kind).sum())
 
     def efficiency(self, pairs: int) -> float:
-        """Visible pairs over pairs in visited tiles: the part of the arithmetic that is useful."""
+        """Visible pairs over pairs in visited tiles: the useful fraction of the arithmetic."""
         return pairs / (self.tile_m * self.tile_n * max(1, self.count(FULL) + self.count(PARTIAL)))
 
 
@@ -41,7 +41,7 @@ def tile_map(mask: Spans | DenseMask, seq_q: int, tile_m: int, tile_n: int) -> T
     tiles_m, tiles_n = -(-seq_q // tile_m), -(-starts.numel() // tile_n)
     column = torch.arange(starts.numel()) // tile_n
     seen = ends > starts
-    # +1 where a key's interval enters a tile row, -1 after the one that it leaves: sums tell who is touched.
+    # +1 where a key's interval enters a tile row, -1 after the row that it leaves: prefix sums count visits.
     edges = torch.zeros(tiles_m + 1, tiles_n, dtype=torch.int64)
     one = torch.ones(int(seen.sum()), dtype=torch.int64)
     edges.index_put_((starts[seen] // tile_m, column[seen]), one, accumulate=True)

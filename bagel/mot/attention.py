@@ -23,7 +23,7 @@ OPERATORS = ("attnforge", "flex", "sdpa")
 
 
 class Operator(Protocol):
-    """What a MotAttention calls."""
+    """The interface of an attention operator of MotAttention."""
 
     def mask(
         self,
@@ -60,7 +60,7 @@ def make_operator(
 
 
 class Ours:
-    """attnforge.attention: packed rows go in as views, nothing is padded, two int32 a key are the mask."""
+    """attnforge.attention: packed rows as views, no padding, a mask of two int32 per key."""
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -117,7 +117,7 @@ class Flex:
 
 
 def _pad(x: Tensor, rows: int) -> Tensor:
-    """x (H, T, D) and rows of zeros below it."""
+    """x (H, T, D), padded with rows of zeros."""
     return torch.cat([x, x.new_zeros(x.shape[0], rows, x.shape[2])], dim=1)
 
 
@@ -136,7 +136,7 @@ def _flex(compiled: bool) -> Any:
 def _mask_mod(
     sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Sequence[str], device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """BAGEL's predicate from one number a row and property; -1 is a row without it."""
+    """BAGEL's predicate, from one number per row and property; -1: the row lacks the property."""
     from torch.nn.attention.flex_attention import and_masks, or_masks
 
     def rows(values: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -166,7 +166,7 @@ def _mask_mod(
 
 
 class PerSample:
-    """BAGEL without FlexAttention: one SDPA call a sample with a dense additive mask, k and v repeated."""
+    """BAGEL without FlexAttention: one SDPA call per sample with a dense additive mask, k and v repeated."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         self.dtype = dtype

@@ -34,7 +34,7 @@ class MotConfig:
     layers: int
     vocab: int
     latent_dim: int = 64  # 2 x 2 patches of 16 VAE channels
-    vision_dim: int = 1152  # what SigLIP returns a token
+    vision_dim: int = 1152  # SigLIP's features per token
     places: int = 4096  # positions inside one image
     rope_base: float = 1e6
     eps: float = 1e-6
@@ -51,7 +51,7 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Shared:
-    """What all layers of one micro-step share, made once.
+    """Data of one micro-step that all layers share.
 
     Rows of the experts: int64, together every row of the pack once. `cos`, `sin`: (T, 1, head_dim), float32.
     `mask`: what the layers' attention operator made for this pack.
@@ -65,7 +65,7 @@ class Shared:
 
 
 class Experts(nn.Module):
-    """One module for understanding rows, one of the same make for generation rows."""
+    """Two modules of one kind: one for understanding rows, one for generation rows."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Experts(nn.Module):
         self.generation = make()
 
     def forward(self, x: Tensor, shared: Shared) -> Any:
-        """x (T, ...), each row through its expert. Returns what the module returns, rows in x's order again."""
+        """x (T, ...), each row through its expert; the results are in the order of x's rows."""
         # index_select, not x[rows]: its gradient adds rows without sorting them first.
         first = self.understanding(x.index_select(0, shared.understanding))
         second = self.generation(x.index_select(0, shared.generation))
@@ -120,7 +120,7 @@ class Mlp(nn.Module):
 
 
 class MotAttention(nn.Module):
-    """Packed attention of two experts: own projections, one softmax over all rows that the mask shows."""
+    """Packed attention of two experts: separate projections, one attention over all rows."""
 
     def __init__(self, config: MotConfig, operator: Operator) -> None:
         super().__init__()
@@ -161,6 +161,6 @@ def angles(positions: Tensor, config: MotConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, H, head_dim) turned by its rows' angles, pairing dimension d with d + head_dim / 2."""
+    """x (T, H, head_dim) rotated by its rows' angles, pairing dimension d with d + head_dim / 2."""
     first, second = x.chunk(2, -1)
     return x * cos.to(x.dtype) + torch.cat((-second, first), -1) * sin.to(x.dtype)

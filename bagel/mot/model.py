@@ -69,7 +69,7 @@ class Pack:
 
 
 class Losses(NamedTuple):
-    """Sums, float32, over this pack's labels and noise tokens: who averages knows over how many packs."""
+    """Sums, float32, over this pack's labels and noise tokens; the caller averages over all packs of the batch."""
 
     ce: Tensor
     mse: Tensor
@@ -135,7 +135,7 @@ class MotModel(nn.Module):
         self.text_out = nn.Linear(config.hidden, config.vocab, bias=False)
         self.latent_out = nn.Linear(config.hidden, config.latent_dim)
         self.apply(_initialise)
-        nn.init.zeros_(self.latent_out.weight)  # the first prediction is no flow at all
+        nn.init.zeros_(self.latent_out.weight)  # the first prediction is zero flow
 
     def forward_train(self, pack: Pack) -> Losses:
         """The losses of one pack, on this module's device."""
@@ -159,7 +159,9 @@ class MotModel(nn.Module):
         return Shared(torch.cat((pack.text_rows, pack.vision_rows)), pack.latent_rows, cos, sin, mask)
 
     def _embed(self, pack: Pack) -> Tensor:
-        dtype = self.latent_in.weight.dtype  # FSDP's mixed precision casts weights, not what is inside a Pack
+        dtype = (
+            self.latent_in.weight.dtype
+        )  # FSDP's mixed precision casts weights, but not tensors inside a Pack
         times = pack.times[:, None]
         noised = ((1 - times) * pack.latents + times * pack.noise).to(dtype)
         text = self.text_in(pack.text_ids)

@@ -1,4 +1,4 @@
-"""A PNG of a pack: which tiles a kernel skips, masks or takes whole, and how the work spreads over tiles."""
+"""A PNG of a pack: which tiles are skipped, masked or full for a kernel, and the work of each tile."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _matrix(mask: PackedMask, tiles: TileMap, cell: int) -> Image.Image:
-    """Tile colours; inside partial tiles the mask itself, sampled at one point a pixel."""
+    """Tile colours; inside partial tiles the mask itself, sampled at one point per pixel."""
     rows, cols = tiles.kinds.shape
     starts, ends = mask.starts.cpu(), mask.ends.cpu()
     seq = starts.numel()

@@ -1,4 +1,4 @@
-"""A PNG of schedules: multiprocessors at work over time, and how the work spreads over them."""
+"""A PNG of schedules: busy SMs over time, and the distribution of work over SMs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnforge.bagel.pictures.mask import FAINT, GRID, INK, PAPER, font
 
 FILL, LOSS, BAR = (64, 110, 190), (246, 190, 136), (42, 140, 106)
 WIDTH, HEIGHT, LABEL, GAP, MARGIN = 560, 92, 290, 44, 28
-FROM = 0.8  # of the time of the slowest multiprocessor: where the curves begin, all are at work before
+FROM = 0.8  # of the slowest SM's time: the curves begin there, because all SMs are busy before
 BINS, LOWEST, HIGHEST = 40, 0.8, 1.1  # of the histogram, in mean work
 
 

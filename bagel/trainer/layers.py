@@ -1,7 +1,7 @@
 """Deep mode of `attnforge.bagel.patch`: forward_train of BAGEL's two attention layers without its copies.
 
-What they compute is unchanged: projections, norms and rotary embedding are called as the trainer's own modules and
-functions. Gone are the padding, the second scatter and gather of q and k around the norms, and the padded output.
+They compute the same: projections, norms and rotary embedding remain the trainer's modules and functions. The padding,
+the second scatter and gather of q and k around the norms, and the padded output are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GENERATION = "_moe_gen"  # suffix of the second expert's modules
 
 
 class Parts:
-    """Functions of the trainer's module that differ between ports; looked up at each call, as its own code does."""
+    """Functions that differ between the ports; looked up in the trainer's module at each call, as its own code does."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module: Any = module
@@ -47,7 +47,7 @@ class Parts:
 
 
 def dense(original: Callable[..., Tensor], parts: Parts) -> Callable[..., Tensor]:
-    """Instead of PackedAttention.forward_train."""
+    """The replacement of PackedAttention.forward_train."""
 
     @functools.wraps(original)
     def forward_train(
@@ -65,7 +65,7 @@ def dense(original: Callable[..., Tensor], parts: Parts) -> Callable[..., Tensor
 
 
 def mixture(original: Callable[..., Tensor], parts: Parts) -> Callable[..., Tensor]:
-    """Instead of PackedAttentionMoT.forward_train. `mot_perm`, `mot_inv` (NeMo): tokens come grouped by expert."""
+    """The replacement of PackedAttentionMoT.forward_train. `mot_perm`, `mot_inv` (NeMo): tokens grouped by expert."""
 
     @functools.wraps(original)
     def forward_train(
@@ -123,13 +123,13 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 def _still(x: Tensor) -> Tensor:
-    """x with gradients of zero. The trainer detaches in place, in a tensor that has gradients: its frozen weights
-    get zeros, not None, which weight decay and DDP (unused parameters) treat differently."""
+    """x with zero gradients. The trainer detaches in place, in a tensor that has gradients, so its frozen weights get
+    zeros and not None; weight decay and DDP (unused parameters) treat the two differently."""
     return _ZeroGradient.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _join(pair: tuple[Tensor, Tensor], rows: tuple[Any, Any], like: Tensor) -> Tensor:
-    """Rows of both experts in one tensor, in the dtype of `like`; a token of neither is zero."""
+    """Rows of both experts in one tensor, in the dtype of `like`; tokens of no expert are zero."""
     if isinstance(rows[0], slice):
         return torch.cat(pair)
     whole = like.new_zeros((like.shape[0], *pair[0].shape[1:]))

@@ -39,7 +39,7 @@ class _Change:
         if vars(self.owner)[self.name] is self.ours:
             setattr(self.owner, self.name, self.original)
         else:  # not ours to take away
-            logger.warning("unpatch: %s was replaced again by somebody else and is left as it is", self.name)
+            logger.warning("unpatch: other code has replaced %s, which stays as it is", self.name)
 
 
 _lock = threading.RLock()
@@ -48,7 +48,7 @@ _stand_in: types.ModuleType | None = None
 
 
 class Patched:
-    """What `patch` returns. As a context manager it unpatches at the end, if its own call has patched."""
+    """The result of `patch`: a context manager that unpatches at its end, if this call of `patch` patched."""
 
     def __init__(self, applied: bool) -> None:
         self._applied = applied
@@ -62,7 +62,7 @@ class Patched:
 
 
 def patch(*, deep: bool = False, trainer: Literal["bagel", "nemo"] | None = None) -> Patched:
-    """Make BAGEL's attention run on our kernels; `unpatch()` or the end of a `with` undoes it.
+    """Run BAGEL's attention on our kernels, until `unpatch()` or the end of a `with` block.
 
     trainer: "bagel" is ByteDance-Seed/Bagel, with the repository's root on sys.path; where flash-attn is absent,
         call it before `modeling` is imported: `import flash_attn` then finds ours. "nemo" is NVIDIA's NeMo
@@ -97,7 +97,7 @@ def patch(*, deep: bool = False, trainer: Literal["bagel", "nemo"] | None = None
 
 
 def unpatch() -> None:
-    """Put everything back that `patch` replaced; without a patch, do nothing."""
+    """Restore everything that `patch` replaced; without a patch, do nothing."""
     global _changes
     with _lock:
         for change in _changes or ():
@@ -111,7 +111,7 @@ def _check(port: Port, deep: bool) -> None:
     if differences:
         hint = "\nWithout deep=True less must be as known" if deep else ""
         raise RuntimeError(
-            f"patch: this version of {port.title} is not one that attnforge knows; nothing is patched:\n  "
+            f"patch: attnforge does not know this version of {port.title}; nothing is patched:\n  "
             + "\n  ".join(differences)
             + hint
         )
@@ -146,7 +146,7 @@ def _install_flash_attn() -> None:
     module = types.ModuleType(
         FLASH, "attnforge's functions under flash-attn's name; see attnforge.bagel.patch"
     )
-    # transformers asks importlib for it, and that fails for a module without one.
+    # transformers looks the module's spec up through importlib, which fails for a module without one.
     module.__spec__ = importlib.machinery.ModuleSpec(FLASH, None)
     vars(module).update(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
     sys.modules[FLASH] = _stand_in = module

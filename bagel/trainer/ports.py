@@ -1,4 +1,4 @@
-"""Trainers of BAGEL that `attnforge.bagel.patch` knows: where their symbols are, and what they must look like."""
+"""The trainers of BAGEL that `attnforge.bagel.patch` supports: where their symbols are, and their expected form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGLIP = "modeling.bagel.siglip_navit"
 
 @dataclass(frozen=True)
 class Known:
-    """A function as we know it: its first parameters, globals that it must call, and all names that it may use."""
+    """The expected form of a function: its first parameters, globals that it must call, names that it may use."""
 
     module: str
     name: str
@@ -25,7 +25,7 @@ class Known:
     uses: frozenset[str] | None = None  # None: any
 
     def differences(self) -> list[str]:
-        """What is different here; the module is imported."""
+        """Differences from the expected form; the module must be imported."""
         value: Any = sys.modules[self.module]
         for part in self.name.split("."):
             value = getattr(value, part, None)
@@ -52,7 +52,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Port:
-    """One trainer: its modules, its class of the whole model, and the names it gives to what is replaced."""
+    """One trainer: its modules, the class of its whole model, and its names for the replaced functions."""
 
     title: str
     bagel: str
@@ -62,15 +62,15 @@ class Port:
     flex: str
     pad: str
     varlen: str
-    needs_flash_attn: bool  # its modules import flash_attn, so it must be there first
-    remedy: str  # when it cannot be imported
+    needs_flash_attn: bool  # its modules import flash_attn
+    remedy: str  # if it cannot be imported
 
     @property
     def modules(self) -> tuple[str, str, str]:
         return self.bagel, self.qwen, self.siglip
 
     def load(self) -> None:
-        """Import its modules. Raises RuntimeError that says what to do."""
+        """Import its modules. Raises RuntimeError with the remedy."""
         for name in self.modules:
             try:
                 importlib.import_module(name)
@@ -80,7 +80,7 @@ class Port:
                 ) from error
 
     def owner(self) -> Any:
-        """The class of the whole model; its module is imported."""
+        """The class of the whole model; its module must be imported."""
         return getattr(sys.modules[self.bagel], self.model)
 
     def known(self, deep: bool) -> tuple[Known, ...]:
@@ -112,7 +112,7 @@ class Port:
         )
 
 
-# What the attention layers' forward_train, which deep mode replaces, does in the versions it was written from.
+# All names that the attention layers' forward_train uses in the versions that deep mode was written for.
 _NAMES = """
 EFFICIENT_ATTENTION List SDPBackend _apply_qk_norm _index_put_matching_dtype append
 apply_rotary_pos_emb backend bfloat16 cat config detach freeze_und fused_rope getattr head_dim
@@ -152,9 +152,9 @@ PORTS = {"bagel": OFFICIAL, "nemo": NEMO}
 
 
 def pick(trainer: str | None) -> Port:
-    """The port called `trainer` ("bagel" or "nemo"). None: the one that is imported already, else that is there.
+    """The port called `trainer` ("bagel" or "nemo"). None: the one that is imported already, else the installed one.
 
-    The official repository counts as there if nothing is. Raises ValueError for another name.
+    If neither is installed, the official repository. Raises ValueError for another name.
     """
     if trainer is not None:
         if not isinstance(trainer, str) or trainer not in PORTS:

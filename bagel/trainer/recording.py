@@ -22,7 +22,7 @@ _NEEDED = ("sequence_length", "sample_lens", "nested_attention_masks", "split_le
 
 
 class Recording:
-    """What `record` returns: stops at `stop()`, or at the end of a `with`. `packs` counts what it has written."""
+    """The result of `record`: it ends at `stop()`, or at the end of a `with`. `packs` counts the packs written."""
 
     def __init__(self, path: Path, owner: Any) -> None:
         self.path = path
@@ -35,9 +35,9 @@ class Recording:
         self._active = True
 
     def stop(self) -> None:
-        """Write no more, and give Bagel.forward back; a second call does nothing."""
+        """Stop writing and restore Bagel.forward; a second call does nothing."""
         self._active = False
-        # If somebody has wrapped ours meanwhile, it stays and only passes calls on.
+        # If other code wrapped ours meanwhile, ours stays and only forwards calls.
         if self._owner.forward is self._wrapper:
             self._owner.forward = self._original
 
@@ -52,7 +52,7 @@ class Recording:
             return
         line = (json.dumps(describe(arguments)) + "\n").encode()
         with self._lock:
-            # Opened for appending and written at once: ranks may share the file.
+            # Appended with one write: ranks may share the file.
             handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 os.write(handle, line)
@@ -97,7 +97,7 @@ def _wrap(original: Callable[..., Any], write: Callable[[dict[str, Any]], None])
 
 
 def describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The line of a pack, from the arguments of Bagel.forward."""
+    """The JSON line of a pack, from the arguments of Bagel.forward."""
     sample_lens = [int(n) for n in arguments["sample_lens"]]
     masks = arguments.get("nested_attention_masks")
     if masks is None:
@@ -119,7 +119,7 @@ def describe(arguments: dict[str, Any]) -> dict[str, Any]:
 def splits_of(
     sample_lens: Sequence[int], starts: torch.Tensor, ends: torch.Tensor
 ) -> tuple[list[int], list[str]]:
-    """split_lens and attn_modes with the mask of `starts`, `ends` int32 (tokens); ValueError if there are none."""
+    """split_lens and attn_modes whose mask is `starts`, `ends` int32 (tokens). ValueError if there are none."""
     splits = list(_runs(sample_lens, starts.tolist(), ends.tolist()))
     lens, modes = [length for length, _ in splits], [mode for _, mode in splits]
     mask = PackedMask(sample_lens, lens, modes, "cpu")
@@ -129,10 +129,10 @@ def splits_of(
 
 
 def _runs(sample_lens: Sequence[int], starts: list[int], ends: list[int]) -> Iterator[tuple[int, str]]:
-    """(length, mode) of splits that could have made the mask."""
+    """(length, mode) of splits that give the mask, if any do."""
     row = 0
     for length in sample_lens:
-        last, text = row + length, 0  # text: rows of the causal split that is being read
+        last, text = row + length, 0  # text: rows of the present causal split so far
         while row < last:
             stop = row + 1
             while stop < last and starts[stop] == starts[row]:

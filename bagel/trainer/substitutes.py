@@ -1,4 +1,4 @@
-"""What `attnforge.bagel.patch()` puts in place of functions of the official trainer (see bagel/trainer/patch.py).
+"""The functions with which `attnforge.bagel.patch()` replaces the trainer's (see bagel/trainer/patch.py).
 
 Its names and call patterns are those of ByteDance-Seed/Bagel, modeling/bagel/{bagel,qwen2_navit}.py.
 """
@@ -17,7 +17,7 @@ from attnforge.bagel.packing import PackedMask
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.ops import attention
 
-_COLUMNS = 1024  # of a dense mask that are looked at at a time
+_COLUMNS = 1024  # of a dense mask, processed at a time
 
 
 class Pack:
@@ -51,7 +51,7 @@ def create_sparse_mask(
     attn_modes: Sequence[str],
     device: torch.device | str,
 ) -> Pack:
-    """Instead of a mask_mod: the pack itself. Errors as PackedMask."""
+    """Returned in place of a mask_mod: the pack itself. Errors as PackedMask."""
     lists = (list(document_lens), list(split_lens), list(attn_modes))
     tokens = sum(lists[0])
 
@@ -65,12 +65,12 @@ def create_sparse_mask(
 
 
 def create_block_mask(mask_mod: Pack, *args: object, **kwargs: object) -> Pack:
-    """Instead of a BlockMask: what the substitute of create_sparse_mask made."""
+    """Returned in place of a BlockMask: the pack that the substitute of create_sparse_mask made."""
     return expect_pack("mask_mod", mask_mod)
 
 
 def pad_sequence(tensor: Tensor, pad_size: int) -> Tensor:
-    """Instead of a copy with zeros behind: the tensor (heads, tokens, head_dim) as it is."""
+    """The tensor (heads, tokens, head_dim) unchanged, in place of a copy padded with zeros."""
     return tensor
 
 
@@ -98,7 +98,7 @@ def flex_attention(
     out = attention(query, key, value, pack.mask(rows), scale=scale)
     if rows == pack.tokens:
         return out
-    # The caller cuts the padding off again. It wants tokens outermost in the end, as they are here.
+    # The caller removes the padding and moves tokens outermost, where they are here already.
     return F.pad(out.transpose(1, 2), (0, 0, 0, 0, 0, pack.tokens - rows)).transpose(1, 2)
 
 
@@ -163,7 +163,7 @@ def from_dense(masks: Sequence[Tensor], sample_lens: Sequence[int]) -> Pack:
 
 
 def _columns(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per key its first query and how many there are; and whether they are one run, all in one bool."""
+    """For each key its first query and the number of queries; and one bool: whether all of them are intervals."""
     visible = mask == 0
     count = visible.sum(0)
     start = visible.to(torch.uint8).argmax(0)  # the first of equals

@@ -1,4 +1,4 @@
-"""`attnforge warm`: compile ahead of time what training a model will ask for, for a GPU that need not be here."""
+"""`attnforge warm`: compile the kernels that training a model needs, also for a GPU of another machine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.dispatch import Target, choose_for
 
-SIZES = tuple(1 << octave for octave in range(8, 18))  # rows of packs: dispatch chooses by octave
+SIZES = tuple(1 << octave for octave in range(8, 18))  # rows of packs; dispatch distinguishes powers of two
 VISIBLE = (
     0,
     *(1 << octave for octave in range(4, 18)),
-)  # keys that a query sees: by octave too, 0: not known
+)  # visible keys per query, likewise; 0: unknown
 
 
 @dataclass(frozen=True)
 class Request:
-    """What will be trained. Every combination of the fields is asked of dispatch."""
+    """What will be trained: every combination of the fields."""
 
     models: tuple[Model, ...]
     dtypes: tuple[DType, ...]
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Warmed:
-    """One kernel: in the cache, or why not."""
+    """One kernel: its cache entry, or its error."""
 
     spec: Spec
     entry: cache.Entry | None
@@ -52,9 +52,9 @@ def request(
     directions: Sequence[Direction] = tuple(Direction),
     deterministic: bool = False,
 ) -> Request:
-    """Of a model by name: a language model comes with BAGEL's vision encoder. Empty: bf16, all masks.
+    """The request for a model by name and BAGEL's vision encoder. Defaults: bf16, all masks.
 
-    Raises ValueError for a model that does not exist.
+    Raises ValueError for an unknown model.
     """
     if model not in MODELS:
         raise ValueError(f"--model: there is no {model!r}; models are {', '.join(MODELS)}")
@@ -73,7 +73,7 @@ def gpu_targets(gpu: str | None, arch: str | None) -> tuple[Target, ...]:
     Raises ValueError naming the option.
     """
     if (gpu is None) == (arch is None):
-        raise ValueError("--gpu: give the GPU's name, as nvidia-smi -L shows it, or --arch, one of the two")
+        raise ValueError("--gpu: give either the GPU's name, as nvidia-smi -L shows it, or --arch")
     if gpu is not None:
         return (Target(gpu, kernels.targets_of(gpu)),)
     wanted = Arch(arch)
@@ -93,7 +93,7 @@ def _is_of(table: str, archs: tuple[Arch, ...]) -> bool:
 
 
 def specs(wanted: Request, targets: Sequence[Target]) -> list[Spec]:
-    """What dispatch answers to calls of the request, each spec once, in a fixed order. Rows aligned as packs are."""
+    """The specs that dispatch chooses for the request, each once, sorted. Rows are aligned as in packs."""
     found = {spec.slug: spec for spec in _answers(wanted, targets)}
     return [found[slug] for slug in sorted(found)]
 
@@ -115,11 +115,11 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
             try:
                 yield choose_for(problem, group, size, target, strict, visible).spec
             except Infeasible:
-                continue  # dispatch would say so to the caller too
+                continue  # a call would raise, too
 
 
 def compile_mask_kernels(targets: Sequence[Target]) -> int:
-    """The kernels that make masks on these targets, into the cache; how many modules. Errors as `cache.obtain`."""
+    """Compile the kernels that make masks on these targets; returns the number of modules. Errors as `cache.obtain`."""
     archs = {target.archs[0] for target in targets}
     for arch in archs:
         cache.obtain(mask_kernels(arch))
@@ -127,7 +127,7 @@ def compile_mask_kernels(targets: Sequence[Target]) -> int:
 
 
 def compile_all(wanted: Sequence[Spec], workers: int | None = None) -> Iterator[Warmed]:
-    """Each spec's cache entry as it is there, in the order they finish. NoCompilerError and CacheError end it."""
+    """Compile the specs; yields each when it is done. Raises NoCompilerError and CacheError at once."""
 
     def one(spec: Spec) -> Warmed:
         try:

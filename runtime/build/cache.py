@@ -104,10 +104,10 @@ def _name(source: Compilable, digest: str) -> str:
 
 
 def obtain(source: Compilable) -> Entry:
-    """The compiled kernel of `source`: from disk, or compiled now and published for everyone.
+    """The compiled kernel of `source`: from disk, or compiled now and published.
 
-    Where nothing can be compiled (no compiler, or ATTNFORGE_NO_JIT=1), a GPU kernel that another compiler made of
-    the same text counts too: see `ready_made`.
+    If nothing can be compiled (no compiler, or ATTNFORGE_NO_JIT=1), a GPU kernel that another compiler made from the
+    same text is accepted, too: see `ready_made`.
     Raises CompileError, NoCompilerError (also when ATTNFORGE_NO_JIT=1 and it is not on disk) or CacheError.
     """
     try:
@@ -132,9 +132,9 @@ def obtain(source: Compilable) -> Entry:
 def ready_made(source: Compilable) -> Entry | None:
     """The kernel of exactly this text for exactly this GPU architecture by any compiler, the newest release first.
 
-    What an entry says of its compiler and flags must, with our text and launch protocol, give the key that it is
-    filed under: then only the compiler differs, and code for one architecture runs whoever made it. None for the
-    CPU, where `native` in the compiler's identity says which instructions the machine must have.
+    The key of an entry must follow from our text and launch protocol and from the entry's own compiler and flags. Then
+    only the compiler differs, and the code runs on its architecture. None for the CPU: its code depends on the
+    machine's instruction set, which is part of the compiler's identity.
     """
     if not source.arch.is_gpu:
         return None
@@ -266,11 +266,11 @@ def _check_manifest(directory: Path) -> Path:
     return directory
 
 
-# ---- Looking after it
+# ---- Listing and clearing
 
 
 def entries() -> list[Listing]:
-    """Compiled kernels on disk, newest first. Unreadable ones are left out: `obtain` deals with them."""
+    """Compiled kernels on disk, newest first. Unreadable entries are left out; `obtain` rebuilds them."""
     found = []
     for directory in _published():
         with contextlib.suppress(BadEntry, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What can go wrong between a spec and a loaded kernel, as types that carry their evidence."""
+"""Errors between a spec and a loaded kernel; each carries what is needed to find the cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTEXT = 1  # source lines shown on each side of the failing one
 
 
 class NoCompilerError(RuntimeError):
-    """No compiler can be used; the message says what was looked for and how to get one."""
+    """No usable compiler was found; the message names the places searched and the remedy."""
 
 
 class CacheError(RuntimeError):
@@ -39,7 +39,7 @@ class CompileError(RuntimeError):
         super().__init__(self._message())
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions cross process pools; the default rebuilds from the message alone.
+        # Exceptions cross process pools, and the default would rebuild them from the message alone.
         return type(self), (self.spec, self.command, self.source_path, self.log)
 
     def moved_to(self, source_path: Path) -> CompileError:

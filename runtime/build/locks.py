@@ -40,7 +40,7 @@ def lock(name: str) -> Iterator[None]:
             time.sleep(POLL_SECONDS)
         yield
     finally:
-        # A process forked meanwhile holds the same lock: closing our descriptor alone would not release it.
+        # A process forked meanwhile shares the lock: closing our descriptor alone would not release it.
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

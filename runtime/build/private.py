@@ -1,4 +1,4 @@
-"""Directories and files that only this user can write: the cache holds code, so nothing else is touched."""
+"""Directories and files that only this user can write. The cache holds code, so it uses no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Kernels compiled by a
 
 
 class BadEntry(Exception):
-    """A published directory is not what its builder wrote; the message says how."""
+    """A published directory is not what its builder wrote; the message gives the difference."""
 
 
 class Absent(BadEntry):
@@ -27,15 +27,15 @@ class Absent(BadEntry):
 
 
 def root() -> Path:
-    """The cache directory, created 0700 if it is missing. CacheError if it is not private to this user, or if
-    it holds other files: `cache clear` on somebody's home directory must find nothing to clear."""
+    """The cache directory, created with mode 0700 if it is missing. Raises CacheError if it is not private to this
+    user, or if it holds other files, which `cache clear` would delete."""
     path = settings().cache_dir
     make_private(path)
     tag = path / TAG
     if not tag.exists():
         with reporting(path):
             foreign = any(path.iterdir())
-            # Once more: another process may have begun to use the directory between the two looks.
+            # Checked again: another process may have created the tag in between.
             if foreign and not tag.exists():
                 raise CacheError(
                     f"{path} holds files and no {TAG}: it is not a cache; "
@@ -61,7 +61,7 @@ def make_private(path: Path) -> None:
     except FileNotFoundError:
         with reporting(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # another process made it: judge that one
+            with contextlib.suppress(FileExistsError):  # another process created it: check that one
                 path.mkdir(mode=0o700)
             status = path.lstat()
     except OSError as error:

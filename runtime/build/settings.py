@@ -1,4 +1,4 @@
-"""The few environment variables that change what the runtime does, read in one place."""
+"""The environment variables that the runtime reads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COMPILERS = ("auto", "nvcc", "nvrtc")
 
 
 class SettingsError(ValueError):
-    """An environment variable has a value that means nothing; the message names it and what is accepted."""
+    """An environment variable has an invalid value; the message names it and the accepted values."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for."""
+    """The settings in the environment variables."""
 
     cache_dir: Path  # absolute; private to this user (see runtime/build/store.py)
     compiler: str  # of GPU kernels: one of COMPILERS
@@ -33,9 +33,9 @@ class Settings:
 
 
 def settings() -> Settings:
-    """Settings of this moment. Cheap, and re-read on each call, so that a test or a notebook can change them.
+    """The current settings. Read again at each call, so that a test or a notebook can change them.
 
-    Raises SettingsError, a ValueError that names the variable, for a value that means nothing.
+    Raises SettingsError, a ValueError that names the variable, for an invalid value.
     """
     compiler = os.environ.get(COMPILER, "auto").lower()
     if compiler not in COMPILERS:
@@ -62,5 +62,5 @@ def _tables() -> tuple[Path, ...]:
 def _cache_dir() -> Path:
     given = os.environ.get(CACHE_DIR)
     path = Path(given).expanduser() if given else platformdirs.user_cache_path("attnforge", appauthor=False)
-    # Not resolve(): whether the last component is a symbolic link is for the cache to judge.
+    # Not resolve(): the cache refuses a symbolic link, so the last component must be kept.
     return Path.cwd() / path

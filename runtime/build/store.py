@@ -1,13 +1,11 @@
 """Directories of built code on disk: private, published whole, checked on every read.
 
-What makes it safe
+Guarantees
 - A directory is built under `tmp/`, fsynced, and published by one rename: readers see all of it or none.
 - Locks only save duplicate work. A lost, stuck or unsupported lock costs a second compile, never correctness.
-- Nothing is trusted because it exists. The reader's `check` rejects a bad directory, which is then moved
-  aside and rebuilt.
-- What kill -9 leaves behind is one directory under `tmp/`, held by a flock that died with its process; later
-  starts remove it.
-- The cache holds code, so only its owner may write it: the root and its folders are refused otherwise.
+- Every read is checked. The reader's `check` rejects a bad directory, which is then moved aside and rebuilt.
+- kill -9 leaves one directory under `tmp/`, whose flock was released with its process; later starts remove it.
+- The cache holds code: a root or folder that others can write is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ T = TypeVar("T")
 TMP, FAILED = "tmp", "failed"
 STALE_SECONDS = 3600.0  # age at which another host's unfinished build counts as abandoned
 FAILED_KEPT = 64  # sources of failed compiles that are kept, newest first
-ATTEMPTS = 3  # builds of one entry before giving up on a disk that returns something else
+ATTEMPTS = 3  # builds of one entry whose content reads back wrong, before giving up
 
 _NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,199}")
 
@@ -123,7 +121,7 @@ def _build(name: str, build: Callable[[Path], None]) -> None:
 
 
 def publish_probe() -> None:
-    """Do once what publishing does, on an empty directory. CacheError if any of it fails here."""
+    """Perform each step of publishing once, with a probe file. Raises CacheError if a step fails."""
     with reporting(root()), lock("probe"), _staging() as stage:
         (stage / "file").write_bytes(b"probe")
         seal(stage)
@@ -191,7 +189,7 @@ _swept: set[Path] = set()
 def _sweep_one(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Only among processes of one kernel does a lock tell whether the builder lives.
+        # A lock shows whether the builder lives only among processes on one kernel.
         free = try_flock(fd) if path.name.startswith(f"{boot()}-") else None
         if free or (free is None and _age(path) > STALE_SECONDS):
             remove(path)
@@ -229,7 +227,7 @@ def discard(path: Path) -> bool:
 
 
 def _quarantine(path: Path, why: BadEntry) -> None:
-    """Discard a bad entry, with one warning by whoever was first."""
+    """Discard a bad entry. The process that discards it logs a warning."""
     if discard(path):
         log.warning("cache entry %s is bad (%s): rebuilding it", path, why)
 
@@ -237,7 +235,7 @@ def _quarantine(path: Path, why: BadEntry) -> None:
 def _keep_failed(name: str, stage: Path, error: CompileError) -> Path:
     """Move the directory of a failed compile to `failed/`; returns the new path of its source.
 
-    If that fails too, the compile error is still the one to report: its source is gone, its log is not.
+    If that fails, too, the compile error is still reported: its source is lost, but not its log.
     """
     target = folder(FAILED) / f"{name}.{os.urandom(3).hex()}"
     try:

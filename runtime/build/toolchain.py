@@ -27,14 +27,14 @@ from attnforge.runtime.build.compilation import (
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
 from attnforge.runtime.build.settings import settings
 
-# A kernel takes seconds; a compiler that is silent for this long hangs.
+# A kernel takes seconds; a compiler that runs for this long hangs.
 COMPILE_SECONDS = 900
 
 NVCC_FLAGS = ("-cubin", "-O3", "-std=c++17", "--ptxas-options=-v", "-allow-unsupported-compiler")
 # -fno-math-errno lets exp() and sqrt() vectorise; no other relaxation of arithmetic.
 CPU_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno")
 
-# Variables that would change the binary behind the cache key's back.
+# Variables that would change the binary without changing the cache key.
 _DROPPED = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
 
@@ -63,7 +63,7 @@ class Command:
 def run(command: Iterable[str], directory: Path) -> tuple[int, str]:
     """Exit status and output of a compiler run in `directory`; its whole process group dies with the call."""
     env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-    # Temporary files go where the cache sweeps; messages stay in the language that is parsed.
+    # Temporary files go into a directory that the cache sweeps; messages are in English, to be parsed.
     env |= {"TMPDIR": str(directory), "LC_ALL": "C"}
     arguments = list(command)
     try:
@@ -98,12 +98,12 @@ def _text(output: bytes) -> str:
 
 
 def toolchain(arch: Arch) -> Toolchain:
-    """The compiler for `arch` under the current settings. NoCompilerError says what was looked for."""
+    """The compiler for `arch` under the current settings. Raises NoCompilerError with the places searched."""
     return _toolchain(arch, settings().compiler, _environment())
 
 
 def _environment() -> tuple[tuple[str, str], ...]:
-    """The variables the choice depends on: the choice is remembered for as long as they stay."""
+    """The variables that the choice depends on, as the key under which it is kept."""
     names = ("PATH", "CUDA_HOME", "CUDA_PATH", "CXX")
     return tuple((name, os.environ[name]) for name in names if name in os.environ)
 
@@ -158,8 +158,8 @@ def nvcc_toolchain(program: Path, arch: Arch) -> Command:
 
 
 def host_toolchain(env: Mapping[str, str]) -> Command:
-    """The C++ compiler. Its identity holds what `native` resolves to: a home directory may be shared by
-    machines of different kinds, and a kernel for the wrong one dies of an illegal instruction."""
+    """The C++ compiler. Its identity includes the instruction set that `native` means here: machines of different
+    kinds may share a home directory, and code for the wrong one dies of an illegal instruction."""
     program = find_host_compiler(env)
     if program is None:
         looked = f"CXX={env['CXX']}" if env.get("CXX") else "g++, clang++ and c++"
@@ -170,13 +170,13 @@ def host_toolchain(env: Mapping[str, str]) -> Command:
     macros = probe((str(program), "-march=native", "-E", "-dM", "-x", "c++", os.devnull))
     native = hashlib.sha256("\n".join(sorted(macros.splitlines())).encode()).hexdigest()
     version = probe((str(program), "--version")).splitlines()[0]
-    # A library made with a newer C library does not load into an older one.
+    # A library built against a newer C library does not load with an older one.
     identity = f"{version}; {os.confstr('CS_GNU_LIBC_VERSION')}; native {native}"
     return Command(program.name, program, identity, CPU_FLAGS, "kernel.so")
 
 
 def probe(command: tuple[str, ...]) -> str:
-    """Output of a question to a compiler; a compiler that cannot answer cannot be used: NoCompilerError."""
+    """Output of a compiler's version or macro query. Raises NoCompilerError if it fails."""
     env = {name: value for name, value in os.environ.items() if name not in _DROPPED} | {"LC_ALL": "C"}
     try:
         done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)

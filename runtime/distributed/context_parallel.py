@@ -1,15 +1,15 @@
-"""Attention over a sequence that is split over the ranks of a device mesh: `context_parallel`.
+"""`context_parallel`: attention over a sequence that is split over the ranks of a device mesh.
 
 Rank i of W holds rows [i n, (i + 1) n) of q, k and v. With U = gcd(W, key heads) and R = W / U:
 
 - one all-to-all among U ranks turns "all heads of some rows" into "some heads of all their rows", for q, k and v
-  before the kernel and for its output behind it;
-- where the heads do not suffice (R > 1), an all-gather of k and v among R ranks completes the keys, and each of the
-  R computes the rows of its own all-to-all group. Which U ranks form a group is chosen so that early and late rows
-  are mixed: under a causal mask all have the same work.
+  before the kernel and for its output after it;
+- if there are fewer heads than ranks (R > 1), an all-gather of k and v among R ranks completes the keys, and each of
+  them computes the rows of its own all-to-all group. Groups mix early and late rows, so that under a causal mask all
+  ranks have the same work.
 
-A mask stays what it is. Queries keep their order in every group, so an interval of queries remains one; keys only
-change places, and spans are per key. Exchanges run beside the kernels: heads go in `pieces`.
+Masks keep their kind. Queries keep their order in every group, so an interval of queries stays an interval; keys are
+permuted, which spans, being per key, allow. With `pieces` > 1, exchanges overlap with kernels.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def context_parallel(
         x = cp.shard(x, dim=0)                        # this rank's rows of a pack; padded if they do not divide
         out = cp.attention(q, k, v, mask)             # shards in, shard out; the mask is the whole pack's
 
-    heads: ranks that share the heads (U above), a divisor of the mesh size and of the key heads; 1 only gathers
-        keys. None: as many as there can be.
-    pieces: exchanges and kernels overlap in up to this many portions of the heads. 1 does not overlap, and was the
-        fastest on H200s, whose kernels leave no multiprocessor to the exchange (docs/training.md).
-    Raises ValueError for a mesh of more dimensions and for numbers that do not divide, TypeError for what is neither.
+    heads: number of ranks that share the heads (U above), a divisor of the mesh size and of the kv heads; 1 only
+        gathers keys. None: the largest possible number.
+    pieces: number of portions of the heads in which exchanges and kernels overlap. 1 does not overlap, and was the
+        fastest on H200s, whose kernels leave no SM to the exchange (docs/training.md).
+    Raises ValueError for a mesh of more dimensions and for numbers that do not divide, TypeError for wrong types.
     """
     return ContextParallel(device_mesh, heads, pieces)
 
 
 class ContextParallel:
-    """What `context_parallel` returns: `attention` on shards, `shard` and `gather` for everything else."""
+    """The result of `context_parallel`: `attention` on shards; `shard` and `gather` for other tensors."""
 
     def __init__(self, device_mesh: DeviceMesh, heads: int | None, pieces: int) -> None:
         for name, number in (("heads", 1 if heads is None else heads), ("pieces", pieces)):
@@ -76,7 +76,7 @@ class ContextParallel:
         )
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's rows of the whole `x`: ceil(S / W) along `dim`, zeros where the last ranks have none."""
+        """This rank's rows of the whole `x`: ceil(S / W) along `dim`; the last ranks are padded with zeros."""
         total = x.shape[dim]
         rows = -(-total // self.world)
         begin = min(self.rank * rows, total)
@@ -88,9 +88,9 @@ class ContextParallel:
         return torch.cat([mine, zeros], dim)
 
     def gather(self, x: Tensor, dim: int = 0, total: int | None = None) -> Tensor:
-        """The whole of what `shard` cut, on every rank, for a look at it: no gradients flow.
+        """The inverse of `shard`, on every rank, without gradients.
 
-        total: rows of the whole; without it the padding stays.
+        total: number of rows of the whole; without it the padding stays.
         """
         with torch.no_grad():
             first = x.movedim(dim, 0).contiguous()
@@ -138,18 +138,18 @@ class ContextParallel:
         return_lse: bool = False,
         deterministic: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`attnforge.attention` of the whole sequence, of which every rank passes and gets its rows.
+        """`attnforge.attention` of the whole sequence; every rank passes its rows and gets its rows.
 
         q: (B, Hq, n, D); k: (B, Hkv, n, D); v: (B, Hkv, n, Dv): rows [rank n, (rank + 1) n), n the same on all ranks.
         mask: of the whole sequence, the same on all ranks: None, Causal(), or Spans or DenseMask of `total` keys
             (and queries).
-        total: rows of the whole sequence if the last of the W n are padding: these see nothing, are seen by
-            nothing, and their output is zero. Known from Spans; W n otherwise. n must be ceil(total / W).
+        total: number of real rows, if the last of the W n rows are padding: padding sees nothing, is hidden, and its
+            output is zero. Default: the mask's length, else W n. n must be ceil(total / W).
 
         Returns this rank's rows, in the layout and dtype of q; with return_lse also their lse, float32 (B, Hq, n), -inf
         for padding. Both are differentiable; gradients are those of this rank's q, k and v.
-        The first call with a number of key heads may make process groups: call it once before it is compiled.
-        Raises as `attnforge.attention`; ValueError also for shards that do not fit the mask or each other.
+        The first call with a number of kv heads may create process groups: call it once before compiling.
+        Raises as `attnforge.attention`; ValueError also for shards that do not match the mask or each other.
         """
         expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
         if torch.is_autocast_enabled(q.device.type):

@@ -1,6 +1,6 @@
-"""Attention on DTensors: each rank computes its batch entries and heads, and nothing is sent.
+"""Attention on DTensors, as tensor parallelism makes them: each rank computes its batch entries and heads.
 
-`attnforge.attention` comes here when it gets DTensors (torch.distributed.tensor), as tensor parallelism makes them.
+`attnforge.attention` calls `attention_on_dtensors` if q, k or v is a DTensor. There is no communication.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def attention_on_dtensors(
     """`attnforge.attention` of DTensors (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), differentiable.
 
     attention: computes the local part, `attnforge.attention`.
-    q, k, v: on one mesh with the same placements, each of them Replicate(), Shard(0) or Shard(1). Where heads are
-        sharded, their ranks divide Hkv, so that each rank has the key heads of its query heads.
-    mask: as for `attention`, of the whole problem and of plain tensors on the rank's device. Of a DenseMask with a
-        plane a batch entry or head each rank takes its part.
+    q, k, v: on one mesh with the same placements, each of them Replicate(), Shard(0) or Shard(1). If heads are
+        sharded, the number of ranks divides Hkv, so that each rank has the kv heads of its query heads.
+    mask: as for `attention`, for the whole problem, made of plain tensors on the rank's device. Each rank uses its
+        planes of a DenseMask with one plane per batch entry or head.
 
-    Returns out, with return_lse also lse, as DTensors with the placements of q. No communication, either way.
+    Returns out, with return_lse also lse, as DTensors with the placements of q.
     Raises TypeError or ValueError naming the argument.
     """
     mesh, placements = _common(q, k, v)

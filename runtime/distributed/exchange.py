@@ -15,7 +15,7 @@ from attnforge.runtime import ops
 from attnforge.runtime.distributed.shards import Layout
 from attnforge.runtime.masks import DenseMask
 
-# torch 2.13 renamed both, and warns of the names that 2.10 to 2.12 know.
+# torch 2.13 renamed both, and warns about the names of 2.10 to 2.12.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -41,7 +41,7 @@ class _Piece(NamedTuple):
 
 
 def _cut(heads_q: int, heads_kv: int, pieces: int) -> list[_Piece]:
-    """Up to `pieces` portions: whole groups of query heads if there are enough key heads, else parts of groups."""
+    """Up to `pieces` portions: whole groups of query heads if there are enough kv heads, else parts of groups."""
     group = heads_q // heads_kv
 
     def edges(count: int, parts: int) -> list[int]:
@@ -59,7 +59,7 @@ def _cut(heads_q: int, heads_kv: int, pieces: int) -> list[_Piece]:
 
 
 class _Flight:
-    """A collective under way. `land` makes the current stream wait for it and gives the result."""
+    """A running collective. `land` makes the current stream wait for it and returns the result."""
 
     def __init__(self, result: Tensor, work: Any, source: Tensor | None = None) -> None:
         self._result, self._work, self._source = result, work, source
@@ -76,7 +76,7 @@ def _exchange(x: Tensor, group: Any) -> _Flight:
     if group is None:
         return _Flight(x, None)
     if torch.compiler.is_compiling():
-        # Traces take functional collectives only; the compiler then says when to wait.
+        # Compiled code needs functional collectives; the compiler inserts the waits.
         return _Flight(functional.all_to_all_single(x, None, None, group), None)
     result = torch.empty_like(x)
     return _Flight(result, dist.all_to_all_single(result, x, group=group, async_op=True), x)
@@ -99,7 +99,7 @@ def _heads_view(x: Tensor) -> Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """Exchanges and kernels, both ways. `u` in the names of tensors: laid out by rows, heads shared."""
+    """Exchanges and kernels, forward and backward. Names with `u`: tensors with shared heads, laid out by rows."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
@@ -173,14 +173,14 @@ def _return_rows(x: Tensor, shared: int, group: Any) -> _Flight:
 
 
 def _like(q: Tensor, dim: int) -> Tensor:
-    """A new tensor in the layout of q (B, H, n, D) with `dim` columns; packed if q's does not say."""
+    """A new tensor in the layout of q (B, H, n, D) with `dim` columns; packed if `dim` differs from D."""
     if dim == q.shape[3]:
         return torch.empty_like(q)
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dim).transpose(1, 2)
 
 
 def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
-    """The mask of a piece: of a dense one with a plane for each of all `heads` query heads, their planes."""
+    """The mask of a piece: of a DenseMask with one plane per query head, the planes of the piece's heads."""
     if not isinstance(call.mask, DenseMask):
         return call.mask
     group = call.layout.among_heads

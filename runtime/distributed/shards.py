@@ -12,16 +12,16 @@ from attnforge.runtime.masks import DenseMask, Spans
 
 
 class Layout(NamedTuple):
-    """Who does what, for one U. A block is the n rows that one rank holds."""
+    """Process groups and the distribution of rows, for one U. A block is the n rows of one rank."""
 
     among_heads: Any  # process group of the all-to-all, None if U is 1
     among_rows: Any  # process group of the all-gather, None if R is 1
     queries: tuple[int, ...]  # blocks whose queries this rank computes, ascending
-    keys: tuple[int, ...]  # blocks as they lie one after the other once the keys are gathered
+    keys: tuple[int, ...]  # blocks in the order of the gathered keys
 
 
 def make_layout(group: Any, shared: int) -> Layout:
-    """Groups are made by their members alone: other parts of the job need not take part."""
+    """Create the layout. Only the members of a process group take part in creating it."""
     ranks = dist.get_process_group_ranks(group)
     world = len(ranks)
     queries, neighbours, keys = divide(world, shared, dist.get_rank(group))
@@ -33,7 +33,7 @@ def make_layout(group: Any, shared: int) -> Layout:
 
 
 def divide(world: int, shared: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(all-to-all group of a rank, its all-gather group, blocks of keys in the order they are gathered)."""
+    """(all-to-all group of a rank, its all-gather group, blocks of keys in the order of the gathered keys)."""
     gathered = world // shared
 
     def team(block: int) -> int:
@@ -42,25 +42,25 @@ def divide(world: int, shared: int, rank: int) -> tuple[tuple[int, ...], tuple[i
         return place if turn % 2 == 0 else gathered - 1 - place
 
     teams = [tuple(block for block in range(world) if team(block) == t) for t in range(gathered)]
-    # One of each team, all at the same place of theirs: they have the same heads.
+    # One rank of each team, at the same place of its team: they have the same heads.
     first = rank // gathered * gathered
     neighbours = tuple(range(first, first + gathered))
     return teams[team(rank)], neighbours, tuple(b for block in neighbours for b in teams[team(block)])
 
 
 def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int) -> Spans:
-    """Of `total` real rows, the rest padding: the queries of some blocks in order, and keys as blocks list them."""
+    """The mask between the queries of the blocks `queries` and the keys of the blocks `keys`; `total` rows are real."""
     device = mask.device
     first = torch.tensor(queries, device=device)[None] * rows
 
     def count(position: Tensor) -> Tensor:
-        """Queries of ours before a position: what it is among ours."""
+        """Number of this rank's queries before a position."""
         return (position.clamp(0, total)[:, None] - first).clamp(0, rows).sum(1)
 
     padding = torch.zeros(len(keys) * rows - total, dtype=torch.int32, device=device)
     order = rows_of(keys, rows, device)
     starts, ends = (torch.cat([count(x).to(torch.int32), padding])[order] for x in mask.data)
-    # The blocks of a rank are early and late ones: its queries see about as many keys as all do.
+    # A rank has early and late blocks, so its queries see about as many keys as all queries do.
     return Spans(starts, ends, visible_keys=mask.visible_keys)
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, what will be used, and what to do about what is missing."""
+"""`doctor`: what this machine has, what attnforge will use, and how to repair what is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fuse.sshf
 
 
 def report() -> list[Finding]:
-    """Look at everything; about a second, two tiny compiles, nothing changed outside the cache."""
+    """Run all checks: about a second and two tiny compiles. Writes to the cache only."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
         _torch,
@@ -39,9 +39,9 @@ def report() -> list[Finding]:
         name = check.__name__.strip("_").replace("_", " ")
         try:
             findings += check()
-        except Exception as error:  # a broken machine must not silence the checks after this one
+        except Exception as error:  # a failed check must not hide the checks after it
             findings.append(failed(name, error))
-    return list(dict.fromkeys(findings))  # a bad setting stops several checks, and is one thing to repair
+    return list(dict.fromkeys(findings))  # a bad setting fails several checks, but is one finding
 
 
 def _python() -> Iterator[Finding]:
@@ -72,9 +72,7 @@ def _gpus() -> Iterator[Finding]:
         remedy = ""
         if Path("/dev/nvidia0").exists() and torch.version.cuda is None:
             remedy = "there is an NVIDIA GPU: install a CUDA build of torch to use it"
-        yield Finding(
-            "GPU", WARNING if remedy else INFO, "none that torch sees: kernels run on the CPU", remedy
-        )
+        yield Finding("GPU", WARNING if remedy else INFO, "torch sees none: kernels run on the CPU", remedy)
         return
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -85,7 +83,7 @@ def _gpus() -> Iterator[Finding]:
         try:
             yield Finding(f"GPU {index}", OK, f"{what}; kernels for {kernels.target(device).value}")
         except ValueError as error:
-            yield Finding(f"GPU {index}", WARNING, f"{what}; no kernels for it", str(error))
+            yield Finding(f"GPU {index}", WARNING, f"{what}; not supported", str(error))
 
 
 def _cache() -> Iterator[Finding]:
@@ -104,7 +102,7 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", WARNING, value, f"free some space, or set {CACHE_DIR} to a larger disk")
     elif kind in NETWORK:
         yield Finding(
-            "cache", WARNING, value, f"a network disk is slow to start from: set {CACHE_DIR} to a local one"
+            "cache", WARNING, value, f"starts are slow from a network disk: set {CACHE_DIR} to a local one"
         )
     else:
         yield Finding("cache", OK, value)
@@ -128,7 +126,7 @@ def _launcher() -> Iterator[Finding]:
     if (settings().cache_dir / name).is_dir():
         yield Finding("launcher", OK, f"built ({name})")
     else:
-        yield Finding("launcher", INFO, "not built yet: the first call does it, in about half a minute")
+        yield Finding("launcher", INFO, "not built yet: the first call builds it, in about half a minute")
 
 
 def _tuned() -> Iterator[Finding]:
@@ -144,8 +142,8 @@ def _tuned() -> Iterator[Finding]:
             holding = [str(place) for place in tables.folders() if tables.load(name, place)]
             yield Finding("tuned table", OK, f"{count} entries for {name} ({', '.join(holding)})")
         else:
-            remedy = "run `python cli.py search` once to find this device's fastest kernels"
-            yield Finding("tuned table", WARNING, f"none for {name}: kernels are chosen by rule", remedy)
+            remedy = "run `attnforge search` once to find the fastest kernels for this device"
+            yield Finding("tuned table", WARNING, f"none for {name}: kernels are first guesses", remedy)
 
 
 def _environment() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What `doctor` asks of the driver and the compilers: do they make kernels, and does the driver run what they make?"""
+"""`doctor`: checks of the driver and the compilers: can they compile kernels, and can the driver run the result?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def driver() -> Iterator[Finding]:
     if module.exists():
         text = f"{module.read_text().strip()}, {text}"
     if version < OVERLAP:
-        text += "; its backward on Hopper is a little slower than with one for CUDA 12.3, which lets kernels overlap"
+        text += "; a driver for CUDA 12.3 or newer overlaps kernel launches and makes Hopper's backward a little faster"
     yield Finding("driver", OK, text)
 
 
@@ -47,7 +47,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def cuda_compiler() -> Iterator[Finding]:
-    """What makes GPU kernels: a tiny one is compiled."""
+    """The compiler of GPU kernels, checked by compiling a tiny kernel."""
     env = dict(os.environ)
     nvcc, library = toolchain.find_nvcc(env), nvrtc.find(env)
     yield Finding("nvcc", OK if nvcc else INFO, str(nvcc or toolchain.NVCC_PLACES))
@@ -72,16 +72,16 @@ def cuda_compiler() -> Iterator[Finding]:
         yield Finding(
             "GPU kernels",
             FAILURE,
-            f"the compiler is of CUDA {made[0]}.{made[1]}, the driver supports up to {runs[0]}.{runs[1]}",
+            f"the compiler is CUDA {made[0]}.{made[1]}'s, but the driver supports up to {runs[0]}.{runs[1]}",
             f"update the driver, or install nvidia-cuda-nvcc of CUDA {runs[0]}",
         )
 
 
 def _why(name: str) -> str:
-    asked = settings().compiler
-    if asked != "auto":
-        return f"{COMPILER}={asked}"
-    return "found it and gcc" if name == "nvcc" else "there is no nvcc with a gcc"
+    setting = settings().compiler
+    if setting != "auto":
+        return f"{COMPILER}={setting}"
+    return "nvcc and gcc were found" if name == "nvcc" else "nvcc or gcc was not found"
 
 
 def cuda_release(identity: str) -> tuple[int, int] | None:
@@ -91,7 +91,7 @@ def cuda_release(identity: str) -> tuple[int, int] | None:
 
 
 def host_compiler() -> Iterator[Finding]:
-    """What makes CPU kernels: a tiny library is compiled and loaded."""
+    """The compiler of CPU kernels, checked by compiling and loading a tiny library."""
     try:
         tool = toolchain.host_toolchain(os.environ)
         with tempfile.TemporaryDirectory() as name:
@@ -128,7 +128,7 @@ def _try(tool: compilation.Toolchain, name: str, text: str, directory: Path) -> 
 
 
 def _target() -> Arch:
-    """Architecture that kernels will be made for here: the first GPU's, else the CPU."""
+    """The architecture that kernels are compiled for here: the first GPU's, else the CPU."""
     import torch
 
     from attnforge.runtime import kernels

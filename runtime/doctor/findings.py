@@ -1,4 +1,4 @@
-"""One line of what `doctor` finds, and the line that an error becomes."""
+"""A finding of `doctor`, and the conversion of an error to one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
 
 
 def failed(name: str, error: Exception) -> Finding:
-    """FAILURE of the check `name`. The errors of this package end with their remedy, after a semicolon."""
+    """The finding of a check that raised `error`. Errors of this package end with "; " and their remedy."""
     if isinstance(error, CompileError):
         return Finding(name, FAILURE, str(error), "repair the compiler, or choose another one")
     if isinstance(error, SettingsError):

@@ -1,7 +1,7 @@
-"""A policy of selective activation checkpointing: keep what attention returned, recompute the rest.
+"""A policy of selective activation checkpointing: keep the results of attention, recompute the rest.
 
-Plain checkpointing runs every layer's forward again before its backward. What is cheap to keep and dear to compute
-again is attention's output with its lse: one hidden state and one float32 a head and row.
+Plain checkpointing runs a layer's forward again before its backward. Attention's out and lse are expensive to compute
+again and cheap to keep: one hidden state, and one float32 per head and row.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from attnforge.runtime.native.launcher import launcher
 
 
 def save_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts under which `attnforge.attention` runs once, not again when a layer is recomputed.
-
-    It is a `context_fn`:
+    """A `context_fn` under which `attnforge.attention` does not run again when a layer is recomputed.
 
         checkpoint(layer, x, use_reentrant=False, context_fn=attnforge.save_attention)
         checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=attnforge.save_attention)
 
-    The second composes with FSDP: wrap first, then shard. torch offers no `context_fn` for reentrant checkpoints
-    and says so. To keep other operators too, give `create_selective_checkpoint_contexts` a policy of your own that
-    asks `save_attention_policy` first.
+    The second composes with FSDP: wrap first, then shard. torch refuses a `context_fn` for reentrant checkpoints. To
+    keep other results too, give `create_selective_checkpoint_contexts` a policy that calls `save_attention_policy` for
+    the operators that it does not handle.
     """
     launcher()  # the operator must exist to be recognised
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(save_attention_policy)

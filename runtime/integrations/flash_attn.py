@@ -1,6 +1,6 @@
 """`flash_attn_func` and `flash_attn_varlen_func`: the signatures and semantics of flash-attn 2, on our kernels.
 
-What we do not have (dropout, softcap, ALiBi, paged keys) raises a ValueError that names the argument.
+Unsupported features (dropout, softcap, ALiBi, paged keys) raise a ValueError that names the argument.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from attnforge.runtime.inputs import expect_integers, expect_layout
 from attnforge.runtime.masks import Causal, Spans, load_operators
 from attnforge.runtime.ops import attention
 
-# Of flash-attn: out, or with return_attn_probs (out, lse, None), as it keeps no probabilities without dropout.
+# As flash-attn: out, or with return_attn_probs (out, lse, None); without dropout it has no probabilities.
 Result = Any
 
-_KEPT = 4  # windows; a model has one or two
+_KEPT = 4  # masks of windows; a model uses one or two
 
 
 def flash_attn_func(
@@ -34,14 +34,13 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention of q (B, Sq, Hq, D) on k, v (B, Sk, Hkv, D) -> (B, Sq, Hq, D), differentiable, uncopied.
+    """Attention of q (B, Sq, Hq, D) on k, v (B, Sk, Hkv, D) -> (B, Sq, Hq, D), differentiable, without copies.
 
-    causal: bottom-right aligned, key j is visible to query i when j <= i + Sk - Sq; a row that sees no key
-        gives zeros.
+    causal: bottom-right aligned: key j is visible to query i if j <= i + Sk - Sq. A row that sees no key gives zeros.
     window_size: (left, right), key j is visible when i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1: no limit.
     return_attn_probs: return (out, lse, None), lse float32 (B, Hq, Sq), differentiable.
-    Dtypes, head dims and GQA as in `attnforge.attention`, which raises for what it cannot take.
-    Raises ValueError, or TypeError, naming an argument with a value that is not supported.
+    Dtypes, head dims and GQA as in `attnforge.attention`.
+    Raises ValueError or TypeError naming an unsupported argument.
     """
     _refuse(dropout_p, softcap, alibi_slopes)
     expect_layout("(batch, seq, heads, head_dim)", q=q, k=k, v=v)
@@ -74,16 +73,14 @@ def flash_attn_varlen_func(
     """Attention inside documents that are packed end to end: q (Tq, Hq, D), k, v (Tk, Hkv, D) -> (Tq, Hq, D).
 
     cu_seqlens_q, cu_seqlens_k: int32 (documents + 1) on the device of q; document d has the queries
-        cu_seqlens_q[d] to cu_seqlens_q[d + 1] and the keys likewise. They are never read on the host. Each call
-        makes its mask of them, a few microseconds of the device's time; where all layers of a step have the same
-        documents, one attnforge.Spans for all of them is cheaper.
-    causal: bottom-right aligned in each document. Rows that see no key, also those behind the last document,
-        give zeros.
+        cu_seqlens_q[d] to cu_seqlens_q[d + 1], and the keys likewise. They are not read on the host. Each call makes
+        a mask from them on the device, in a few microseconds; one attnforge.Spans for all layers of a step saves that.
+    causal: bottom-right aligned in each document. Rows that see no key, and rows after the last document, give zeros.
     window_size: as for `flash_attn_func`, in each document.
     return_attn_probs: return (out, lse, None), lse float32 (Hq, Tq), differentiable.
-    max_seqlen_q, max_seqlen_k: not needed here, and not looked at.
+    max_seqlen_q, max_seqlen_k: ignored.
 
-    Raises ValueError, or TypeError, naming an argument with a value that is not supported.
+    Raises ValueError or TypeError naming an unsupported argument.
     """
     _refuse(dropout_p, softcap, alibi_slopes)
     if block_table is not None:
@@ -107,14 +104,14 @@ def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> No
 
 
 class Sides(NamedTuple):
-    """Keys that a query sees beside the one on its diagonal, bottom-right aligned; -1: all on that side."""
+    """Number of visible keys left and right of a query's diagonal, bottom-right aligned; -1: no limit."""
 
     left: int
     right: int
 
 
 def sides_of(causal: bool, window_size: tuple[int, int]) -> Sides:
-    """flash-attn's arguments: any negative size is all, and causal is nothing to the right."""
+    """The sides of flash-attn's arguments: a negative size is no limit, causal is 0 on the right."""
     if type(window_size) is not tuple or len(window_size) != 2:
         expect_integers("window_size", window_size, "(left, right), two integers")
         if len(window_size) != 2:
@@ -124,12 +121,12 @@ def sides_of(causal: bool, window_size: tuple[int, int]) -> Sides:
 
 
 def band(seq_q: int, seq_k: int, sides: Sides, device: torch.device) -> Causal | Spans | None:
-    """The mask of unpacked sequences; of windows once for the same lengths, as far as that may be kept."""
+    """The mask of unpacked sequences. Masks of windows are kept for the next call with the same lengths."""
     if sides.left < 0 and sides.right <= 0:
         return Causal() if sides.right == 0 else None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    # A trace and a mode such as FakeTensorMode make tensors that mean nothing outside, a CUDA graph such that it owns.
+    # Tensors made in a trace, under FakeTensorMode or while a CUDA graph is captured must not be kept.
     passing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if passing or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return _make_band(seq_q, seq_k, sides, device)
@@ -158,9 +155,9 @@ def documents(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Spans:
-    """The mask of packed documents, made on the device of cu_q, cu_k int32 (documents + 1) without a host sync.
+    """The mask of packed documents, made on the device from cu_q, cu_k int32 (documents + 1) without a host sync.
 
-    total_q, total_k: rows of q and of k; what lies behind the last document sees and is seen by nothing.
+    total_q, total_k: rows of q and of k. Rows after the last document see nothing and are hidden.
     Raises ValueError naming cu_seqlens_q or cu_seqlens_k.
     """
     _check(cu_q, cu_k)

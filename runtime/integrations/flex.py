@@ -1,8 +1,7 @@
-"""FlexAttention's call on our kernels: `flex_attention`, and `from_block_mask`, which turns a BlockMask into a mask.
+"""FlexAttention's call on our kernels: `flex_attention`, and `from_block_mask`, which converts a BlockMask.
 
-A mask_mod is a function of single pairs; what we need is, for each key, the interval of queries that see it. The
-BlockMask says which blocks are empty and which are full, so only the partial ones are evaluated, all of their pairs:
-what comes out is exact, not a guess from samples. It is done once per BlockMask.
+A mask_mod is a function of one pair; our kernels need the interval of queries that see each key. The BlockMask lists
+its full and partial blocks, so all pairs of the partial blocks are evaluated, once per BlockMask. The result is exact.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from attnforge.runtime.inputs import expect_layout
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.ops import Mask, attention
 
-CHUNK = 1 << 24  # pairs that are evaluated at a time
-DENSE_BYTES = 1 << 30  # of a dense mask that is made of a BlockMask; above it is an error
+CHUNK = 1 << 24  # pairs evaluated at a time
+DENSE_BYTES = 1 << 30  # largest dense mask that a BlockMask is converted to
 
 _known: weakref.WeakKeyDictionary[BlockMask, Mask] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -40,11 +39,11 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), where the mask is all there is to it.
+    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), for masks without a score_mod.
 
-    block_mask: see `from_block_mask`; converted at its first use, then kept with it.
-    kernel_options: of torch's kernels; they change no result and are not looked at.
-    return_lse, return_aux: natural log; differentiable.
+    block_mask: converted by `from_block_mask` at its first use; the result is kept with it.
+    kernel_options: ignored; they are for torch's kernels and do not change results.
+    return_lse, return_aux: lse is the natural logarithm; differentiable.
     Raises ValueError for a score_mod, for max_scores, for a BlockMask of other lengths, and as `attention`.
     """
     if score_mod is not None:
@@ -71,10 +70,10 @@ def flex_attention(
 def from_block_mask(block_mask: BlockMask) -> Mask:
     """The mask of a BlockMask: None (everything is visible), Causal(), Spans, or a DenseMask.
 
-    Spans if one interval of queries sees each key, in every batch entry and head: documents, causal, prefix,
-    window and noise masks are such. Else a DenseMask if it takes at most DENSE_BYTES. Costs an evaluation of the
-    partial blocks and a host sync at the first call, nothing later. Under torch.compile call it outside.
-    Raises TypeError for anything else, ValueError if the mask is neither.
+    Spans if one interval of queries sees each key, the same in every batch entry and head: documents, causal, prefix,
+    window and noise masks. Else a DenseMask of at most DENSE_BYTES. The first call evaluates the partial blocks and
+    synchronises with the host; later calls are free. Call it outside compiled code.
+    Raises TypeError for anything but a BlockMask, ValueError if the DenseMask would be too large.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask: got {type(block_mask).__name__}, expected torch's BlockMask or None")
@@ -112,7 +111,7 @@ def _convert(mask: BlockMask) -> Mask:
 
 
 def _planes(mask: BlockMask) -> Iterator[_Blocks]:
-    """Blocks of each batch entry and head of the BlockMask; one plane stands for all where it has one."""
+    """Blocks of each batch entry and head of the BlockMask; a broadcast axis has one plane."""
     batch, heads, rows = mask.kv_num_blocks.shape
     columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
 
@@ -121,7 +120,7 @@ def _planes(mask: BlockMask) -> Iterator[_Blocks]:
             return torch.zeros(rows, columns, dtype=torch.bool, device=mask.kv_num_blocks.device)
         place = torch.arange(index.shape[-1], device=index.device)
         listed = place[None] < count[b, h, :, None]
-        # One column more takes what lies behind the lists.
+        # Entries after the end of a list go to an extra column.
         target = torch.where(listed, index[b, h].long(), columns)
         found = torch.zeros(rows, columns + 1, dtype=torch.bool, device=index.device)
         return found.scatter_(1, target, True)[:, :columns]
@@ -134,11 +133,11 @@ def _planes(mask: BlockMask) -> Iterator[_Blocks]:
 
 
 def _evaluate(mask: BlockMask, plane: _Blocks) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(rows (n, Q), columns (n, K), visible (n, Q, K)) of partial blocks; what lies outside the lengths is hidden."""
+    """(rows (n, Q), columns (n, K), visible (n, Q, K)) of partial blocks; pairs beyond the lengths are hidden."""
     (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
     device = plane.partial.device
     if not plane.partial.shape[0]:
-        return  # a mask_mod that indexes tensors takes no empty ones under vmap
+        return  # under vmap, a mask_mod that indexes tensors fails for empty ones
     call = torch.vmap(mask.mask_mod, in_dims=(None, None, None, 0))
     call = torch.vmap(call, in_dims=(None, None, 0, None))
     call = torch.vmap(call, in_dims=(None, None, 0, 0))
@@ -147,19 +146,19 @@ def _evaluate(mask: BlockMask, plane: _Blocks) -> Iterator[tuple[Tensor, Tensor,
         row = part[:, :1] * size_q + torch.arange(size_q, device=device)
         column = part[:, 1:] * size_k + torch.arange(size_k, device=device)
         inside = (row < seq_q)[:, :, None] & (column < seq_k)[:, None, :]
-        # A mask_mod indexes vectors of these lengths.
+        # A mask_mod may index vectors of these lengths.
         at = (x.clamp(max=size - 1).to(torch.int32) for x, size in ((row, seq_q), (column, seq_k)))
         yield row, column, call(batch, head, *at) & inside
 
 
 def _intervals(mask: BlockMask, plane: _Blocks) -> tuple[Tensor, Tensor, Tensor]:
-    """(starts, ends int32 (seq_k), whether they are the mask: bool, on the device)."""
+    """(starts, ends int32 (seq_k), bool on the device: whether these intervals are the mask)."""
     (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
     device = plane.full.device
     first_row = torch.arange(plane.full.shape[0], device=device) * size_q
     last_row = (first_row + size_q).clamp(max=seq_q)
     full = plane.full
-    # Of full blocks, per block of keys; then per key.
+    # First of the full blocks, per block of keys; then of the partial ones, per key.
     count = (full * (last_row - first_row)[:, None]).sum(0).repeat_interleave(size_k)
     first = torch.where(full, first_row[:, None], seq_q).amin(0).repeat_interleave(size_k)
     last = torch.where(full, last_row[:, None], 0).amax(0).repeat_interleave(size_k)

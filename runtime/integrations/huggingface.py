@@ -11,7 +11,7 @@ from attnforge.runtime.ops import Mask, attention
 
 NAME = "attnforge"
 
-# Arguments that models pass to attention functions and that change the result. All others are for other kernels.
+# Arguments of models that change the result and that we do not support. The other ones are for other kernels.
 _UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sinks", "head_mask")
 
 
@@ -21,22 +21,22 @@ def register_huggingface() -> None:
         attnforge.register_huggingface()
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnforge", dtype=torch.bfloat16)
 
-    Masks are those that transformers makes for SDPA: none where full or causal says it all, else bool, one for
-    the whole model: padding, sliding windows, packed sequences. A second call changes nothing. Raises ImportError
-    without transformers, RuntimeError with one that is too old.
+    Masks are those that transformers makes for SDPA: none if full or causal is enough, else one bool mask for the
+    whole model (padding, sliding windows, packed sequences). A second call changes nothing. Raises ImportError
+    without transformers, RuntimeError if it is too old.
     """
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
-        import transformers  # its own ImportError says that it is missing
+        import transformers  # raises a clear ImportError if it is missing
 
         raise RuntimeError(
             f"register_huggingface: transformers {transformers.__version__} has no interface to register attention "
             "and masks with; install transformers>=4.53"
         ) from error
     AttentionInterface.register(NAME, attention_forward)
-    # Without it, models would be given no mask at all.
+    # Without it, models would pass no mask at all.
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
@@ -54,8 +54,8 @@ def attention_forward(
     """transformers' attention function: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D) -> (B, Sq, Hq, D), no weights.
 
     attention_mask: bool (B or 1, 1 or Hq, Sq, Sk), True = visible; None: causal if the module is and there is
-    more than one query, else everything. Raises ValueError for dropout, for masks that are added, and for
-    arguments that change the scores in ways that we do not have.
+    more than one query, else full. Raises ValueError for dropout, additive masks, and unsupported arguments that
+    change the scores.
     """
     if dropout:
         raise ValueError(
@@ -70,7 +70,7 @@ def attention_forward(
     if attention_mask is not None:
         mask = DenseMask(_bool(attention_mask)[..., : key.shape[2]])
     elif query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        # Queries from the first key on: with more keys than queries, what is behind is a cache not filled yet.
+        # Queries start at the first key: keys after the last query are an unfilled part of the cache.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         mask = Causal()
     return attention(query, key, value, mask, scale=scaling).transpose(1, 2), None
@@ -79,6 +79,6 @@ def attention_forward(
 def _bool(mask: Tensor) -> Tensor:
     if mask.dtype.is_floating_point:
         raise ValueError(
-            f"attention_mask: got {mask.dtype}, a mask that is added; pass a bool one, True where a key is visible"
+            f"attention_mask: got {mask.dtype}, an additive mask; pass a bool mask, True where a key is visible"
         )
     return mask.bool()

@@ -1,8 +1,7 @@
 """`attnforge.sdpa()`, `enable()` and `disable()`: torch's scaled_dot_product_attention on our kernels.
 
-What is replaced is the attribute of torch.nn.functional, so for the whole process: code that did
-`from torch.nn.functional import scaled_dot_product_attention` before keeps torch's. A call that we cannot take
-goes to torch, and the log (logger "attnforge") says why, once per reason.
+They replace the attribute of torch.nn.functional, for the whole process. Code that imported the function by name
+before keeps torch's. torch runs a call that we do not support, and the logger "attnforge" gives each reason once.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ logger = logging.getLogger("attnforge")
 _lock = threading.RLock()
 _enabled = False  # by enable()
 _depth = 0  # open sdpa() blocks, of all threads
-_current: Any = None  # the replacement that takes calls; one that somebody else has wrapped may outlive it
-_original: Any = None  # what it replaced
+_current: Any = None  # the active replacement; code that wrapped it may still hold it later
+_original: Any = None  # the function that it replaced
 _told: set[str] = set()
 
 
 def enable() -> None:
-    """Send F.scaled_dot_product_attention to our kernels, until `disable()`; a second call changes nothing.
+    """Run F.scaled_dot_product_attention on our kernels until `disable()`; a second call changes nothing.
 
-    Taken: no mask, bool masks, is_causal with as many queries as keys, torch's causal_lower_right, enable_gqa,
-    scale; dtypes and head dims that there are kernels for. Torch runs the rest: masks that are added, dropout,
-    is_causal with unequal lengths (which torch aligns top-left), tensor subclasses, torch.func transforms,
-    TorchScript, other shapes, strides, dtypes and devices. sdpa_kernel() has no say over what we take, but for calls
-    to which it leaves no backend of torch's, or only the one for math (which has second derivatives).
-    The `__torch_function__` of a tensor subclass gets torch's own function, that of a mode the one of ours.
+    Supported: no mask, bool masks, is_causal with as many queries as keys, torch's causal_lower_right, enable_gqa,
+    scale, and the dtypes and head dims of our kernels. torch runs the rest: additive masks, dropout, is_causal with
+    unequal lengths (which torch aligns at the top left), tensor subclasses, torch.func transforms, TorchScript, other
+    shapes, strides, dtypes and devices. torch also runs calls for which sdpa_kernel() allows no backend, or only math
+    (which has second derivatives); otherwise sdpa_kernel() does not affect our kernels.
+    The `__torch_function__` of a tensor subclass receives torch's own function, that of a mode ours.
     """
     global _enabled
     with _lock:
@@ -49,7 +48,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo `enable()`. Blocks of `sdpa()` that are still open keep ours."""
+    """Undo `enable()`. Open `sdpa()` blocks keep our kernels."""
     global _enabled
     with _lock:
         _enabled = False
@@ -58,10 +57,10 @@ def disable() -> None:
 
 @contextmanager
 def sdpa() -> Iterator[None]:
-    """As `enable()`, for the block; blocks nest, and threads may overlap: the last to leave restores torch.
+    """As `enable()`, for the block. Blocks nest, also across threads: leaving the last one restores torch.
 
-    Gradients of what was computed inside may be taken outside. With activation checkpointing keep backward()
-    inside too: it calls scaled_dot_product_attention again, and both calls must go the same way.
+    backward() may run outside the block, except with activation checkpointing: it calls
+    scaled_dot_product_attention again, and both calls must run the same kernels.
     """
     global _depth
     with _lock:
@@ -76,21 +75,21 @@ def sdpa() -> Iterator[None]:
 
 
 def _update() -> None:
-    """Install or remove the replacement as the state wants it. The lock is held."""
+    """Install or remove the replacement, as `_enabled` and `_depth` require. The lock is held."""
     global _current, _original
     wanted = _enabled or _depth > 0
     if wanted and _current is None:
         _original, _current = _replacement(F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = _current
     elif not wanted and _current is not None:
-        # Whoever wrapped ours meanwhile keeps the wrapper: ours passes calls on from now.
+        # If other code wrapped ours meanwhile, its wrapper stays, and ours forwards calls to torch.
         if F.scaled_dot_product_attention is _current:
             F.scaled_dot_product_attention = _original
         _current = _original = None
 
 
 def _replacement(original: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """`original` and its replacement; where `original` is a replacement already, what that replaces and itself."""
+    """(torch's function, its replacement) for `original`, which may be either of them."""
     for theirs, ours in _replacements:
         if original is theirs or original is ours:
             return theirs, ours
@@ -100,7 +99,7 @@ def _replacement(original: Callable[..., Tensor]) -> tuple[Callable[..., Tensor]
     return original, ours
 
 
-# Never shrinks: torch's tables know functions by their ids, and a trace guards on the function that it has seen.
+# Never shrinks: torch's tables identify functions by id, and compiled code guards on the function that it traced.
 _replacements: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = []
 
 
@@ -147,10 +146,10 @@ def _make_replacement(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def _overridden(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any, **named: Any
     ) -> Tensor:
-        """A call that a mode or a tensor subclass has a say in (`__torch_function__`)."""
+        """A call with an active mode or a tensor subclass (`__torch_function__`)."""
         tensors = (query, key, value, attn_mask)
         if not torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0:
-            # A mode gets ours, and calls it again: as long as one is active, set_default_device's say.
+            # A mode, such as set_default_device's, receives our function and calls it again.
             result: Tensor = handle_torch_function(
                 scaled_dot_product_attention, tensors, *tensors, *rest, **named
             )
@@ -177,9 +176,9 @@ def _causal_bias(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """torch.nn.attention.bias.CausalBias, which would not recognise the function that ours hands the call on to.
+    """A call with torch.nn.attention.bias.CausalBias, which only recognises torch's own function.
 
-    Its upper-left variant is is_causal. The lower-right one is our Causal where its lengths are the call's.
+    Its upper-left variant is is_causal. The lower-right one is our Causal if the lengths agree.
     """
     if (
         bias.variant == type(bias.variant).LOWER_RIGHT
@@ -196,7 +195,7 @@ def _causal_bias(
 
 def _tell(reason: str) -> None:
     if torch.compiler.is_compiling() or reason in _told:
-        return  # a log call would break the graph
+        return  # logging would break the graph
     _told.add(reason)
     logger.warning("scaled_dot_product_attention runs on torch's own kernels: %s", reason)
 

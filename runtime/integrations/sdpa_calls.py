@@ -1,4 +1,4 @@
-"""Which calls of scaled_dot_product_attention our kernels take (see sdpa.py), and why not the others."""
+"""Which calls of scaled_dot_product_attention our kernels support (see sdpa.py), and why not the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def why_not(
     scale: float | None,
     enable_gqa: bool,
 ) -> str | None:
-    """Why torch must run this call; None if we can. Few texts: each is logged once."""
+    """Why torch must run this call; None if our kernels can. The texts are few, because each is logged once."""
     return (
         _why_not_tensors(q, k, v)
         or _why_not_options(dropout_p, is_causal, scale, enable_gqa)
@@ -65,7 +65,7 @@ def _why_not_backends(
     scale: float | None,
     enable_gqa: bool,
 ) -> str | None:
-    """sdpa_kernel() may leave torch nothing that can run the call, or only what is asked for by those who need it."""
+    """The reason if sdpa_kernel() allows no backend, or only math, which is chosen for its second derivatives."""
     flash, math_too, *others = _enabled_backends()
     if flash and math_too:
         return None
@@ -90,7 +90,7 @@ def _enabled_backends() -> tuple[bool, bool, bool, bool]:
     )
 
 
-# As in ops._load. Inside of compiled code Dynamo enters sdpa_kernel() itself while it traces.
+# As in masks.load_operators. In compiled code, Dynamo enters sdpa_kernel() itself while it traces.
 _enabled_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -98,7 +98,8 @@ def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops._load; dynamo guards the stack
+# As in masks.load_operators; Dynamo guards on the stack of transforms.
+_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_not_options(dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool) -> str | None:
@@ -150,7 +151,7 @@ def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
     dim, dim_v = q.shape[3], v.shape[3]
     if (
         torch.compiler.is_compiling()
-    ):  # a trace with dynamic shapes settles on a number here: the lookup needs one
+    ):  # the lookup needs numbers: a trace with dynamic shapes specialises here
         dim, dim_v = len(range(dim)), len(range(dim_v))
     code = _CAUSAL if is_causal else _FULL if mask is None else _DENSE
     return _missing(q.device, dtype, dim, dim_v, code, grad)
@@ -167,7 +168,7 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 def _missing(
     device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, mask: int, grad: bool
 ) -> str | None:
-    """What there is no kernel for; None if there is one. For rows of any alignment."""
+    """The reason if there is no kernel, for rows of any alignment; None if there is one."""
     key = (device, dtype, dim, dim_v, mask, grad)
     if key not in _known:
         _known[key] = _find_missing(*key)
@@ -175,7 +176,7 @@ def _missing(
 
 
 _known: dict[tuple[torch.device, torch.dtype, int, int, int, bool], str | None] = {}
-_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops._load
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in masks.load_operators
 
 
 def _find_missing(

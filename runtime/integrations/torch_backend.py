@@ -30,15 +30,15 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def register_torch() -> None:
-    """Register "attnforge" with torch.nn.attention.register_flash_attention_impl; activating it is the user's.
+    """Register "attnforge" with torch.nn.attention.register_flash_attention_impl. The user then activates it:
 
         attnforge.register_torch()
         torch.nn.attention.activate_flash_attention_impl("attnforge")      # ... restore_flash_attention_impl()
 
-    On CUDA devices, for what torch's flash backend takes; torch decides which calls go to it (sdpa_kernel). A call
-    with dropout or another thing that we do not have goes on to the kernel that ours replaces, and the log (logger
-    "attnforge") says so, once per argument. Arbitrary masks never get there: for those use `attnforge.sdpa()`.
-    Raises RuntimeError where torch has no such registry (before 2.11).
+    It affects calls on CUDA devices that torch gives to its flash backend (see sdpa_kernel). A call with dropout or
+    another unsupported argument runs on torch's own kernel, and the logger "attnforge" says so, once per argument.
+    Other masks never reach this backend: use `attnforge.sdpa()`.
+    Raises RuntimeError if torch has no such registry (before 2.11).
     """
     try:
         from torch.nn.attention import register_flash_attention_impl
@@ -51,7 +51,7 @@ def register_torch() -> None:
 
 
 class _Handle:
-    """What torch keeps while ours are active; `remove` takes them out of its dispatcher."""
+    """torch keeps this while our kernels are active; `remove` removes them from its dispatcher."""
 
     def __init__(self, library: Library) -> None:
         self._library: Library | None = library
@@ -75,7 +75,7 @@ def _activate() -> _Handle:
 
 
 def _kernel(name: str) -> Any:
-    """What ours is about to replace; None in a torch without CUDA, or without the function that finds it."""
+    """The kernel that ours replaces; None if torch has no CUDA, or no get_kernel."""
     try:
         return torch.library.get_kernel(f"aten::{name}", "CUDA")
     except (AttributeError, RuntimeError):
@@ -83,7 +83,7 @@ def _kernel(name: str) -> Any:
 
 
 def _or_torchs(function: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
-    """`function`, and for what it refuses `kernel`, which it replaces."""
+    """`function`; `kernel`, which it replaces, runs the calls that it refuses."""
 
     def run(keys: torch.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
         try:
@@ -100,7 +100,7 @@ def _or_torchs(function: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
 
 
 class _RefusedError(ValueError):
-    """`argument` has a value that our kernels have nothing for."""
+    """`argument` has a value that our kernels do not support."""
 
     def __init__(self, argument: str, value: object) -> None:
         super().__init__(f"{argument}: got {value!r}, which attnforge does not support")
@@ -225,9 +225,9 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _heads_last(x: Tensor, like: Tensor) -> Tensor:
-    """Back to the axes of `like`, with the strides that torch's kernels would choose, which their callers rely on.
+    """The axes of `like`, with the strides that torch's kernels would choose, because callers rely on them.
 
-    They differ only where `like` is no dense block of memory: where heads or batches are expanded, say.
+    They differ only if `like` is not dense in memory, e.g. if heads or batches are expanded.
     """
     last = x.transpose(1, 2) if like.dim() == 4 else x[0].transpose(0, 1)
     if last.stride() == like.stride() or last.shape != like.shape:
@@ -237,6 +237,6 @@ def _heads_last(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _random_state(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Seed and offset, which only dropout reads, and an empty debug mask."""
+    """Seed and offset (only dropout reads them), and an empty debug mask."""
     seed, offset = (torch.zeros(size, dtype=torch.uint64, device=x.device) for size in ((2,), ()))
     return seed, offset, x.new_empty(0)

@@ -1,8 +1,8 @@
-"""torch.func's transforms of attention: grad, vjp, vmap and functionalize run; forward mode says that it does not.
+"""torch.func's transforms of attention: grad, vjp, vmap and functionalize; forward mode raises NotImplementedError.
 
-The operators get a kernel of their own at the key that is active inside of a transform and nowhere else, so other
-calls never come here. Importing this registers them: the extension must be loaded first, see native/launcher.py.
-Arguments are known by their names in the operators' schemas, wherever they stand.
+The operators get a kernel at the dispatch key that is active inside transforms only, so other calls are not slower.
+Importing this module registers the kernels: the extension must be loaded first, see native/launcher.py. Arguments are
+identified by their names in the operators' schemas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 _KEY = "FuncTorchDynamicLayerFrontMode"
 _FORWARD, _BACKWARD = torch.ops.attnforge.forward.default, torch.ops.attnforge.backward.default
 
-# (batch, heads, ...), one entry of the batch a problem of its own. Other tensors belong to the mask.
+# (batch, heads, ...): batch entries are independent. Other tensors belong to the mask.
 _BATCHED = ("q", "k", "v", "dout", "out", "lse", "dlse")
 _INPUTS = ("q", "k", "v")
 
@@ -96,7 +96,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _mapped(op: Any, size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
-    """`op` over `size` problems: as one with a larger batch where no mask has tensors, else one by one."""
+    """`op` over `size` problems: one call with a larger batch if the mask has no tensors, else one call each."""
     values = dict(zip(_names(op), arguments, strict=True))
     dims = dict(zip(values, in_dims, strict=True))
     first = {name: _dim_first(x, dims[name], size) for name, x in values.items() if isinstance(x, Tensor)}
@@ -135,7 +135,7 @@ def _kernel(op: Any, function: type[torch.autograd.Function]) -> Callable[..., A
 
 
 def _autocast(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the operator would cast them to: `backward` has to be called with the same."""
+    """The inputs, cast as the operator would cast them: `backward` must get the same tensors."""
     place = inputs["q"].device.type
     if not torch.is_autocast_enabled(place):
         return inputs
@@ -146,7 +146,7 @@ def _autocast(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _decompose(op: Any) -> Callable[..., Any]:
-    """The short ways to `forward` must not use up the key, which `forward` is to see."""
+    """The kernel of an `attend` operator: it decomposes into `forward` without consuming the dispatch key."""
 
     def decomposed(*args: Any, **named: Any) -> Any:
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **named)

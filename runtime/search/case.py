@@ -58,11 +58,11 @@ class Case:
 
     @property
     def visible_keys(self) -> int:
-        """Keys that a query sees on average: as the mask says if it does. 0 where the length says it."""
+        """Average number of keys that a query sees; 0 for full and causal masks, where the length determines it."""
         if not isinstance(self.mask, (Spans, DenseMask)):
             return 0
-        said = self.mask.visible_keys
-        return int(self.pairs / self.seq_q if said is None else said)
+        known = self.mask.visible_keys
+        return int(self.pairs / self.seq_q if known is None else known)
 
     def flops(self, direction: Direction) -> float:
         """Arithmetic of the visible pairs: two products forward, five backward (2.5 times that at equal head dims)."""

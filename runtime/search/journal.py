@@ -1,8 +1,8 @@
-"""The search's log: one JSON object a line, flushed after each, so that an interrupted search resumes.
+"""The search's log: one JSON object per line, from which an interrupted search resumes.
 
-A line belongs to a (case, direction, environment, source): change the compiler, torch, the device or a
-template and the variant is measured again. A process killed while writing leaves at most one torn last line:
-it is skipped when reading, and the next line starts on a new one.
+A line is valid for one (case, direction, environment, source): after a change of the compiler, torch, the device or a
+template the variant is measured again. A process that is killed while writing leaves at most one incomplete line, which
+readers skip; the next line starts on a new one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from attnforge.runtime.build.toolchain import toolchain
 
 log = logging.getLogger("attnforge")
 
-# A crash or a hang may have had other causes than the variant: such lines are not resumed from.
+# A crash or a hang may have another cause than the variant, so such variants are tried again.
 FINAL = ("ok", "wrong", "compile", "infeasible")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of one variant. `status`: ok, infeasible, render, compile, launch, wrong or timeout."""
+    """The result of one variant. `status`: ok, infeasible, render, compile, launch, wrong or timeout."""
 
     spec: Spec
     status: str
@@ -57,7 +57,7 @@ class Result:
 
 
 def environment(device_name: str, arch: Arch) -> dict[str, str]:
-    """What a measurement depends on besides the variant."""
+    """What a measurement depends on, apart from the variant: device, torch, compiler and flags."""
     compiler = toolchain(arch)
     identity = hashlib.sha256("\0".join((compiler.identity, *compiler.flags)).encode()).hexdigest()[:16]
     return {"device": device_name, "torch": torch.__version__, "compiler": f"{compiler.name} {identity}"}
@@ -69,7 +69,7 @@ def source_key(text: str) -> str:
 
 
 class Journal:
-    """The file `path` (None: nothing is kept), as seen by one (case, direction, environment)."""
+    """The lines of the file `path` for one (case, direction, environment). Without a path nothing is kept."""
 
     def __init__(self, path: Path | None, case: str, direction: str, env: dict[str, str]) -> None:
         self._path = path
@@ -77,7 +77,7 @@ class Journal:
         self._known = dict(self._read()) if path is not None and path.exists() else {}
 
     def find(self, source: str) -> Result | None:
-        """What an earlier search measured for a source key, if it is final."""
+        """The result of an earlier search for a source key, if it is final."""
         return self._known.get(source)
 
     def add(self, source: str, result: Result) -> None:

@@ -1,4 +1,4 @@
-"""Attention from its definition, in float64, a few rows at a time: what every kernel is measured against."""
+"""The oracle: attention from its definition, in float64, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reference(
 ) -> Exact:
     """Attention of q (B, Hq, Sq, D) on k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); with `dout` (B, Hq, Sq, Dv) gradients.
 
-    `rows` (R) restricts the work to those query rows; dk and dv are then their contributions alone. Memory:
+    `rows` (R) restricts the work to those query rows; dk and dv are then their contributions only. Memory:
     CHUNK scores at a time, never seq_q x seq_k. Rows that see no key: out 0, lse -inf, gradients 0.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -67,12 +67,12 @@ def reference(
 
 def _softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (R, Sk) of the pairs that are `seen`, and the log of each row's denominator (R). Overwrites `scores`."""
-    # What is exponentiated is relative to the row maximum, not to lse, from which large scores leave no digits. The
-    # maximum of nothing is -inf, and -inf - -inf is not a number: such rows have no weights.
-    top = scores.masked_fill_(~seen, -torch.inf).amax(1, keepdim=True)
-    weights = (scores - top).exp().masked_fill_(~seen, 0)
-    total = weights.sum(1, keepdim=True)
-    return weights / total.where(total > 0, 1), (top + total.log())[:, 0]
+    # exp is taken relative to the row maximum, because lse loses the digits of large scores. An empty row has maximum
+    # -inf, and -inf - -inf is NaN: its weights are set to 0.
+    row_max = scores.masked_fill_(~seen, -torch.inf).amax(1, keepdim=True)
+    weights = (scores - row_max).exp().masked_fill_(~seen, 0)
+    row_sum = weights.sum(1, keepdim=True)
+    return weights / row_sum.where(row_sum > 0, 1), (row_max + row_sum.log())[:, 0]
 
 
 def _chunks(

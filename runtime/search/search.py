@@ -1,4 +1,4 @@
-"""The search: candidates -> parallel compile -> verify -> time -> log; yields what happens."""
+"""The search: candidates -> parallel compilation -> verification -> timing -> log; yields events."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from attnforge.runtime.search.journal import Journal, Result, environment, sourc
 from attnforge.runtime.search.timing import Timing
 from attnforge.runtime.search.worker import Worker
 
-MOST_WORKERS = 32  # compilers at a time: each takes some hundred MB
+MOST_WORKERS = 32  # parallel compilations: each needs some hundred MB
 LOST = 1.5  # a variant this many times slower than the best is timed once
-FINALISTS, FINAL_MARGIN = 4, 1.1  # how many, and how close to the best, are timed again in turns
+FINALISTS, FINAL_MARGIN = (
+    4,
+    1.1,
+)  # number of leaders, and their distance to the best, that are timed again interleaved
 
 
 @dataclass(frozen=True)
 class Budget:
-    """When to stop: after so many seconds of this run, or so many variants, resumed ones included."""
+    """When to stop: after this many seconds of this run, or this many variants, including resumed ones."""
 
     seconds: float | None = None
     variants: int | None = None
@@ -49,7 +52,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Measured:
-    """One variant is done; `resumed` if an earlier run had measured it."""
+    """One variant is done; `resumed` if its result is from the log of an earlier run."""
 
     result: Result
     resumed: bool
@@ -57,7 +60,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end: verified results, fastest first, the leading ones timed again in turns; and the failures."""
+    """The end: verified results, fastest first (the leaders timed again, interleaved), and the failures."""
 
     case: Case
     direction: Direction
@@ -168,7 +171,7 @@ class _Run:
                 yield Measured(result, resumed=False)
 
     def take(self) -> Spec | None:
-        """The next spec: in turns the first of the list and the nearest to the best so far."""
+        """The next spec: alternately the first of the list and the nearest to the best so far."""
         if not self.pending or self.taken >= self.planned or self.expired():
             return None
         self.taken += 1
@@ -215,14 +218,14 @@ class _Run:
         return self.case.flops(self.direction) / ms / 1e9
 
     def retimed(self, result: Result, timing: Timing) -> Result:
-        """The result with the lower of both medians: another process's load only ever adds."""
+        """The result with the lower of both medians: load of other processes only adds time."""
         ms = min(result.ms, timing.median)
         best = min(result.best_ms, timing.best)
         repeats = result.repeats + timing.repeats
         return replace(result, ms=ms, best_ms=best, repeats=repeats, tflops=self.tflops(ms))
 
     def finish(self) -> Finished:
-        """Rank the results; the leaders by a last timing in turns, which noise and drift hit alike."""
+        """Rank the results; the leaders by a last interleaved timing, where drift affects all of them."""
         ranked = sorted((r for r in self.results if r.status == "ok"), key=lambda r: r.ms)
         leaders = [r for r in ranked[:FINALISTS] if r.ms <= FINAL_MARGIN * ranked[0].ms]
         timings = self.worker.compare([r.spec for r in leaders]) if len(leaders) > 1 else None
@@ -235,9 +238,9 @@ class _Run:
 
 
 def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spec]:
-    """What the tuned tables would run now goes first: then a short search never replaces it by less.
+    """The present choice of the tuned tables goes first, so that a short search never replaces it by a slower one.
 
-    Behind it the same with the other owner of dk and dv: which is faster depends on the mask more than on the rest.
+    Next comes its twin with the other `split_heads`: which of the two is faster depends mostly on the mask.
     """
     if not specs:
         return specs

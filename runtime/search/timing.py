@@ -1,4 +1,4 @@
-"""Timing of one call on its device: events on CUDA, the wall clock on the CPU; medians of what was seen."""
+"""Timing of calls on their device: events on CUDA, the wall clock on the CPU; medians."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Timing:
 class Effort:
     """How long to measure: `seconds` of timed calls, but between `least` and `repeats` of them.
 
-    A first timed call slower than `give_up_ms` (0: never) is the only one: it has lost already.
+    If the first timed call is slower than `give_up_ms` (0: no limit), it is the only one.
     """
 
     seconds: float = 0.3
@@ -42,19 +42,19 @@ class Effort:
     warmups: int = 1
 
     def count(self, first_ms: float) -> int:
-        """Timed calls to make in all, when the first took `first_ms`."""
+        """Number of timed calls, given that the first took `first_ms`."""
         if self.give_up_ms and first_ms > self.give_up_ms:
             return 1
         return max(self.least, min(self.repeats, int(self.seconds * 1e3 / max(first_ms, 1e-3))))
 
 
 def effort(device: torch.device) -> Effort:
-    """Enough for a stable median: CPUs run for seconds where GPUs run for milliseconds."""
+    """Enough for a stable median; CPUs need seconds where GPUs need milliseconds."""
     return Effort(seconds=2.0, repeats=9) if device.type == "cpu" else Effort()
 
 
 def rotations(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
-    """Copies of the inputs to rotate through, so that none is still in the L2 cache from the call before."""
+    """Number of copies of the inputs to rotate through, so that the L2 cache does not hold the next one."""
     if device.type != "cuda":
         return 1
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -63,7 +63,7 @@ def rotations(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
 
 
 def rotate(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
-    """`tensors` and as many copies (same strides) as `rotations` says."""
+    """`tensors` and copies of them with the same strides, `rotations` in all."""
     copies = rotations(tensors, device) - 1
     return [tensors, *(tuple(map(torch.clone, tensors)) for _ in range(copies))]
 
@@ -81,7 +81,7 @@ def measure_interleaved(
     device: torch.device,
     how: Effort | None = None,
 ) -> dict[str, Timing]:
-    """Time several calls in turns, so that drifts of clock and load hit all of them alike.
+    """Time several calls interleaved, so that drifts of clock and load affect all of them.
 
     Every turn has an order of its own (the same in every run): no call always follows the same other one, whose
     power draw and cache contents it would inherit.

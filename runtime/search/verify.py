@@ -1,4 +1,4 @@
-"""Check a kernel variant against float64, and bound its error by that of torch's own attention.
+"""Check a kernel variant against float64; the limits of its error are multiples of SDPA's.
 
 A `Check` is made once per case and holds the exact answer on a sample: a few query rows of one group of heads
 of a large case, everything of a small one. For backward, `dout` is zero outside the sampled rows: then
@@ -19,8 +19,8 @@ from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.reference import reference, visible_rows
 
-# Error allowed, as a multiple of SDPA's in the same dtype on the same sample. In half precision rounding of
-# weights and results decides, which kernels share; in fp32 the order of sums, which they do not.
+# Limits as multiples of SDPA's error in the same dtype on the same sample. In 16 bits the rounding of P and of results
+# dominates, which all kernels share; in fp32 the order of sums dominates, which differs.
 RMS_RATIO = {DType.BFLOAT16: 1.1, DType.FLOAT16: 1.1, DType.FLOAT32: 2.0}
 MAX_RATIO = {DType.BFLOAT16: 2.0, DType.FLOAT16: 2.0, DType.FLOAT32: 4.0}
 LSE_LIMIT = {DType.BFLOAT16: 1e-3, DType.FLOAT16: 1e-3, DType.FLOAT32: 5e-5}  # SDPA does not return it
@@ -30,12 +30,12 @@ Outputs = dict[str, Tensor]
 
 
 class WrongResult(ArithmeticError):
-    """A kernel ran and its result is not attention; the message says which tensor, where and by how much."""
+    """A kernel ran and its result is wrong; the message names the tensor and its error."""
 
 
 @dataclass(frozen=True)
 class Error:
-    """Distance of one tensor from the float64 one, and the limits it was held to."""
+    """Error of one tensor against float64, and its limits."""
 
     rms: float
     worst: float
@@ -44,7 +44,7 @@ class Error:
 
     @property
     def ok(self) -> bool:
-        # Written so that NaN fails.
+        # These comparisons are False for NaN.
         return self.rms <= self.rms_limit and self.worst <= self.worst_limit
 
 
@@ -56,13 +56,13 @@ class Check:
     direction: Direction
     inputs: Inputs
     rows: Tensor  # (R,) sampled query rows, ascending
-    heads_kv: int  # the sample is the first so many kv heads, and the q heads that share them
+    heads_kv: int  # the sample has this many kv heads, the first ones, and their q heads
     exact: Outputs
     peer: dict[str, tuple[float, float]]  # rms and worst error of SDPA
 
 
 def make_check(case: Case, direction: Direction, seed: int = 0) -> Check:
-    """Draw inputs, choose the sample, compute the exact result and SDPA's error. Small cases: everything."""
+    """Draw inputs, choose the sample, compute the exact result and SDPA's error. Small cases are sampled whole."""
     small = case.seq_q * case.seq_k <= 1024 * 1024
     rows = torch.arange(case.seq_q, device=case.device) if small else _sample_rows(case, seed)
     inputs = case.inputs(seed)
@@ -77,7 +77,7 @@ def make_check(case: Case, direction: Direction, seed: int = 0) -> Check:
 
 
 def odd_case(case: Case, seed: int = 1) -> Case:
-    """A small relative of `case` with lengths off every tile, hidden keys and rows that see nothing."""
+    """A small case like `case`, with lengths that no tile divides, hidden keys and rows that see nothing."""
     group = case.heads_q // case.heads_kv
     heads_kv = min(2, case.heads_kv)
     mask: Causal | Spans | DenseMask | None = case.mask
@@ -93,7 +93,7 @@ def odd_case(case: Case, seed: int = 1) -> Case:
 
 
 def verify(check: Check, run: Callable[[Inputs], Outputs]) -> dict[str, Error]:
-    """Errors of the tensors that `run` returns (out, lse | dq, dk, dv); WrongResult beyond the limits."""
+    """Errors of the tensors that `run` returns (out, lse | dq, dk, dv). Raises WrongResult beyond the limits."""
     results = run(check.inputs)
     errors = {}
     for name, value in results.items():
@@ -113,7 +113,7 @@ def verify(check: Check, run: Callable[[Inputs], Outputs]) -> dict[str, Error]:
 
 
 def distances(check: Check, results: Outputs) -> dict[str, float]:
-    """RMS error of each tensor on the sample, relative to the exact one's RMS; holds nobody to a limit."""
+    """RMS error of each tensor on the sample, relative to the exact tensor's RMS; no limits apply."""
     return {
         name: _distance(_sampled(check, name, value), check.exact[name])[0]
         / float(check.exact[name].square().mean().sqrt().clamp(min=1e-30))
@@ -141,7 +141,7 @@ def _limits(check: Check, name: str) -> tuple[float, float]:
         return LSE_LIMIT[dtype], LSE_LIMIT[dtype]
     rms, worst = check.peer[name]
     size = float(check.exact[name].square().mean().sqrt())
-    slack = size * (1e-6 if dtype is DType.FLOAT32 else 1e-4)  # where SDPA happens to be exact
+    slack = size * (1e-6 if dtype is DType.FLOAT32 else 1e-4)  # SDPA may happen to be exact
     return RMS_RATIO[dtype] * rms + slack, MAX_RATIO[dtype] * worst + slack
 
 
@@ -201,7 +201,7 @@ def _exact(check: Check) -> Outputs:
 
 
 def _sdpa(check: Check) -> Outputs:
-    """torch's attention in the case's dtype; zero where no key is visible, which torch leaves undefined."""
+    """SDPA in the case's dtype; rows without a visible key, undefined in torch, are zero."""
     q, k, v = (
         _sampled(check, name, value).detach().contiguous().requires_grad_()
         for name, value in zip("qkv", check.inputs, strict=False)
@@ -211,7 +211,7 @@ def _sdpa(check: Check) -> Outputs:
     seen = visible_rows(case.mask, check.rows, case.seq_q, case.seq_k)[:, : check.heads_kv * group]
     some = seen.any(-1, keepdim=True)
     keys, values = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
-    # With zeros behind the narrower rows torch runs the kernels that it has for equal head dims.
+    # Zeros after the narrower rows let torch use its kernels for equal head dims.
     width = max(case.head_dim, case.head_dim_v)
     queries, keys, values = (F.pad(x, (0, width - x.shape[-1])) for x in (q.flatten(1, 2), keys, values))
     out = F.scaled_dot_product_attention(
@@ -229,7 +229,7 @@ def _with_gradients(check: Check, out: Tensor, leaves: tuple[Tensor, Tensor, Ten
 
 
 def _random_spans(length: int, seed: int, device: torch.device) -> Spans:
-    """Runs of keys that share an interval, single keys with their own, hidden keys, and rows nobody sees."""
+    """Runs of keys that share an interval, single keys with their own, hidden keys, and rows that see nothing."""
     generator = torch.Generator().manual_seed(seed)
     edges = torch.randint(0, length + 1, (2, length), generator=generator).sort(0).values
     run = torch.arange(length) // 37 * 37
@@ -243,7 +243,7 @@ def _random_spans(length: int, seed: int, device: torch.device) -> Spans:
 
 
 def _random_pairs(shape: tuple[int, int, int, int], seed: int, device: torch.device) -> DenseMask:
-    """Blocks off every tile that are seen whole, in part or not at all; some queries and keys see nothing."""
+    """Full, partial and empty blocks that no tile divides; one query sees nothing, and one key is hidden."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads, seq_q, seq_k = shape
     blocks = torch.rand((batch, heads, seq_q // 50 + 1, seq_k // 70 + 1), generator=generator)

@@ -1,4 +1,4 @@
-"""A process that verifies and times variants, so that a crash or a hang of one costs only that one."""
+"""A process that verifies and times variants, so that a crash or a hang costs one variant only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.timing import Effort, Timing, effort, measure_interleaved, rotate
 from attnforge.runtime.search.verify import Check, Error, Outputs, WrongResult, make_check, odd_case, verify
 
-# A variant that needs longer hangs. The first reply includes the making of the exact results.
+# A variant that needs longer counts as hanging. The first reply includes computing the exact results.
 TRIAL_SECONDS, START_SECONDS = 120.0, 600.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one variant: status "ok", "launch", "wrong" or "timeout", and why if not ok."""
+    """The result of one variant: status "ok", "launch", "wrong" or "timeout", and the reason if not ok."""
 
     status: str
     detail: str = ""
@@ -51,7 +51,7 @@ class Worker:
         return reply if isinstance(reply, Outcome) else Outcome(*reply)
 
     def compare(self, specs: list[Spec]) -> list[Timing] | None:
-        """Time verified variants in turns; None if the process dies of it."""
+        """Time verified variants interleaved; None if the process dies."""
         reply = self._ask(("compare", specs, 0.0), TRIAL_SECONDS * len(specs))
         return reply if isinstance(reply, list) else None
 
@@ -121,7 +121,7 @@ def _moved(mask: Mask, device: torch.device) -> Mask:
 
 
 class Bench:
-    """One case on its device: the checks, and tensors to time with."""
+    """One case on its device: its checks, and the tensors for timing."""
 
     def __init__(self, case: Case, direction: Direction) -> None:
         case = replace(case, mask=_moved(case.mask, case.device))
@@ -152,7 +152,7 @@ class Bench:
             timing = self._time([handle], how)[0]
         except WrongResult as error:
             return Outcome("wrong", str(error))
-        except Exception as error:  # whatever a kernel can cause is data of the search
+        except Exception as error:  # any failure of a kernel is a result of the search
             return Outcome("launch", f"{type(error).__name__}: {error}", fatal=self._broken())
         return Outcome(
             "ok",
@@ -162,7 +162,7 @@ class Bench:
         )
 
     def _broken(self) -> bool:
-        """Whether the device refuses all work: after an illegal access, a CUDA context is lost."""
+        """Whether the CUDA context is lost, as after an illegal access."""
         try:
             if self.case.device.type == "cuda":
                 torch.cuda.synchronize(self.case.device)
@@ -171,7 +171,7 @@ class Bench:
         return False
 
     def compare(self, specs: list[Spec]) -> list[Timing]:
-        """Time several variants in turns."""
+        """Time several variants interleaved."""
         return self._time([kernels.load(spec, self.case.device) for spec in specs], effort(self.case.device))
 
     @property
@@ -186,7 +186,7 @@ class Bench:
         return list(measure_interleaved(calls, self._timed, self.case.device, how).values())
 
     def _forward(self, case: Case, x: Inputs, handle: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(out, lse) by what dispatch prefers: only backward variants need it."""
+        """(out, lse), which backward variants need, by the kernel that dispatch chooses."""
         if self.direction is Direction.FORWARD:
             return None
         return ops.forward(x.q, x.k, x.v, case.mask, case.scale, handle)
@@ -203,7 +203,7 @@ class Bench:
 
 
 def _serve(connection: Connection, case: Case, direction: Direction) -> None:
-    """Body of the process: say "" or the problem, then answer requests until the pipe closes."""
+    """Body of the process: send "" or the problem, then answer requests until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     try:
         bench = Bench(case, direction)

@@ -103,7 +103,7 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
         ("mask t2i_lowres/0 --vit", "pack: t2i_lowres/0 has no image"),
         ("verify --pack full/0 --device cpu", "pack: there is no 'full/0'"),
         ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
-        ("search --device tpu", "--device: 'tpu' is no device"),
+        ("search --device tpu", "--device: 'tpu' is not a device"),
         ("render --head-dim 300", "head_dim 300"),
         ("render --set tile_m=big", "--set tile_m: expected KNOB=N"),
         ("render --set tile_m=64", "sm80 bf16 fwd: q_in_regs, stages, tile_n, warps missing. Its knobs are"),

@@ -295,7 +295,7 @@ def test_deterministic_takes_the_ordered_relative(monkeypatch: pytest.MonkeyPatc
     strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
     assert make_plan(strict.spec).deterministic
     assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"ordered": 1}
-    assert strict.reason == "tuned; with ordered sums"
+    assert strict.reason == "tuned; with deterministic sums"
     assert dispatch.choose_for(problem, 7, 1024, target).spec == loose
 
 

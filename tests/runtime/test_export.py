@@ -267,7 +267,7 @@ def test_command_writes_what_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "name what to export: --head-dim, --shapes, --specs or --contract"),
+        ((), "export: give --head-dim, --shapes, --specs or --contract"),
         (("--contract", "openkernel", "--mask", "causal"), "the challenge's mask is dense"),
     ],
 )

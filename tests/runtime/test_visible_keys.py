@@ -155,7 +155,7 @@ def test_order_of_what_matters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [H200, "NVIDIA H100 80GB HBM3"])
 def test_a_sparse_pack_gets_the_block_per_kv_head(name: str) -> None:
-    """With the table of this repository: what was measured (docs/performance.md, log 22)."""
+    """With the table of this repository: what was measured (docs/experiments.md, 22)."""
     target = Target(name, HOPPER)
 
     def split(pack: str) -> bool:

@@ -19,7 +19,7 @@ from attnforge.bagel.measure.cases import IMAGE_TOKENS, make_case
 from attnforge.bagel.measure.fa4 import Attention
 from attnforge.bagel.measure.goal_report import error_ratios, markdown, missed, rates, ratio
 from attnforge.bagel.measure.goals import GOALS, STEP, WORKS, Goal
-from attnforge.bagel.measure.interleaved import LAYER, MATMUL, Entry, Line, play
+from attnforge.bagel.measure.interleaved import LAYER, MATMUL, Entry, Line, run_goal
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.search.case import Case
@@ -51,14 +51,14 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_contestants_are_timed_and_checked(work: str) -> None:
     goal = Goal("tiny", work, (TINY,), ("sdpa-flash", "rough", "broken"))
     case = make_case(*TINY, DType.FLOAT32, CPU)
-    line = play(goal, case, seconds=0.01, errors=True)
+    line = run_goal(goal, case, seconds=0.01, errors=True)
     assert list(line.entries) == [OURS, "sdpa-flash", "rough", "broken", MATMUL]
     assert line.entries["broken"] == Entry(note="RuntimeError: no kernel")
     tensors = ("out",) if work == "fwd" else ("dq", "dk", "dv")
     for name in (OURS, "sdpa-flash", "rough"):
         entry = line.entries[name]
         assert entry.ms is not None
-        assert entry.turns >= 3
+        assert entry.repeats >= 3
         assert entry.tflops == pytest.approx(case.flops(Direction(work)) / entry.ms / 1e9)
         assert tuple(entry.errors) == tensors
         for error in entry.errors.values():
@@ -78,7 +78,7 @@ def test_a_step_makes_its_mask_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleaved, "workload", lambda name: SimpleNamespace(mask=mask))
     first = mask(CPU)
     case = Case("fake 0.5B", 1, 4, 2, 100, 100, 16, DType.FLOAT32, first, first.pairs, CPU)
-    line = play(Goal("fake", STEP, (("fake", "0.5B"),), ("sdpa-flash",)), case, seconds=0.0)
+    line = run_goal(Goal("fake", STEP, (("fake", "0.5B"),), ("sdpa-flash",)), case, seconds=0.0)
     assert list(line.entries) == [OURS, "sdpa-flash", OURS + LAYER, "sdpa-flash" + LAYER, MATMUL]
     assert not any(entry.note for entry in line.entries.values())
     # Of two contestants: to warm up, 2 calls to find out how many turns, 3 turns.
@@ -96,7 +96,7 @@ def test_rounds_fit_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleaved, "measure_interleaved", timed)
     goal, case = Goal("tiny", "fwd", (TINY,), ()), make_case(*TINY, DType.FLOAT32, CPU)
     for seconds, turns in ((0.5, 25), (99.0, 40), (0.0, 3)):
-        play(goal, case, seconds)
+        run_goal(goal, case, seconds)
         assert (asked[-1].repeats, asked[-1].least, asked[-1].warmups) == (turns, turns, 0)
 
 
@@ -126,9 +126,17 @@ def test_tables_show_medians_floors_and_failures() -> None:
     assert "- flex-fa4: boom (a fwd)" in text
     assert missed(lines) == [
         "pretrain 28/4/128 fwd: 590 of 600 TFLOP/s",
-        "pretrain 28/4/128 fwd: 1.33 times flex-fa4, asked 1.35",
+        "pretrain 28/4/128 fwd: 1.33 times flex-fa4, the goal is 1.35",
         "pretrain 28/4/128 fwd: error of out 2.00 times the best peer's",
     ]
+
+
+def test_lines_of_older_logs_are_read() -> None:
+    found = line("a", attnforge=700.0)
+    data = found.to_json()
+    entry = data["entries"]["attnforge"]
+    entry["turns"] = entry.pop("repeats")
+    assert Line.from_json(data) == found
 
 
 def test_the_better_setting_of_a_peer_counts() -> None:
@@ -224,7 +232,7 @@ def test_goals_on_a_gpu(tmp_path: Path) -> None:
     name = (f"{path}:1", "0.5B")
     case = make_case(*name, DType.BFLOAT16, torch.device("cuda"))
     for work in WORKS:
-        found = play(Goal("x", work, (name,), ("flex",)), case, seconds=0.05, errors=True)
+        found = run_goal(Goal("x", work, (name,), ("flex",)), case, seconds=0.05, errors=True)
         assert found.entries[OURS].ms, found.entries[OURS].note
         assert found.entries["flex"].ms, found.entries["flex"].note
         assert found.entries[MATMUL].tflops

@@ -128,7 +128,7 @@ def test_the_function_itself(calls: list[Any]) -> None:
         ({"dropout": 0.1}, "dropout: got 0.1"),
         ({"softcap": 30.0}, "softcap: not supported"),
         ({"s_aux": torch.zeros(4)}, "s_aux: not supported"),
-        ({"attention_mask": torch.zeros(1, 1, 20, 20)}, "a mask that is added"),
+        ({"attention_mask": torch.zeros(1, 1, 20, 20)}, "an additive mask"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:

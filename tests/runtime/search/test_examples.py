@@ -10,12 +10,14 @@ import pytest
 
 from attnforge.codegen.families import FAMILIES
 from attnforge.codegen.render import render
+from attnforge.codegen.spec import Spec
+from attnforge.runtime.build.toolchain import toolchain
 from attnforge.runtime.search import examples
 from attnforge.runtime.search.winners import GENERATED, tuned_entries, tuned_specs
 
 
-def key(spec: object) -> tuple[object, ...]:
-    problem = spec.problem  # type: ignore[attr-defined]
+def key(spec: Spec) -> tuple[object, ...]:
+    problem = spec.problem
     return problem.family, problem.direction, problem.mask
 
 
@@ -72,3 +74,14 @@ def test_write_repairs_and_removes_what_is_ours_only(directory: Path) -> None:
     assert examples.differences(directory) == []
     assert not (directory / "stale.cpp").exists()
     assert (directory / "mine.cpp").exists()
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(
+    "spec", [spec for spec in tuned_specs() if spec.problem.arch.is_gpu], ids=lambda spec: spec.slug
+)
+def test_every_tuned_kernel_compiles(spec: Spec, tmp_path: Path) -> None:
+    """Most winners have no file in generated/. float32 kernels of the mma.sync family won although they spill."""
+    built = toolchain(spec.problem.arch).compile(render(spec), tmp_path)
+    if spec.problem.family != "sm80_fp32":
+        assert built.resources[spec.symbol]["spill_bytes"] == 0
