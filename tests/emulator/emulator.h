@@ -1,6 +1,6 @@
 // Enough of CUDA to run kernels of the mma.sync family, and the Hopper float32 forward, on the CPU, one block after
-// another: a fiber per thread, and instructions of a whole warp or block as a rendezvous of its fibers. Copies are done at
-// once, so this checks what a kernel computes, not whether it waits for what it has started.
+// another: a fiber per thread, and instructions of a whole warp or block as a rendezvous of its fibers. Until a thread waits
+// for its cp.async, their targets hold NaN.
 #pragma once
 
 #include <algorithm>
@@ -49,10 +49,19 @@ static inline long long min(long long a, int b) { return a < b ? a : b; }
 
 // ---- Fibers ---------------------------------------------------------------------------------------------------------
 
+// cp.async that has not landed yet.
+struct AsyncCopy {
+    unsigned char* to;
+    const void* from;
+    int width, bytes;
+};
+
 struct Fiber {
     Context context;
     Index index;
     bool done;
+    std::vector<AsyncCopy> copies;
+    std::vector<size_t> groups;  // of the copies, where each committed group ends
 };
 
 // Lanes that have arrived at the instruction of this generation, and what they bring.

@@ -16,15 +16,35 @@ static unsigned char* shared_at(unsigned address, unsigned bytes) {
     return shared_memory + address;
 }
 
-// cp.async of `width` bytes, zeros from `bytes` on.
+// cp.async of `width` bytes, zeros from `bytes` on. The target is NaN until the copy lands.
 static void copy_async(unsigned to, const void* from, int width, int bytes) {
     unsigned char* target = shared_at(to, width);
     if (bytes < 0 || bytes > width || (bytes > 0 && reinterpret_cast<uintptr_t>(from) % width != 0)) {
         stop("bad copy of bytes", bytes);
     }
-    std::memset(target, 0, width);
-    if (bytes > 0) {
-        std::memcpy(target, from, bytes);
+    std::memset(target, 0xff, width);
+    current->copies.push_back({target, from, width, bytes});
+}
+static void commit_copies() { current->groups.push_back(current->copies.size()); }
+
+// All groups of this thread but the last `pending` land.
+static void await_copies(size_t pending) {
+    std::vector<size_t>& groups = current->groups;
+    if (groups.size() <= pending) {
+        return;
+    }
+    const size_t landed = groups.size() - pending, count = groups[landed - 1];
+    for (size_t i = 0; i < count; ++i) {
+        const AsyncCopy& copy = current->copies[i];
+        std::memset(copy.to, 0, copy.width);
+        if (copy.bytes > 0) {
+            std::memcpy(copy.to, copy.from, copy.bytes);
+        }
+    }
+    current->copies.erase(current->copies.begin(), current->copies.begin() + count);
+    groups.erase(groups.begin(), groups.begin() + landed);
+    for (size_t& end : groups) {
+        end -= count;
     }
 }
 
