@@ -1,8 +1,8 @@
-"""attnforge: generated, compiled, searched attention kernels for mixed-mask multimodal training.
+"""attnforge: a generator of CUDA and C++ attention kernels for mixed-mask multimodal training.
 
-    out = attnforge.attention(q, k, v, mask)   # mask: None, attnforge.Causal(), attnforge.Spans(starts, ends)
+    out = attnforge.attention(q, k, v, mask)  # mask: None, Causal(), Spans(starts, ends), DenseMask(visible), ...
 
-Importing this package imports neither torch nor anything else: names are loaded at first use.
+Importing this package does not import torch: names are imported at first use.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnforge import bagel as bagel
+    from attnforge.runtime import mask_patterns as masks
     from attnforge.runtime.distributed.context_parallel import context_parallel as context_parallel
     from attnforge.runtime.integrations.checkpointing import save_attention as save_attention
     from attnforge.runtime.integrations.checkpointing import save_attention_policy as save_attention_policy
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
     from attnforge.runtime.masks import Spans as Spans
     from attnforge.runtime.ops import attention as attention
 
+__version__ = "0.1.0"  # the only place: pyproject.toml and `attnforge --version` read it
+
 __all__ = [
     "Causal",
     "DenseMask",
     "Spans",
+    "__version__",
     "attention",
     "bagel",
     "context_parallel",
@@ -42,6 +46,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flex_attention",
     "from_block_mask",
+    "masks",
     "register_huggingface",
     "register_torch",
     "save_attention",
@@ -69,9 +74,12 @@ _HOME = {
 }
 
 
+_MODULES = {"bagel": "attnforge.bagel", "masks": "attnforge.runtime.mask_patterns"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "bagel":
-        return importlib.import_module("attnforge.bagel")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'attnforge' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -10,6 +10,7 @@ something is reported or not run. What is known to be reported falsely: docs/rel
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -66,9 +67,9 @@ def run_kernel(slug: str) -> None:
     handle = kernels.load(spec, q.device)
     if problem.direction is Direction.FORWARD:
         ops.forward(q, k, v, mask, None, handle)
-    else:
-        out, lse = ops.forward(q, k, v, mask)
-        out = out.clone()  # written by torch: initcheck does not see what a kernel stores through TMA
+    else:  # any out and lse will do; not the forward's: initcheck does not see what a kernel stores through TMA
+        out = torch.randn(dout.shape, generator=generator).to(dtype).cuda()
+        lse = torch.full(dout.shape[:3], math.log(LENGTH)).cuda()
         ops.backward(dout, q, k, v, out, lse, mask, None, False, handle)
     torch.cuda.synchronize()
     print("launched", slug)
@@ -134,12 +135,22 @@ def said(outcome: Outcome | None) -> str:
     return "failed" if outcome.reports < 0 else str(outcome.reports)
 
 
+def compile_ahead(specs: list[Spec]) -> None:
+    launcher()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda spec: cache.obtain(render(spec)), specs))
+    for spec in specs:  # what makes their masks and schedules is compiled, too
+        run_kernel(spec.slug)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing later than this")
     parser.add_argument("--workers", type=int, default=8, help="processes at a time")
     parser.add_argument("--tools", nargs="*", default=TOOLS, choices=TOOLS)
-    parser.add_argument("--only", default="", help="kernels whose name holds this")
+    parser.add_argument(
+        "--only", default="", help="kernels whose name holds this: bwd, sm90a_ (Hopper's own), sm90_ ..."
+    )
     parser.add_argument("--log", type=Path, help="write what the tools printed of kernels with reports")
     parser.add_argument("--markdown", type=Path, help="write the table")
     parser.add_argument("--kernel", help="launch this kernel once (what the tools run)")
@@ -149,12 +160,10 @@ def main() -> int:
         return 0
     started = time.monotonic()
     specs = [spec for spec in gpu_specs() if arguments.only in spec.slug]
+    if not specs:
+        parser.error(f"--only {arguments.only}: no committed kernel for this GPU has that in its name")
     program = sanitizer()
-    launcher()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda spec: cache.obtain(render(spec)), specs))
-    for spec in specs:  # what the backward ones need of the forward is compiled, too
-        run_kernel(spec.slug)
+    compile_ahead(specs)
     print(f"{len(specs)} kernels compiled and run in {time.monotonic() - started:.0f} s", flush=True)
 
     def one(job: tuple[str, Spec]) -> None:

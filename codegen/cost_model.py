@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.families.sm80_backward import Sm80Backward
+from attnforge.codegen.families.sm80_fp32 import Fp32Backward, Fp32Forward
 from attnforge.codegen.plan import Plan
 from attnforge.codegen.spec import Arch, Direction, DType
-from attnforge.codegen.tuning import Fp32Backward, Fp32Forward, Sm80Backward, Sm80Forward
 
 LATENCY = 600  # cycles from an asynchronous copy to its data, out of the L2 cache
 RESERVED = 1024  # bytes of shared memory that a multiprocessor keeps for itself per block

@@ -1,11 +1,11 @@
-"""`Plan`: what follows from a spec by arithmetic. Launch geometry, shared memory, registers, feasibility."""
+"""`Plan`: what a family computes from a spec. Launch geometry, shared memory, registers; or why it is infeasible."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnforge.codegen.spec import Direction, Mask, Spec
+from attnforge.codegen.spec import Mask, Spec
 
 
 class Infeasible(ValueError):
@@ -96,22 +96,3 @@ class Plan:
         target = "gpu" if problem.arch.is_gpu else "cpu"
         tile = f"{tuning.tile_m}x{tuning.tile_n}, {self.parts} parts"
         return f"{target} {problem.mask.value}, {tile}, owner {self.owner}, {flags}"
-
-
-def make_plan(spec: Spec) -> Plan:
-    """Plan of `spec`, or `Infeasible` with the reason."""
-    if spec.problem.arch.family == "cpu":
-        from attnforge.codegen.plan_cpu import make_plan as make
-    elif spec.problem.family == "sm90a_fp32":
-        from attnforge.codegen.plan_sm90_fp32 import make_plan as make
-    elif spec.problem.arch.family == "sm90a" and spec.problem.direction is Direction.FORWARD:
-        from attnforge.codegen.plan_sm90 import make_plan as make
-    elif spec.problem.arch.family == "sm90a":
-        from attnforge.codegen.plan_sm90_backward import make_plan as make
-    elif spec.problem.family == "sm80_fp32":
-        from attnforge.codegen.plan_fp32 import make_plan as make
-    elif spec.problem.direction is Direction.FORWARD:
-        from attnforge.codegen.plan_sm80 import make_plan as make
-    else:
-        from attnforge.codegen.plan_sm80_backward import make_plan as make
-    return make(spec)

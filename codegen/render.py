@@ -13,7 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from attnforge.codegen import params
 from attnforge.codegen.chaos import plant
-from attnforge.codegen.plan import Plan, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.plan import Plan
 from attnforge.codegen.spec import Arch, Spec
 
 TEMPLATES = Path(__file__).parent.parent / "templates"

@@ -1,24 +1,17 @@
-"""One value, `Spec`, names a kernel variant; slug, symbol, CLI flags and cache key all derive from it."""
+"""What a kernel computes (`Problem`), how (`Tuning`), and both as one value (`Spec`).
+
+Each field of `Problem` is declared once, with its code in slugs, its name in JSON and on the command line, and its
+meaning; each knob of a tuning likewise. Slug, symbol, JSON, command line and the class of a tuned table derive from
+them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
 from enum import Enum
-from typing import Any
-
-from attnforge.codegen.tuning import (
-    CpuBackward,
-    CpuForward,
-    Fp32Backward,
-    Fp32Forward,
-    Sm80Backward,
-    Sm80Forward,
-    Sm90Backward,
-    Sm90Forward,
-    Sm90Fp32Forward,
-    Tuning,
-)
+from typing import Any, Literal, get_type_hints
 
 
 class Direction(Enum):
@@ -84,30 +77,66 @@ class Mask(Enum):
         return self in (Mask.SPANS, Mask.DENSE)
 
 
-TUNINGS: dict[tuple[str, Direction], type[Tuning]] = {
-    ("cpu", Direction.FORWARD): CpuForward,
-    ("cpu", Direction.BACKWARD): CpuBackward,
-    ("sm80", Direction.FORWARD): Sm80Forward,
-    ("sm80", Direction.BACKWARD): Sm80Backward,
-    ("sm90a", Direction.FORWARD): Sm90Forward,
-    ("sm90a", Direction.BACKWARD): Sm90Backward,
-    ("sm90a_fp32", Direction.FORWARD): Sm90Fp32Forward,
-    ("sm80_fp32", Direction.FORWARD): Fp32Forward,
-    ("sm80_fp32", Direction.BACKWARD): Fp32Backward,
-}
+# ---- The problem
+
+# What a field means for a tuned table. "same": an entry counts only for its own value; "near": entries of the call's
+# value come first, and of two such fields the later one weighs more; "free": an entry counts alike for every value.
+Match = Literal["same", "near", "free"]
+
+
+def about(
+    text: str,
+    code: str = "",
+    *,
+    cli: Any = None,
+    name: str = "",
+    after: str = "",
+    always: bool = False,
+    match: Match = "same",
+) -> dict[str, Any]:
+    """Metadata of a field of `Problem`. `text`: its meaning. `code`: what precedes its value in slugs.
+
+    A field without a default is required, and `cli` is what `cli.py render` takes if it is not given. One with a
+    default appears in slugs, JSON and command lines only where it differs, so that a new field changes no name that
+    exists; `always`: it appears at any value. `name`: in JSON and on the command line, if not the attribute's.
+    `after`: the field whose part of the slug it extends. `match`: see `Match`.
+    """
+    return {
+        "text": text,
+        "code": code,
+        "cli": cli,
+        "name": name,
+        "after": after,
+        "always": always,
+        "match": match,
+    }
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What must be computed; everything else about a kernel is a choice."""
+    """What must be computed; everything else about a kernel is a choice.
 
-    direction: Direction
-    arch: Arch
-    dtype: DType
-    head_dim: int
-    mask: Mask
-    align: int = 16  # bytes that every row start of q, k, v, dout is a multiple of: 16, 8, 4 or 2
-    dim_v: int = 0  # columns of v, out and dout if they are not head_dim (of q and k), else 0: see head_dim_v
+    A field with a default is optional for kernel families: one that does not honour a value refuses it.
+    """
+
+    direction: Direction = field(metadata=about("Half of the operator.", cli=Direction.FORWARD))
+    arch: Arch = field(metadata=about("Compilation target.", cli=Arch.SM80))
+    dtype: DType = field(metadata=about("Element type.", cli=DType.BFLOAT16, match="near"))
+    head_dim: int = field(metadata=about("Columns of q and k.", "d", cli=128))
+    mask: Mask = field(metadata=about("Which pairs are visible.", cli=Mask.SPANS, match="near"))
+    align: int = field(
+        default=16,
+        metadata=about(
+            "Bytes that divide all row starts of q, k, v, dout: 16, 8, 4 or 2.",
+            "a",
+            always=True,
+            match="free",
+        ),
+    )
+    dim_v: int = field(
+        default=0,
+        metadata=about("Columns of v and out, 0: head_dim.", "v", name="head_dim_v", after="head_dim"),
+    )
 
     def __post_init__(self) -> None:
         if self.dim_v == self.head_dim:
@@ -125,21 +154,103 @@ class Problem:
 
     @property
     def family(self) -> str:
-        """Kernels that share templates and knobs: the key of TUNINGS."""
+        """Kernels that share templates and knobs: with the direction, the key of `families.FAMILIES`."""
         fp32 = self.dtype is DType.FLOAT32 and self.arch.is_gpu
         return self.arch.family + ("_fp32" if fp32 else "")
 
+    def shown(self) -> list[tuple[ProblemField, str | int]]:
+        """Fields that names mention, in the order of names, with their plain values."""
+        values = [(f, plain(getattr(self, f.attribute))) for f in PROBLEM_FIELDS]
+        return [(f, value) for f, value in values if f.always or value != plain(f.default)]
+
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON value: what a spec's begins with."""
-        return {
-            "direction": self.direction.value,
-            "arch": self.arch.value,
-            "dtype": self.dtype.value,
-            "head_dim": self.head_dim,
-            **({"head_dim_v": self.dim_v} if self.dim_v else {}),
-            "mask": self.mask.value,
-            "align": self.align,
+        """Plain JSON value; `from_json` inverts it."""
+        return {f.name: value for f, value in self.shown()}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Problem:
+        """Rebuild a problem; a missing field is a ValueError that names it."""
+        values: dict[str, Any] = {}
+        for f in PROBLEM_FIELDS:
+            if f.always and f.name not in data:
+                raise ValueError(f"spec: field {f.name!r} is missing")
+            if f.name in data:
+                values[f.attribute] = f.type(data[f.name])
+        return Problem(**values)
+
+
+@dataclass(frozen=True)
+class ProblemField:
+    """What was declared of a field of `Problem`; see `about`."""
+
+    attribute: str
+    type: type[Enum] | type[int]
+    name: str
+    code: str
+    text: str
+    default: Any
+    cli: Any
+    after: str
+    always: bool
+    match: Match
+
+    @property
+    def optional(self) -> bool:
+        """May kernel families refuse other values than the default?"""
+        return self.default is not MISSING
+
+    @property
+    def option(self) -> str:
+        """The command line's name of it."""
+        return "--" + self.name.replace("_", "-")
+
+
+def _problem_fields() -> tuple[ProblemField, ...]:
+    """In the order of names: a field that extends another's part follows it."""
+    types, found = get_type_hints(Problem), dict[str, ProblemField]()
+    for f in dataclasses.fields(Problem):
+        known, required = dict(f.metadata), f.default is MISSING
+        known |= {
+            "name": known["name"] or f.name,
+            "cli": known["cli"] if required else f.default,
+            "always": known["always"] or required,
         }
+        found[f.name] = ProblemField(f.name, types[f.name], default=f.default, **known)
+    heads = [f for f in found.values() if not f.after]
+    return tuple(
+        f for head in heads for f in (head, *(x for x in found.values() if x.after == head.attribute))
+    )
+
+
+def plain(value: Any) -> str | int:
+    """A field's or knob's value as names and JSON have it."""
+    return str(value.value) if isinstance(value, Enum) else int(value)
+
+
+PROBLEM_FIELDS = _problem_fields()
+
+
+# ---- The tuning
+
+
+def knob(code: str, text: str, default: Any = MISSING) -> Any:
+    """A tuning field: `code` is its short name in slugs, `text` its one-line meaning.
+
+    `default` is what tables and logs that were written before there was such a knob mean.
+    """
+    return field(default=default, metadata={"code": code, "text": text})
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Base of the knobs of every family and pass (codegen/families/): what a search may choose."""
+
+    tile_m: int  # query rows of a tile
+    tile_n: int  # keys of a tile
+
+    def to_json(self) -> dict[str, int]:
+        """Whole numbers by knob."""
+        return {f.name: int(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)
@@ -149,28 +260,18 @@ class Spec:
     problem: Problem
     tuning: Tuning
 
-    def __post_init__(self) -> None:
-        expected = TUNINGS[self.problem.family, self.problem.direction]
-        if type(self.tuning) is not expected:
-            raise TypeError(
-                f"tuning: got {type(self.tuning).__name__}, but {self.problem.arch.value} "
-                f"{self.problem.direction.value} takes {expected.__name__}"
-            )
-
     @property
     def slug(self) -> str:
         """File-name-safe identity, e.g. `fwd_sm80_bf16_d128_spans_a16_m128_n64_w4_s1_q0`.
 
         A head_dim of v of its own follows that of q and k: `d192v128`.
         """
-        p = self.problem
-        dims = f"d{p.head_dim}" + (f"v{p.dim_v}" if p.dim_v else "")
-        head = f"{p.direction.value}_{p.arch.value}_{p.dtype.value}_{dims}_{p.mask.value}_a{p.align}"
+        head = "".join(f"{'' if f.after else '_'}{f.code}{value}" for f, value in self.problem.shown())
         knobs = (
             f"{f.metadata['code']}{int(getattr(self.tuning, f.name))}"
             for f in dataclasses.fields(self.tuning)
         )
-        return "_".join((head, *knobs))
+        return "_".join((head.removeprefix("_"), *knobs))
 
     @property
     def symbol(self) -> str:
@@ -179,57 +280,10 @@ class Spec:
 
     def to_cli(self) -> str:
         """Arguments of `cli.py render` that reproduce this spec."""
-        p = self.problem
-        words = [
-            f"--direction {p.direction.value}",
-            f"--arch {p.arch.value}",
-            f"--dtype {p.dtype.value}",
-            f"--head-dim {p.head_dim}",
-            *([f"--head-dim-v {p.dim_v}"] if p.dim_v else []),
-            f"--mask {p.mask.value}",
-            f"--align {p.align}",
-        ]
-        words += [
-            f"--set {f.name}={int(getattr(self.tuning, f.name))}" for f in dataclasses.fields(self.tuning)
-        ]
+        words = [f"{f.option} {value}" for f, value in self.problem.shown()]
+        words += [f"--set {name}={value}" for name, value in self.tuning.to_json().items()]
         return " ".join(words)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON value; `from_json` inverts it."""
-        tuning = {f.name: int(getattr(self.tuning, f.name)) for f in dataclasses.fields(self.tuning)}
-        return {**self.problem.to_json(), "tuning": tuning}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Spec:
-        """Rebuild a spec; a missing or unknown field is a ValueError that names it."""
-        try:
-            problem = Problem(
-                Direction(data["direction"]),
-                Arch(data["arch"]),
-                DType(data["dtype"]),
-                int(data["head_dim"]),
-                Mask(data["mask"]),
-                int(data["align"]),
-                int(data.get("head_dim_v", 0)),
-            )
-        except KeyError as error:
-            raise ValueError(f"spec: field {error} is missing") from error
-        return Spec(problem, make_tuning(problem, data.get("tuning", {})))
-
-
-def make_tuning(problem: Problem, values: dict[str, int]) -> Tuning:
-    """Build the tuning of `problem`'s family from integers by field name.
-
-    None may be unknown, and none missing but those that have a default.
-    """
-    cls = TUNINGS[problem.family, problem.direction]
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
-    unknown, missing = values.keys() - fields.keys(), required - values.keys()
-    if unknown or missing:
-        wrong = [f"{', '.join(sorted(unknown))} unknown"] if unknown else []
-        wrong += [f"{', '.join(sorted(missing))} missing"] if missing else []
-        what = f"tuning of {problem.arch.value} {problem.dtype.value} {problem.direction.value}"
-        raise ValueError(f"{what}: {'; '.join(wrong)}. Its knobs are {', '.join(fields)}")
-    typed = {n: bool(v) if fields[n].type in (bool, "bool") else int(v) for n, v in values.items()}
-    return cls(**typed)  # type: ignore[arg-type]
+        """Plain JSON value; `families.spec_from_json` inverts it."""
+        return {**self.problem.to_json(), "tuning": self.tuning.to_json()}

@@ -14,28 +14,44 @@
 //   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 //   descending     0   blocks start with the last key tile, not the one with most work (ordered ones always do)
 //
-// S = scale Q K^T, P = exp(S - lse), dP = dO V^T, delta = row sums of dO * O, dS = P * (dP - delta);
-// dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
-// A block owns a key tile of one q head and walks the query tiles that see it. dK and dV of the q heads that share a kv
-// head are summed in fp32 memory, as is dQ.
-// Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are computed transposed
-// (keys x queries): so P and dS are, in the registers in which they arise, the A operands of dV and dK. Only dS goes
-// through shared memory, for dQ, which needs all keys of the tile.
-// Producer warpgroup: a warp loads all tiles and row statistics, two add dQ to the sums.
-// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
-// Launches: _prepare (row statistics, zeros for sums), the main kernel, _finish (dQ), _finish_dkv (dK and dV).
+// Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
-// All but _prepare may start while the kernel before them runs (programmatic dependent launch). Each of their blocks,
-// on every path, waits for the end of the kernel before, and until then touches nothing that any launch writes. That
-// wait is for the direct predecessor alone; but as that waited itself before it could end, with its end come those of
-// all launches before it. _prepare starts in the usual way, after all that was in the stream before: so the inputs, the
-// mask and its schedule are there when a block of any launch starts, and may be read at once.
-// The next kernel may start once all blocks have said so or have ended. From then on its blocks take the room that
-// blocks leave; those that still run have theirs, so nobody waits for a block that has no room, in turns neither.
-// _prepare and _finish say so at once: they are short, and all of the next kernel's start is to be beside them.
-// A block of the main kernel says so when it has nothing left to load: that hides the launch of _finish, and earlier
-// blocks of _finish, which do nothing but wait, would keep other streams from multiprocessors that have no work left.
-// The last launch never does: the kernel behind it in the stream may rely on more than the end of that launch.
+//     S  = scale Q K^T    P  = exp(S - lse)    delta = rowsum(dO * O) - dlse
+//     dP = dO V^T         dS = P * (dP - delta)
+//     dV = P^T dO         dK = scale dS^T Q    dQ = scale dS K
+//
+// symbol        shape               meaning
+//   K, V        kTileN x kHeadDim   the block's key tile, in shared memory
+//   Q, dO       kTileM x kHeadDim   query tile of a step, in rings of kStagesQ and kStagesDo buffers
+//   S, P        kTileN x kTileM     S without the scale, less lse / scale; then P. Transposed, fp32, in registers
+//   dP, dS      kTileN x kTileM     dP less delta; then dS, which goes to shared memory for dQ
+//   dK, dV      kTileN x kHeadDim   sums over the steps, fp32, in registers; then added to dkv_accum
+//   dQ          kTileM x kHeadDim   this key tile's part of it, fp32; then added to dq_accum
+//   dq_accum    all of dQ           fp32 sums in device memory, in the order of fragments; dkv_accum likewise
+//   lse         a query             ln(sum exp S), from the forward
+//   dlse        a query             gradient of lse, if there is one
+//   row_stats   kTileM x 16         lse and delta as bf16 columns that continue Q and dO (see kRowStatsFloats)
+//   visit       int                 a query tile that sees the key tile: its number * 2 + (1 if some pairs are hidden)
+//   step                            a visit of one q head: an iteration of the main loop
+//   plane       int                 batch entry * heads + head
+//
+// A block computes a key tile of one q head: it visits the query tiles that see it.
+// Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are
+// transposed (keys x queries), so that P and dS arise in the registers that wgmma takes as A operands of dV and dK. dQ
+// needs dS of all keys of the tile, which therefore goes through shared memory.
+// Producer warpgroup: warp 0 loads K, V, Q, row_stats and dO, warps 2 and 3 add dQ to dq_accum.
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
+//
+// Kernels: _preprocess (row_stats, zeros for sums), the main kernel, _postprocess (dQ), _postprocess_dkv (dK and dV).
+// Programmatic dependent launch: all but _preprocess may start while the kernel before them runs. Each of their blocks
+// calls griddepcontrol_wait, on every path, before it touches what any of these kernels writes. The wait covers the
+// direct predecessor only; as that one has waited for its own predecessor, it covers all before it, too. _preprocess
+// starts after everything before it in the stream, so inputs, mask and schedule may be read without a wait.
+// The next kernel may start once each block has called griddepcontrol_launch_dependents or has ended. Its blocks then
+// take resources that other blocks have released, never those of a running block, so waiting cannot deadlock.
+// _preprocess and _postprocess call it first, being short. A block of the main kernel calls it after its last
+// load: earlier, blocks of _postprocess would only wait and keep other streams from idle multiprocessors. The last
+// kernel never calls it: what follows it in the stream may depend on more than its end.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -130,7 +146,7 @@ constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kHelperThreads = 256;  // of a block of the kernels before and after the main one
+constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
 constexpr int kStagesQ = 3;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
@@ -141,40 +157,38 @@ constexpr int kPanels = 2;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
-// dQ: a consumer computes half of the columns, for all keys of the block.
-constexpr int kDqColumns = 64;
-constexpr int kDqSecond = kDqColumns;
-constexpr int kDqPartBytes = 64 * kDqColumns * 4;
-// dS is stored as [key][query], chunks swizzled within 128 bytes.
-constexpr int kSpanDs = 128;
+constexpr int kDqColumns = 64;  // of dQ that a consumer computes: half of them, for all keys of the block
+constexpr int kDqSecond = kDqColumns;  // the first column of the second consumer
+constexpr int kDqBytes = 64 * kDqColumns * 4;  // of a consumer
+// dS is stored as [key][query], 16-byte chunks swizzled within rows of 128 bytes.
+constexpr int kDsRowBytes = 128;
 constexpr unsigned kSwizzleDs = 1;
 constexpr int kDsBytes = kTileM * kTileN * 2;
-// A consumer writes dS of step i once both have arrived with that of step i - 1. Then both are done with dQ of step
-// i - 2: two buffers, and no barrier to say that one is empty.
+// A consumer writes dS of step i after both have arrived with dS of step i - 1. By then both have completed dQ of step
+// i - 2: two buffers suffice, without a barrier for empty ones.
 constexpr int kBuffersDs = 2;
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
-// Row statistics enter S and dP by one more product, as if head_dim went on: a row of Q with 8 columns that sum up to
-// -lse / scale, a row of dO with 8 that sum up to -delta, and rows of K and V with ones. So no lane loads them from
-// shared memory, which would hold up the products that read it.
-constexpr int kStatFloats = 8;  // the room of a row's: 8 columns of bf16 for lse, 8 for delta
-constexpr int kStatBytes = kTileM * kStatFloats * 4;  // first lse of all rows, then delta
-// Shared memory. Statistics come first: compute-sanitizer takes a product of theirs, whose last 8 columns are the first
-// 8 once more, to read 2048 bytes, and would report those past the end.
-constexpr int kOffsetStats = 0;
-constexpr int kOffsetK = kOffsetStats + kStagesQ * kStatBytes;
+// row_stats enter S and dP by one more k16 step of the product: a row of Q continues with 8 columns whose sum is
+// -lse / scale, a row of dO with 8 whose sum is -delta, and rows of K and V with ones. Loading them from shared memory
+// into registers instead would delay the products that read it.
+constexpr int kRowStatsFloats = 8;  // of a row: 8 bf16 columns for lse, 8 for delta
+constexpr int kRowStatsBytes = kTileM * kRowStatsFloats * 4;  // first lse of all rows, then delta
+// Shared memory. row_stats come first: the last 8 columns of their product are the first 8 once more, and
+// compute-sanitizer, which takes it to read 2048 bytes, would report those past the end.
+constexpr int kOffsetRowStats = 0;
+constexpr int kOffsetK = kOffsetRowStats + kStagesQ * kRowStatsBytes;
 constexpr int kOffsetV = kOffsetK + kTileBytesN;
 constexpr int kOffsetQ = kOffsetV + kTileBytesN;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesM;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesM;
 constexpr int kOffsetDq = kOffsetDs + kBuffersDs * kDsBytes;
-// The visit: query tile * 2 + (1 if the mask hides some).
 constexpr int kOffsetVisit = kOffsetDq + kTileM * kHeadDim * 4;
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
-// Barriers: full = the data is there, empty = its readers are done with it. What is loaded is full with the producer's
-// arrival and the bytes that it announced; empty Q and dO take an arrival of each consumer warp, K and V stay. Full dS
-// takes one of each consumer warp: dQ needs the keys of both consumers. Each consumer has a
-// buffer of dQ: full with its four warps, empty when the warp that adds it has read it.
+// Barriers: full = the data is there, empty = its readers have finished. Loads complete a full barrier with the bytes
+// that the producer announced. Consumer warps arrive at empty barriers of Q and dO; K and V stay. They also arrive at
+// full dS, as dQ needs the keys of both consumers. Each consumer has a buffer of dQ: full
+// with its four warps, empty when the warp that adds it to dq_accum has read it.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullDs = kFullV + 8;
@@ -185,7 +199,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 219296, "codegen/plan_sm90_backward.py disagrees");
+static_assert(kSharedBytes == 219296, "the plan of this kernel disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -310,12 +324,12 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
 }
 
 // Thread: wait until the kernel before has ended and its writes are there. Nothing to wait for if launched after that.
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Thread: for its block, the next kernel may start.
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
@@ -362,8 +376,8 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
 }
 
 // Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of row statistics.
-__device__ __forceinline__ void wgmma_statistics(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
-                                                 int add) {
+__device__ __forceinline__ void wgmma_row_stats(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
+                                                int add) {
     // clang-format off
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
@@ -441,39 +455,6 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Work ----------------------------------------------------------------------------------------------------------
-
-// Position in a ring of buffers: the phase of its barriers flips at every wrap.
-struct Ring {
-    unsigned stage, phase;
-    __device__ __forceinline__ void advance(unsigned stages) {
-        if (++stage == stages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-// The work of a block: a key tile of a head, the query tiles that see it, the q heads it serves.
-struct Work {
-    int tile, head_kv, batch;
-    int visits;             // query tiles, for each q head
-    int first_head, heads;  // q heads
-};
-
-// The work of block `block` of the grid.
-__device__ __forceinline__ Work work_of(const Params& p, int block) {
-    const Place place = place_of(p, block);
-    Work work;
-    work.first_head = place.head;
-    work.heads = 1;
-    work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
-    work.batch = place.batch;
-    work.tile = owned_tile(p, place.rank);
-    work.visits = visits(p, work.tile);
-    return work;
-}
-
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
 // wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
@@ -493,81 +474,148 @@ __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, u
     tma_load(tile, map, barrier, 0, row, 0, head, batch);
 }
 
-// ---- Producers -----------------------------------------------------------------------------------------------------
+// ---- Work ----------------------------------------------------------------------------------------------------------
 
-// The warps of the producer warpgroup run whole, so that the compiler keeps their state in uniform registers (there
-// are few others); their first lane alone acts. All walk the visits in the same order as the consumers.
-
-// Warp: feed the consumers with K and V, and with Q, what goes with it, and dO.
-__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
-    const bool acts = threadIdx.x % 32 == 0;
-    if (acts) {
-        barrier_expect(base + kFullK, kTileBytesN);
-        load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv,
-                  work.batch, kTileN);
-    }
-    wait_for_kernel_before();  // for the statistics; consumers add nothing to dK and dV before they have them
-    Ring q_ring = {0, 1};  // fresh barriers count as empty
-    Ring do_ring = {0, 1};
-    for (int h = 0; h < work.heads; ++h) {
-        const int head = work.first_head + h;
-        const long long plane = static_cast<long long>(work.batch) * p.heads_q + head;
-        const float* stats = p.delta + plane * p.padded_q * kStatFloats;
-#pragma unroll 1
-        for (int i = 0; i < work.visits; ++i) {
-            const int entry = visit(p, work.tile, i);
-            const int query0 = (entry >> 1) * kTileM;
-            const unsigned full_q = base + kFullQ + q_ring.stage * 8;
-            barrier_wait(base + kEmptyQ + q_ring.stage * 8, q_ring.phase);
-            if (acts) {
-                store_int(base + kOffsetVisit + q_ring.stage * 8, entry);
-                barrier_expect(full_q, kTileBytesM + kStatBytes);
-                load_tile(base + kOffsetQ + q_ring.stage * kTileBytesM, maps.q, full_q, query0, head,
-                          work.batch, kTileM);
-                bulk_load(base + kOffsetStats + q_ring.stage * kStatBytes, stats + query0 * kStatFloats, kStatBytes,
-                          full_q);
-            }
-            q_ring.advance(kStagesQ);
-            if (acts && h + i == 0) {  // after the first Q, with which the consumers begin
-                barrier_expect(base + kFullV, kTileBytesN);
-                load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv,
-                          work.batch, kTileN);
-            }
-            const unsigned full_do = base + kFullDo + do_ring.stage * 8;
-            barrier_wait(base + kEmptyDo + do_ring.stage * 8, do_ring.phase);
-            if (acts) {
-                barrier_expect(full_do, kTileBytesM);
-                load_tile(base + kOffsetDo + do_ring.stage * kTileBytesM, maps.dout, full_do, query0, head,
-                          work.batch, kTileM);
-            }
-            do_ring.advance(kStagesDo);
+// Position in a ring of buffers: the phase of its barriers flips at every wrap.
+struct Ring {
+    unsigned stage, phase;
+    __device__ __forceinline__ void advance(unsigned stages) {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
         }
     }
-    let_next_kernel_start();
+};
+
+// The work of a block: a key tile of a head, its visits, the q heads it serves.
+struct Work {
+    int tile, head_kv, batch;
+    int visits;             // for each q head
+    int first_head, heads;  // q heads
+};
+
+// The work of block `block` of the grid.
+__device__ __forceinline__ Work work_of(const Params& p, int block) {
+    const Place place = place_of(p, block);
+    Work work;
+    work.first_head = place.head;
+    work.heads = 1;
+    work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    return work;
 }
 
-// Warp: add what consumer `group` leaves in its part of the dQ buffer to the sums in device memory, which have the
-// order of fragments too.
-__device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
-    wait_for_kernel_before();  // for the zeros
-    const bool acts = threadIdx.x % 32 == 0;
-    unsigned phase = 0;
+// Visit `index` of a q head.
+__device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
+    return visit(p, work.tile, index);
+}
+
+// The plane of the first q head among those of q and dO.
+__device__ __forceinline__ long long first_plane(const Params& p, const Work& work) {
+    return static_cast<long long>(work.batch) * p.heads_q + work.first_head;
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
+
+// Whole warps run these functions, which lets the compiler keep state in uniform registers (there are few others); only
+// lane 0, the leader, issues. All warps go through the steps in the order of the consumers.
+
+// Thread: start loading the block's key tile of K or V to `tile`.
+__device__ __forceinline__ void load_keys(const TensorMap& map, unsigned tile, unsigned full, const Work& work) {
+    barrier_expect(full, kTileBytesN);
+    load_tile(tile, map, full, work.tile * kTileN, work.head_kv, work.batch, kTileN);
+}
+
+// Warp: load the visit, Q and row_stats (`row_stats`: of the head) of a step into the ring's next buffers.
+__device__ __forceinline__ void load_q(const TensorMaps& maps, unsigned base, const Work& work, int head, int visit,
+                                       const float* row_stats, Ring& ring, bool leader) {
+    const int query0 = (visit >> 1) * kTileM;
+    const unsigned full = base + kFullQ + ring.stage * 8;
+    barrier_wait(base + kEmptyQ + ring.stage * 8, ring.phase);
+    if (leader) {
+        store_int(base + kOffsetVisit + ring.stage * 8, visit);
+        barrier_expect(full, kTileBytesM + kRowStatsBytes);
+        load_tile(base + kOffsetQ + ring.stage * kTileBytesM, maps.q, full, query0, head, work.batch, kTileM);
+        bulk_load(base + kOffsetRowStats + ring.stage * kRowStatsBytes, row_stats + query0 * kRowStatsFloats,
+                  kRowStatsBytes, full);
+    }
+    ring.advance(kStagesQ);
+}
+
+// Warp: load dO of a step into the ring's next buffer.
+__device__ __forceinline__ void load_dout(const TensorMaps& maps, unsigned base, const Work& work, int head, int visit,
+                                          Ring& ring, bool leader) {
+    const unsigned full = base + kFullDo + ring.stage * 8;
+    barrier_wait(base + kEmptyDo + ring.stage * 8, ring.phase);
+    if (leader) {
+        barrier_expect(full, kTileBytesM);
+        load_tile(base + kOffsetDo + ring.stage * kTileBytesM, maps.dout, full, (visit >> 1) * kTileM, head,
+                  work.batch, kTileM);
+    }
+    ring.advance(kStagesDo);
+}
+
+// row_stats of q head `head` in device memory.
+__device__ __forceinline__ const float* row_stats_of(const Params& p, const Work& work, int head) {
+    return p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * kRowStatsFloats;
+}
+
+// Warp 0: load K and V, then for each step Q, row_stats, the visit and dO.
+__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+    const bool leader = threadIdx.x % 32 == 0;
+    if (leader) {
+        load_keys(maps.k, base + kOffsetK, base + kFullK, work);
+    }
+    griddepcontrol_wait();  // for row_stats; consumers add to dK and dV only after they have these
+    Ring q_ring = {0, 1}, do_ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
-        const long long plane = static_cast<long long>(work.batch) * p.heads_q + work.first_head + h;
-        float* sums = p.dq_accum + plane * p.padded_q * kHeadDim + group * (kDqPartBytes / 4);
+        const int head = work.first_head + h;
+        const float* row_stats = row_stats_of(p, work, head);
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
-            const int tile = visit(p, work.tile, i) >> 1;
+            const int visit = visit_of(p, work, i);
+            load_q(maps, base, work, head, visit, row_stats, q_ring, leader);
+            if (leader && h + i == 0) {  // after the first Q, with which the consumers begin
+                load_keys(maps.v, base + kOffsetV, base + kFullV, work);
+            }
+            load_dout(maps, base, work, head, visit, do_ring, leader);
+        }
+    }
+    griddepcontrol_launch_dependents();
+}
+
+// Thread: add the part of dQ in the buffer of consumer `group` to `sums`, both in the order of fragments, and wait
+// until the buffer has been read.
+__device__ __forceinline__ void add_dq(unsigned base, int group, float* sums) {
+    proxy_fence();
+    const unsigned part = base + kOffsetDq + group * kDqBytes;
+    const int bytes = kDqBytes;
+    bulk_reduce(sums, part, bytes);
+    tma_store_commit();
+    tma_store_wait();
+}
+
+// The fp32 sums of dQ of query tile `tile` in plane `plane`.
+__device__ __forceinline__ float* dq_accum_of(const Params& p, long long plane, int tile) {
+    return p.dq_accum + plane * p.padded_q * kHeadDim + static_cast<long long>(tile) * (kTileM * kHeadDim);
+}
+
+// Warp 2 + group: add the columns of dQ of consumer `group` to dq_accum.
+__device__ __forceinline__ void reduce_dq(const Params& p, unsigned base, const Work& work, int group) {
+    griddepcontrol_wait();  // for the zeros
+    const bool leader = threadIdx.x % 32 == 0;
+    unsigned phase = 0;
+    for (int h = 0; h < work.heads; ++h) {
+        const long long plane = first_plane(p, work) + h;
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const int tile = visit_of(p, work, i) >> 1;
             barrier_wait(base + kFullDq + group * 8, phase);
             phase ^= 1;
-            if (acts) {
-                proxy_fence();
-                float* target = sums + static_cast<long long>(tile) * (kTileM * kHeadDim);
-                const unsigned part = base + kOffsetDq + group * kDqPartBytes;
-                const int bytes = kDqPartBytes;
-                bulk_reduce(target, part, bytes);
-                tma_store_commit();
-                tma_store_wait();
+            if (leader) {
+                add_dq(base, group, dq_accum_of(p, plane, tile) + group * (kDqBytes / 4));
                 barrier_arrive(base + kEmptyDq + group * 8);
             }
         }
@@ -615,36 +663,6 @@ __device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4
     }
 }
 
-// ---- How results leave registers -----------------------------------------------------------------------------------
-
-// Warpgroup: its 64 keys of dS to the tile at `ds`.
-__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
-    const int lane = threadIdx.x % 32;
-    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
-    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
-    const unsigned place = row * kSpanDs + (lane / 16 ^ lane % 8) * 16;
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-        stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
-    }
-}
-
-// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
-__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
-#pragma unroll
-    for (int i = 0; i < kDqColumns / 2; i += 4) {
-        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    }
-}
-
-// Warpgroup: add its 64 keys of dK or dV to the fp32 sums of the group, in fragment order.
-__device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim / 2]) {
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i += 4) {
-        add_to(sums + i * 128 + threadIdx.x % 128 * 4, x[i], x[i + 1], x[i + 2], x[i + 3]);
-    }
-}
-
 // ---- Products ------------------------------------------------------------------------------------------------------
 
 // Warp: A of the product of row statistics: ones (in bf16) in the first three of 16 columns, those that may not be 0.
@@ -659,10 +677,10 @@ __device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
 }
 
 // Warpgroup: start adding to S or dP the row statistics whose columns are at `statistics`.
-__device__ __forceinline__ void start_statistics(float (&s)[kTileM / 2], const unsigned (&ones)[4],
+__device__ __forceinline__ void start_row_stats(float (&s)[kTileM / 2], const unsigned (&ones)[4],
                                                  unsigned statistics) {
     // Eight rows are 128 bytes, without a swizzle. The last 8 columns, whose factors are 0, are the first 8 once more.
-    wgmma_statistics(s, ones, descriptor(statistics, 0, 128, 0), 1);
+    wgmma_row_stats(s, ones, descriptor(statistics, 0, 128, 0), 1);
 }
 
 // Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
@@ -687,181 +705,246 @@ __device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsi
 
 // Warpgroup: start dQ = dS K over all keys of the block, for the kDqColumns columns that start at `k`.
 __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
-    const unsigned long long a = descriptor(ds, 0, 8 * kSpanDs, kSwizzleDs);
+    const unsigned long long a = descriptor(ds, 0, 8 * kDsRowBytes, kSwizzleDs);
     const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_dq(dq, a + (step * 16 * kSpanDs >> 4), b + (step * 16 * kSpan >> 4), step > 0);
+        wgmma_dq(dq, a + (step * 16 * kDsRowBytes >> 4), b + (step * 16 * kSpan >> 4), step > 0);
     }
 }
 
-// ---- Consumers -----------------------------------------------------------------------------------------------------
+// ---- How results leave registers -----------------------------------------------------------------------------------
 
-// Warpgroup: work through the query tiles, for 64 of the keys. Tensor cores and scalar code overlap:
-// dS is computed beside dV, the next P beside dK.
-__device__ __forceinline__ void consume(const Params& p, unsigned base, const Work& work,
-                                        int group) {
+// Warpgroup: its 64 keys of dS to the tile at `ds`.
+__device__ __forceinline__ void store_ds(unsigned ds, const unsigned (&frags)[kTileM / 16][4], int group) {
     const int lane = threadIdx.x % 32;
-    const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and key + 8
-    const int steps = work.visits * work.heads;
-    Ring q_ring = {0, 0};
-    Ring do_ring = {0, 0};
-    float s[kTileM / 2];   // S - lse / scale, S without the scale; then P
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // Row lane % 16 has its chunk c at place c ^ lane % 8; of a step's two chunks the upper lanes have the second.
+    const unsigned place = row * kDsRowBytes + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) {
+        stmatrix(ds + (place ^ step * 32), frags[step][0], frags[step][1], frags[step][2], frags[step][3]);
+    }
+}
+
+// Warpgroup: its part of dQ to shared memory, in fragment order: [4 elements' index][thread][4 elements].
+__device__ __forceinline__ void store_dq(unsigned part, const float (&dq)[kDqColumns / 2]) {
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 2; i += 4) {
+        store_quad(part + i * 512 + threadIdx.x % 128 * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+}
+
+// Warpgroup: add its 64 keys of dK or dV to the fp32 sums of the group, in fragment order.
+__device__ __forceinline__ void add_dkv(float* sums, const float (&x)[kHeadDim / 2]) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i += 4) {
+        add_to(sums + i * 128 + threadIdx.x % 128 * 4, x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+}
+
+// ---- Consumer ------------------------------------------------------------------------------------------------------
+
+// Where a step finds its tiles, and the barriers by which a consumer frees those of Q and dO.
+struct Buffers {
+    unsigned q, dout, ds, empty_q, empty_do;
+};
+
+// A consumer warpgroup: 64 keys of the block's tile. Products run while scalar code does:
+// dS is computed beside dV, the next P beside dK.
+struct Consumer {
+    const Params& p;
+    const Work work;  // by value: a reference costs instructions in the main loop
+    const unsigned base;    // of shared memory
+    const int group, lane;  // number of the warpgroup; lane of the warp
+    int key;  // the thread's first one; the other is key + 8
+    Ring q_ring = {0, 0}, do_ring = {0, 0};
+    unsigned k;  // where the own rows of K lie
+    unsigned v;
+    float s[kTileM / 2];  // S - lse / scale, S without the scale; then P
     float dp[kTileM / 2];  // dP - delta
     float dk[kHeadDim / 2];
     float dv[kHeadDim / 2];
     float dq[kDqColumns / 2];
-    unsigned p_frags[kTileM / 16][4];
+    unsigned p_frags[kTileM / 16][4];  // P as A operand
     unsigned ds_frags[kTileM / 16][4];
-    unsigned ones[4];
-    set_ones(ones);
+    unsigned ones[4];  // A operand of row_stats
 
-    barrier_wait(base + kFullK, 0);
-    const unsigned k = base + kOffsetK + group * 64 * kSpan;
-    barrier_wait(base + kFullQ, 0);
-    wgmma_fence();
-    start_scores(s, k, base + kOffsetQ);
-    start_statistics(s, ones, base + kOffsetStats);
-    wgmma_commit();
-    wgmma_wait<0>();
-    accumulator_fence(s);
-    probabilities(s, p.scale_log2);
-    const int entry = load_int(base + kOffsetVisit);
-    if (entry & 1) {
-        apply_mask(p, s, (entry >> 1) * kTileM, key);
+    __device__ __forceinline__ Consumer(const Params& p, unsigned base, const Work& work,
+                                        int group)
+        : p(p), work(work), base(base), group(group), lane(threadIdx.x % 32) {
+        key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        asm volatile("" : "+r"(key));  // pinned: otherwise ptxas computes it anew in every masked step
+        set_ones(ones);
     }
-    barrier_wait(base + kFullV, 0);
-    const unsigned v = base + kOffsetV + group * 64 * kSpan;
 
-    for (int step = 0; step < steps; ++step) {
-        const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesM;
-        const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesM;
-        const unsigned delta = base + kOffsetStats + q_ring.stage * kStatBytes + kStatBytes / 2;
-        const unsigned ds = base + kOffsetDs + (step & 1) * kDsBytes;
-        const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
-        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
-        const bool more = step + 1 < steps;
+    // Of step `step`, while the rings stand there.
+    __device__ __forceinline__ Buffers buffers(int step) const {
+        return {base + kOffsetQ + q_ring.stage * kTileBytesM, base + kOffsetDo + do_ring.stage * kTileBytesM,
+                base + kOffsetDs + (step & 1) * kDsBytes, base + kEmptyQ + q_ring.stage * 8,
+                base + kEmptyDo + do_ring.stage * 8};
+    }
 
-        barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
+    __device__ __forceinline__ void wait_k() {
+        barrier_wait(base + kFullK, 0);
+        k = base + kOffsetK + group * 64 * kSpan;
+    }
+    __device__ __forceinline__ void wait_v() {
+        barrier_wait(base + kFullV, 0);
+        v = base + kOffsetV + group * 64 * kSpan;
+    }
+    __device__ __forceinline__ void wait_q() { barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase); }
+    __device__ __forceinline__ void wait_dout() { barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase); }
+
+    // Arrive for this warp.
+    __device__ __forceinline__ void arrive(unsigned barrier) {
+        if (lane == 0) {
+            barrier_arrive(barrier);
+        }
+    }
+
+    // Issue S = K Q^T - lse / scale of the step where the rings stand.
+    __device__ __forceinline__ void issue_s() {
+        start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
+        start_row_stats(s, ones, base + kOffsetRowStats + q_ring.stage * kRowStatsBytes);
+        wgmma_commit();
+    }
+
+    // Issue dP = V dO^T - delta of the step where the rings stand.
+    __device__ __forceinline__ void issue_dp() {
+        start_scores(dp, v, base + kOffsetDo + do_ring.stage * kTileBytesM);
+        start_row_stats(dp, ones, base + kOffsetRowStats + q_ring.stage * kRowStatsBytes + kRowStatsBytes / 2);
+        wgmma_commit();
+    }
+
+    // Issue dV += P^T dO.
+    __device__ __forceinline__ void issue_dv(const Buffers& now, int step) {
+        start_dkv(dv, p_frags, now.dout, step > 0);
+        wgmma_commit();
+    }
+
+    // Issue dK += dS^T Q.
+    __device__ __forceinline__ void issue_dk(const Buffers& now, int step) {
+        start_dkv(dk, ds_frags, now.q, step > 0);
+        wgmma_commit();
+    }
+
+    // Issue dQ = dS K, the columns of this consumer, of the step whose dS is at `ds`.
+    __device__ __forceinline__ void issue_dq(unsigned ds) {
+        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
+        wgmma_commit();
+    }
+
+    // From S to P, of the step where the rings stand.
+    __device__ __forceinline__ void softmax() {
+        const int visit = load_int(base + kOffsetVisit + q_ring.stage * 8);
+        probabilities(s, p.scale_log2);
+        if (visit & 1) {
+            apply_mask(p, s, (visit >> 1) * kTileM, key);
+        }
+    }
+
+    // Put dS where products and the other consumer find it, and arrive. Readers fence: a fence here would wait for the
+    // stores, which wait while products in flight keep shared memory busy.
+    __device__ __forceinline__ void hand_over_ds(const Buffers& now) {
+        store_ds(now.ds, ds_frags, group);
+        __syncwarp();
+        arrive(base + kFullDs);
+    }
+
+    // Hand dQ over to the warp that adds it to dq_accum; it is number `count` of this consumer.
+    __device__ __forceinline__ void hand_over_dq(int count) {
+        store_dq(base + kOffsetDq + group * kDqBytes, dq);
+        __syncwarp();
+        arrive(base + kFullDq + group * 8);
+    }
+
+    __device__ __forceinline__ void run() {
+        const int steps = work.visits * work.heads;
+        prologue();
+        for (int step = 0; step < steps; ++step) {
+            one_step(step, step + 1 < steps);
+        }
+        epilogue();
+    }
+
+    // P of the first step.
+    __device__ __forceinline__ void prologue() {
+        wait_k();
+        wait_q();
+        wgmma_fence();
+        issue_s();
+        wgmma_wait<0>();
+        accumulator_fence(s);
+        softmax();
+        wait_v();
+    }
+
+    __device__ __forceinline__ void one_step(int step, bool more) {
+        const Buffers now = buffers(step);
+        wait_dout();
         pack_scores(p_frags, s);
         wgmma_fence();
-        start_scores(dp, v, dout);
-        start_statistics(dp, ones, delta);
-        wgmma_commit();
-        start_dkv(dv, p_frags, dout, step > 0);
-        wgmma_commit();
+        issue_dp();
+        issue_dv(now, step);
         wgmma_wait<1>();  // dP is complete
         accumulator_fence(dp);
         score_gradients(ds_frags, s, dp);
-        store_ds(ds, ds_frags, group);
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(base + kFullDs);
-        }
+        hand_over_ds(now);
 
         q_ring.advance(kStagesQ);
         do_ring.advance(kStagesDo);
         if (more) {
-            barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+            wait_q();
         }
         wgmma_fence();
-        // After the last step this multiplies old data, and nobody looks at the result.
-        start_scores(s, k, base + kOffsetQ + q_ring.stage * kTileBytesM);
-        start_statistics(s, ones, base + kOffsetStats + q_ring.stage * kStatBytes);
-        wgmma_commit();
-        start_dkv(dk, ds_frags, q, step > 0);
-        wgmma_commit();
+        issue_s();  // after the last step of old data; nobody uses the result
+        issue_dk(now, step);
         wgmma_wait<1>();  // dV and S are complete
         accumulator_fence(s);
-        if (lane == 0) {
-            barrier_arrive(empty_do);
-        }
+        arrive(now.empty_do);
         if (more) {
-            const int entry = load_int(base + kOffsetVisit + q_ring.stage * 8);
-            probabilities(s, p.scale_log2);
-            if (entry & 1) {
-                apply_mask(p, s, (entry >> 1) * kTileM, key);
-            }
+            softmax();
         }
+
         barrier_wait(base + kFullDs, step & 1);  // dS of the other consumer is there, too
         proxy_fence();
         wgmma_wait<0>();  // dK is complete
-        if (lane == 0) {
-            // Every warp for itself: with Q goes the visit, which it has read before the __syncwarp above.
-            barrier_arrive(empty_q);
-        }
+        arrive(now.empty_q);  // every warp for itself: with Q goes the visit, which it read before a __syncwarp
         wgmma_fence();
-        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
-        wgmma_commit();
+        issue_dq(now.ds);
         barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);
         wgmma_wait<0>();
         accumulator_fence(dq);
-        store_dq(base + kOffsetDq + group * kDqPartBytes, dq);
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(base + kFullDq + group * 8);
-        }
+        hand_over_dq(step);
     }
-    accumulator_fence(dk);
-    accumulator_fence(dv);
-    const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
-    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
-    const int key0 = work.tile * kTileN + group * 64;
-    add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
-    add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+
+    // Add dK and dV to dkv_accum, the fp32 sums of the group.
+    __device__ __forceinline__ void epilogue() {
+        accumulator_fence(dk);
+        accumulator_fence(dv);
+        const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
+        const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+        const int key0 = work.tile * kTileN + group * 64;
+        add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
+        add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+    }
+};
+
+// ---- Preprocess and postprocess kernels ----------------------------------------------------------------------------
+
+// Rows with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
+constexpr float kMaxLse = 4194304.0f;  // 2^22
+
+// Thread: (lse, delta) of a query row; (-inf, 0) of one without gradients: past the end, without keys, or |lse| too
+// large. `delta` is the row's sum of dO * O; the gradient of lse is taken off, for dS = P (dP - delta + dlse).
+__device__ __forceinline__ float2 row_stats(const Params& p, long long plane, int row, float delta) {
+    const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
+    if (fabsf(lse) > kMaxLse) {
+        return make_float2(__int_as_float(0xff800000), 0.0f);
+    }
+    return make_float2(lse, p.dlse == nullptr ? delta : delta - p.dlse[plane * p.seq_q + row]);
 }
-
-// ---- Kernels -------------------------------------------------------------------------------------------------------
-
-// Grid: tiles_n x batch x heads_q blocks.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
-    const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    extern __shared__ __align__(1024) unsigned char shared[];
-    const unsigned base = shared_address(shared);
-    if (threadIdx.x < sizeof(maps) / 128) {
-        prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
-    }
-    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
-    const Work work = work_of(p, blockIdx.x);
-    if (work.visits == 0) {
-        wait_for_kernel_before();
-        return;
-    }
-    if (threadIdx.x == 0) {
-        barrier_init(base + kFullK, 1);
-        barrier_init(base + kFullV, 1);
-        barrier_init(base + kFullDs, kConsumers * 4);  // warps
-        for (int i = 0; i < kStagesQ; ++i) {
-            barrier_init(base + kFullQ + i * 8, 1);
-            barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
-        }
-        for (int i = 0; i < kStagesDo; ++i) {
-            barrier_init(base + kFullDo + i * 8, 1);
-            barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
-        }
-        for (int i = 0; i < kConsumers; ++i) {
-            barrier_init(base + kFullDq + i * 8, 4);  // warps
-            barrier_init(base + kEmptyDq + i * 8, 1);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
-    if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-        if (warp == 0) {
-            produce(p, maps, base, work);
-        } else if (warp > 1) {
-            reduce_dq(p, base, work, warp - 2);
-        }
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume(p, base, work, group - 1);
-    }
-}
-
-// ---- Kernels before and after --------------------------------------------------------------------------------------
 
 // Thread: dot product of 8 elements.
 __device__ __forceinline__ float dot(const element* a, const element* b) {
@@ -879,19 +962,6 @@ __device__ __forceinline__ float dot(const element* a, const element* b) {
     return sum;
 }
 
-// Rows with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
-constexpr float kMaxLse = 4194304.0f;  // 2^22
-
-// Thread: (lse, delta) of a query row; (-inf, 0) of one without gradients: past the end, without keys, or |lse| too
-// large. `delta` is the row's sum of dO * O; the gradient of lse is taken off, for dS = P (dP - delta + dlse).
-__device__ __forceinline__ float2 row_stats(const Params& p, long long plane, int row, float delta) {
-    const float lse = row < p.seq_q ? p.lse[plane * p.seq_q + row] : __int_as_float(0xff800000);
-    if (fabsf(lse) > kMaxLse) {
-        return make_float2(__int_as_float(0xff800000), 0.0f);
-    }
-    return make_float2(lse, p.dlse == nullptr ? delta : delta - p.dlse[plane * p.seq_q + row]);
-}
-
 // Thread: what rounding to bf16 leaves of x.
 __device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(pack(x, 0.0f) << 16); }
 
@@ -899,51 +969,6 @@ __device__ __forceinline__ float rest_of(float x) { return x - __uint_as_float(p
 __device__ __forceinline__ uint4 columns_of(float x) {
     const float rest = rest_of(x);
     return make_uint4(pack(x, rest), pack(rest_of(rest), 0.0f), 0, 0);
-}
-
-// Grid: tiles_m x batch x heads_q. Row statistics, zeros for sums.
-extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_prepare(const __grid_constant__ Params p) {
-    let_next_kernel_start();
-    constexpr int lanes = 16;  // threads that share a row
-    const int head = blockIdx.x % p.heads_q;
-    const int batch = blockIdx.x / p.heads_q % p.batch;
-    const int tile = blockIdx.x / (p.heads_q * p.batch);
-    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-    const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
-    const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
-    uint4* statistics = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * (kStatFloats / 4);
-    for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
-        const int row = tile * kTileM + i;
-        const int chunk = threadIdx.x % lanes;
-        float sum = 0.0f;
-        if (row < p.seq_q && chunk < kHeadDim / 8) {
-            sum = dot(out + row * p.out_row + chunk * 8, dout + row * p.dout_row + chunk * 8);
-        }
-#pragma unroll
-        for (int step = lanes / 2; step > 0; step /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, step);
-        }
-        if (chunk == 0) {
-            // Rows without gradients get P = 0 by an lse that is huge but finite: of infinity, what is left to the
-            // second column is NaN, and so is its product with zero.
-            const float log2e = 1.4426950408889634f;
-            const float2 stats = row_stats(p, plane, row, sum);
-            const bool empty = stats.x == __int_as_float(0xff800000);
-            statistics[i] = columns_of(empty ? -3e38f : -stats.x * log2e / p.scale_log2);
-            statistics[kTileM + i] = columns_of(-stats.y);
-        }
-    }
-    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
-    for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
-        dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
-    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
-    const long long step = static_cast<long long>(gridDim.x) * kHelperThreads;
-    for (long long i = static_cast<long long>(blockIdx.x) * kHelperThreads + threadIdx.x; i < quads; i += step) {
-        dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
 }
 
 constexpr int kPitch = kHeadDim / 2 + 4;  // words between rows of the transposition buffer: 16 bytes more than a row
@@ -971,19 +996,69 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
     }
 }
 
+// Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_preprocess(const __grid_constant__ Params p) {
+    griddepcontrol_launch_dependents();
+    constexpr int lanes = 16;  // threads that share a row
+    const int head = blockIdx.x % p.heads_q;
+    const int batch = blockIdx.x / p.heads_q % p.batch;
+    const int tile = blockIdx.x / (p.heads_q * p.batch);
+    const long long plane = static_cast<long long>(batch) * p.heads_q + head;
+    const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
+    const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
+    uint4* stored = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * (kRowStatsFloats / 4);
+    for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
+        const int row = tile * kTileM + i;
+        const int chunk = threadIdx.x % lanes;
+        float sum = 0.0f;
+        if (row < p.seq_q && chunk < kHeadDim / 8) {
+            sum = dot(out + row * p.out_row + chunk * 8, dout + row * p.dout_row + chunk * 8);
+        }
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, step);
+        }
+        if (chunk == 0) {
+            // Rows without gradients get P = 0 by an lse that is huge but finite: an infinite one would leave NaN to
+            // the second column.
+            const float log2e = 1.4426950408889634f;
+            const float2 stats = row_stats(p, plane, row, sum);
+            const bool empty = stats.x == __int_as_float(0xff800000);
+            stored[i] = columns_of(empty ? -3e38f : -stats.x * log2e / p.scale_log2);
+            stored[kTileM + i] = columns_of(-stats.y);
+        }
+    }
+    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
+    for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
+        dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
+    const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
+    const long long step = static_cast<long long>(gridDim.x) * kHelperThreads;
+    for (long long i = static_cast<long long>(blockIdx.x) * kHelperThreads + threadIdx.x; i < quads; i += step) {
+        dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+// Block: the sums of dQ of a query tile, times the scale, to `rows`.
+__device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPitch], const float* sums) {
+    gather<kDqColumns>(rows, 0, sums, p.scale);
+    gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
+}
+
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish(const __grid_constant__ Params p) {
-    let_next_kernel_start();
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess(const __grid_constant__ Params p) {
+    griddepcontrol_launch_dependents();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int query0 = blockIdx.x / (p.heads_q * p.batch) * kTileM;
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
     const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
-    wait_for_kernel_before();
-    gather<kDqColumns>(rows, 0, sums, p.scale);
-    gather<kDqColumns>(rows, kDqColumns, sums + 64 * kDqColumns, p.scale);
+    griddepcontrol_wait();
+    gather_dq(p, rows, sums);
     __syncthreads();
     element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
     scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
@@ -991,7 +1066,7 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish(cons
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
@@ -1000,7 +1075,7 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish_dkv(
     const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
     element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
     element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
-    wait_for_kernel_before();
+    griddepcontrol_wait();
     for (int key0 = tile * kTileN; key0 < min(p.seq_k, (tile + 1) * kTileN); key0 += 64) {
         gather<kHeadDim>(rows[0], 0, p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, p.scale);
         gather<kHeadDim>(rows[1], 0, p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, 1.0f);
@@ -1008,5 +1083,60 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_finish_dkv(
         scatter(dk + key0 * p.dk_row, p.dk_row, rows[0], min(64, p.seq_k - key0));
         scatter(dv + key0 * p.dv_row, p.dv_row, rows[1], min(64, p.seq_k - key0));
         __syncthreads();
+    }
+}
+
+// ---- Main kernel ---------------------------------------------------------------------------------------------------
+
+// Thread: set up all barriers of the block.
+__device__ __forceinline__ void init_barriers(unsigned base) {
+    barrier_init(base + kFullK, 1);
+    barrier_init(base + kFullV, 1);
+    barrier_init(base + kFullDs, kConsumers * 4);  // warps
+    for (int i = 0; i < kStagesQ; ++i) {
+        barrier_init(base + kFullQ + i * 8, 1);
+        barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
+    }
+    for (int i = 0; i < kStagesDo; ++i) {
+        barrier_init(base + kFullDo + i * 8, 1);
+        barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
+    }
+    for (int i = 0; i < kConsumers; ++i) {
+        barrier_init(base + kFullDq + i * 8, 4);  // warps
+        barrier_init(base + kEmptyDq + i * 8, 1);
+    }
+    barrier_init_fence();
+}
+
+// Grid: tiles_n x batch x heads_q blocks.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
+    const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = shared_address(shared);
+    if (threadIdx.x < sizeof(maps) / 128) {
+        prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
+    }
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
+    const Work work = work_of(p, blockIdx.x);
+    if (work.visits == 0) {
+        griddepcontrol_wait();
+        return;
+    }
+    if (threadIdx.x == 0) {
+        init_barriers(base);
+    }
+    __syncthreads();
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+        if (warp == 0) {
+            produce(p, maps, base, work);
+        } else if (warp > 1) {
+            reduce_dq(p, base, work, warp - 2);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        Consumer(p, base, work, group - 1).run();
     }
 }

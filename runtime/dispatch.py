@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan, make_tuning
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec, make_tuning
+from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.native.launcher import launcher

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from attnforge.codegen.families import spec_from_json
 from attnforge.codegen.package import Item, Tree, unique
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
@@ -116,7 +117,7 @@ def read_specs(path: Path) -> tuple[Item, ...]:
         raise ValueError(f"{path}: expected a JSON list of specs or a tuned table")
     items = {}
     for number, entry in enumerate(sorted(data, key=lambda entry: float(entry.get("tflops", 0)))):
-        spec = Spec.from_json(entry.get("spec", entry))
+        spec = spec_from_json(entry.get("spec", entry))
         seen = {name: value for name, value in entry.get("class", {}).items() if name != "visible_octave"}
         key = json.dumps(seen) if seen else number
         items[key] = Item(spec, int(entry.get("size", ROWS)), f"named in {path.name}")

@@ -139,6 +139,23 @@ class Spans(_Listed):
         seen: Tensor = (starts <= query) & (query < ends)
         return seen
 
+    def __and__(self, other: Spans) -> Spans:
+        """The pairs that both masks show, as new Spans on their device, without a host sync.
+
+        Raises ValueError unless both are of the same keys on one device.
+        """
+        if not isinstance(other, Spans):
+            return NotImplemented
+        if self.data.shape != other.data.shape or self.device != other.device:
+            raise ValueError(
+                f"mask: {self.seq_k} keys on {self.device} and {other.seq_k} keys on {other.device} have no common "
+                "pairs; make both masks for the same keys on one device"
+            )
+        known = [n for n in (self.visible_keys, other.visible_keys) if n is not None]
+        starts = torch.maximum(self.data[0], other.data[0])
+        ends = torch.minimum(self.data[1], other.data[1])
+        return Spans(starts, ends, visible_keys=min(known, default=None))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(seq_k={self.seq_k}, device={self.device})"
 

@@ -92,7 +92,8 @@ def attention(
     mask: None (all pairs), Causal(), Spans(starts, ends) or DenseMask(bool tensor). A row that sees no key gives
         zeros, and zero gradients.
     scale: multiplies q k^T; above 0, as float32 holds it (kernels take the nearest in 1e-30 to 2e38); None: D ** -0.5.
-    deterministic: gradients are the same bits on every run; torch.use_deterministic_algorithms implies it.
+    deterministic: gradients are the same bits on every run; torch.use_deterministic_algorithms(True) implies it. With
+        warn_only=True it does not: as with torch's own kernels, a backward that adds in any order warns, once.
 
     Returns out (B, Hq, Sq, Dv) in the layout and dtype of q; with return_lse also the natural log of the softmax
     denominator, float32 (B, Hq, Sq), -inf for a row that sees no key, differentiable, too. Under autocast inputs are
@@ -155,7 +156,7 @@ def _on_dtensors(
     )
 
     return attention_on_dtensors(
-        q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
+        attention, q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
     )
 
 

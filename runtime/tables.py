@@ -1,34 +1,38 @@
 """Tuned tables: which variant won which problem class on which device, as JSON that people read and review.
 
-`generated/tuned/<device>.json` holds a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`. Tables of
-`generated/tuned/modelled/<arch>.json` were computed (bagel/measure/modelled.py), not measured: they
-count after all others.
+A folder of tables holds `<device>.json`: a list of entries `{"class": {...}, "spec": {...}, "ms": ..., ...}`. Folders
+are read in order (`folders`): the user's own first, which searches write, then the package's, `generated/tuned`, which
+is never written unless a maintainer names it. Tables in `modelled/<arch>.json` were computed
+(bagel/measure/modelled.py), not measured: they count after all others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
-from attnforge.codegen.plan import Infeasible, make_plan
-from attnforge.codegen.spec import Arch, Mask, Problem, Spec
+from attnforge.codegen.families import make_plan, spec_from_json
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Mask, Problem, Spec
+from attnforge.runtime.build.settings import TABLES, settings
 
-DIRECTORY = Path(__file__).parent.parent / "generated" / "tuned"
+PACKAGED = Path(__file__).parent.parent / "generated" / "tuned"  # what the package brings
 MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
+_SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
+_NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
 UNKNOWN = 1  # octaves between what a call says of its visible keys and an entry that does not say
 
 
@@ -47,11 +51,9 @@ class Tuned:
     @property
     def cls(self) -> dict[str, Any]:
         """The problem class: a later winner of it replaces this one. Octaves are log2, of the size and visible keys."""
-        problem = self.spec.problem.to_json()
-        # Calls of another alignment take the same tuning with their own, if it is feasible.
-        del problem["align"]
         return {
-            **problem,
+            # Without what every value takes the same tuning for, if it is feasible there.
+            **{f.name: value for f, value in self.spec.problem.shown() if f.match != "free"},
             "group": self.group,
             "octave": self.size.bit_length() - 1,
             **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
@@ -67,7 +69,7 @@ class Tuned:
     def from_json(data: dict[str, Any]) -> Tuned:
         """Rebuild an entry; ValueError names what is missing or wrong. Older ones do not say their visible keys."""
         try:
-            spec, group = Spec.from_json(data["spec"]), int(data["class"]["group"])
+            spec, group = spec_from_json(data["spec"]), int(data["class"]["group"])
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
             visible_keys = int(data.get("visible_keys", 0))
         except KeyError as error:
@@ -86,13 +88,44 @@ def device_name(device: torch.device) -> str:
     return " ".join(words)
 
 
-def table_path(name: str, directory: Path = DIRECTORY) -> Path:
-    """File of the device called `name`."""
+class TablesError(OSError):
+    """A folder of tables cannot be written; the message names it and what to do."""
+
+
+def folders() -> tuple[Path, ...]:
+    """Where tables are read, first wins: those of ATTNFORGE_TABLES or the user's data folder, then the package's."""
+    return tuple(dict.fromkeys((*settings().tables, PACKAGED)))
+
+
+def writable(directory: Path) -> Path:
+    """`directory`, created if it was not there. Raises TablesError if no table can be written into it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as error:
+        raise TablesError(
+            f"{directory}: tuned tables cannot be written here ({error.strerror or error}); "
+            f"name another folder with {TABLES} or --table-out"
+        ) from error
+
+
+def table_path(name: str, directory: Path) -> Path:
+    """File of the device called `name` in a folder of tables."""
     return directory / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
 
 
-def load(name: str, directory: Path = DIRECTORY) -> tuple[Tuned, ...]:
-    """Entries of a device's table; empty if there is none. ValueError names a file that is not a table."""
+def known(name: str, places: Iterable[Path] | None = None) -> tuple[Tuned, ...]:
+    """Entries for a device from all folders; where two hold the same class, the first folder's."""
+    entries: dict[str, Tuned] = {}
+    for place in folders() if places is None else places:
+        for entry in load(name, place):
+            entries.setdefault(_key(entry), entry)
+    return tuple(entries.values())
+
+
+def load(name: str, directory: Path) -> tuple[Tuned, ...]:
+    """Entries of one folder's table of a device; empty if there is none. ValueError names a file that is no table."""
     path = table_path(name, directory)
     try:
         status = path.stat()
@@ -111,39 +144,40 @@ def _parse(path: Path) -> tuple[Tuned, ...]:
     try:
         return tuple(Tuned.from_json(item) for item in json.loads(path.read_text()))
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a tuned table: {error}; delete it or restore it with git") from error
+        raise ValueError(f"{path} is not a tuned table: {error}; delete it or restore it") from error
 
 
-def save(name: str, entries: Iterable[Tuned], directory: Path = DIRECTORY) -> Path:
-    """Merge `entries` into a device's table, each replacing the one of its class. Returns the file.
+def save(
+    name: str, entries: Iterable[Tuned], directory: Path, *, beside: Collection[Spec] | None = None
+) -> Path:
+    """Merge `entries` into a device's table in `directory`, each replacing the one of its class. Returns the file.
 
+    beside: specs that were timed in the same run. If given, an entry does not replace a faster one of its class that
+        is not among them: numbers of different runs differ by more than variants do.
     An older entry that does not say its visible keys gives way to a new one of the same case that does.
     Processes that save at the same time do so one after the other; one that is killed leaves the table as it was.
+    Raises TablesError if the folder cannot be written.
     """
-    path = table_path(name, directory)
+    path = table_path(name, writable(directory))
     new = list(entries)
     cases = {(_without_visible(entry), entry.notes.get("case")) for entry in new if entry.visible_keys}
-    directory.mkdir(parents=True, exist_ok=True)
-    with _alone(directory):
-        known = _parse(path) if path.exists() else ()
-        old = [e for e in known if (_key(e), e.notes.get("case")) not in cases]
+    with FileLock(directory / ".lock", mode=0o644):
+        for left in directory.glob(f"*{_UNFINISHED}"):  # of a process that was killed: it held the lock
+            left.unlink(missing_ok=True)
+        present = _parse(path) if path.exists() else ()
+        if beside is not None:
+            new = [entry for entry in new if not _keeps(present, entry, beside)]
+        old = [e for e in present if (_key(e), e.notes.get("case")) not in cases]
         merged = {_key(entry): entry for entry in (*old, *new)}
         _replace(path, json.dumps([merged[key].to_json() for key in sorted(merged)], indent=1) + "\n")
     return path
 
 
-@contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold the lock of the directory, if it has locks: between reading a table and writing it nobody else may write."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            for left in directory.glob(f"*{_UNFINISHED}"):  # of a process that was killed: it held the lock
-                left.unlink(missing_ok=True)
-        yield
-    finally:
-        os.close(fd)
+def _keeps(present: Iterable[Tuned], entry: Tuned, beside: Collection[Spec]) -> bool:
+    """Whether a faster entry of the class stays."""
+    return any(
+        _key(old) == _key(entry) and old.tflops > entry.tflops and old.spec not in beside for old in present
+    )
 
 
 def _replace(path: Path, text: str) -> None:
@@ -165,23 +199,29 @@ def _without_visible(entry: Tuned) -> str:
 
 
 def choose(
-    problem: Problem, group: int, size: int, name: str, directory: Path = DIRECTORY, *, visible: int = 0
+    problem: Problem,
+    group: int,
+    size: int,
+    name: str,
+    places: Iterable[Path] | None = None,
+    *,
+    visible: int = 0,
 ) -> Iterator[tuple[Spec, str]]:
     """Specs for `problem` made from tuned entries, nearest first, each with the reason; feasible ones only.
 
-    An entry counts if direction, head_dim and element size agree; its tuning is then re-planned for the
-    call's own dtype, mask and alignment. Nearest means, in this order: this device before another of the same
+    places: folders of tables, `folders()` if not given.
+
+    An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
+    tuning is then re-planned for the call. Nearest means, in this order: this device before another of the same
     architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest number of
     visible keys (in octaves), nearest GQA ratio, and the faster. `visible` is what the call's mask says, 0 if
     nothing: then visible keys do not matter. Length comes first since it says how many blocks there are to be
     shared out, without which nothing else helps; full and causal masks show what their length says.
     """
     ranked = []
-    for path in _tables(name, problem.arch, directory):
-        rank = 2 if path.parent.name == MODELLED else int(path != table_path(name, directory))
-        for entry in load(path.stem, path.parent):
-            if _counts(entry.spec.problem, problem):
-                ranked.append((_distance(entry, problem, group, size, visible), rank, entry, path))
+    for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places):
+        if _counts(entry.spec.problem, problem):
+            ranked.append((_distance(entry, problem, group, size, visible), rank, entry, path))
     ranked.sort(key=lambda item: (item[1], item[0], item[2].spec.slug))
     for _, rank, entry, path in ranked:
         spec = Spec(problem, entry.spec.tuning)
@@ -197,12 +237,31 @@ def choose(
 
 
 def measured(
-    problem: Problem, group: int, size: int, name: str, directory: Path = DIRECTORY, *, visible: int = 0
+    problem: Problem,
+    group: int,
+    size: int,
+    name: str,
+    places: Iterable[Path] | None = None,
+    *,
+    visible: int = 0,
 ) -> float | None:
-    """TFLOP/s of the fastest entry of the device's own table for the very class of a call; None if there is none."""
-    entries = [e for e in load(name, directory) if _counts(e.spec.problem, problem)]
+    """TFLOP/s of the fastest entry of the device's own tables for the very class of a call; None if there is none."""
+    entries = [e for e in known(name, places) if _counts(e.spec.problem, problem)]
     speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible)[:-1])]
     return max(speeds, default=None)
+
+
+def _entries(name: str, arch: Arch, places: Iterable[Path]) -> Iterator[tuple[int, Path, Tuned]]:
+    """(rank, file, entry) of all tables worth reading; of equal classes of one device that of the first folder."""
+    seen = set()
+    for place in places:
+        for path in _tables(name, arch, place):
+            rank = 2 if path.parent.name == MODELLED else int(path != table_path(name, place))
+            for entry in load(path.stem, path.parent):
+                cls = (rank, path.name, _key(entry))
+                if cls not in seen:
+                    seen.add(cls)
+                    yield rank, path, entry
 
 
 def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
@@ -216,15 +275,14 @@ def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
 
 
 def _counts(tuned: Problem, problem: Problem) -> bool:
-    same = (tuned.direction, tuned.arch, tuned.head_dim, tuned.dim_v, tuned.dtype.bytes)
-    return same == (problem.direction, problem.arch, problem.head_dim, problem.dim_v, problem.dtype.bytes)
+    same = all(getattr(tuned, name) == getattr(problem, name) for name in _SAME)
+    return same and tuned.dtype.bytes == problem.dtype.bytes
 
 
 def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible: int) -> tuple[float, ...]:
     tuned = entry.spec.problem
     return (
-        tuned.mask is not problem.mask,
-        tuned.dtype is not problem.dtype,
+        *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
         abs(entry.size.bit_length() - size.bit_length()),
         _octaves(_visible(problem.mask, size, visible), _visible(tuned.mask, entry.size, entry.visible_keys)),
         abs(math.log2(entry.group / group)),

@@ -16,7 +16,7 @@ import pytest
 
 from attnforge.codegen.spec import Arch, Spec
 from attnforge.runtime.build.errors import NoCompilerError
-from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, TABLES
 from attnforge.runtime.build.toolchain import toolchain
 
 if TYPE_CHECKING:  # a run that is all skipped does without
@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     directory: Path = config.cache.mkdir("attnforge")
     kept.directory = directory
     os.environ[CACHE_DIR] = str(directory / "cache")
+    os.environ[TABLES] = str(directory / "tables")  # never filled: winners of tests go elsewhere
     for name in (COMPILER, NO_JIT):
         os.environ.pop(name, None)
 

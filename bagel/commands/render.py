@@ -1,88 +1,104 @@
-"""The command `render`: shows the source of one variant, or renews generated/."""
+"""The command `render`: prints the source of one variant, or updates generated/."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.console import Console
 from rich.syntax import Syntax
 
-from attnforge.bagel.commands.shell import out_option, values
+from attnforge.bagel.commands.console import console, say, short_path
+from attnforge.bagel.commands.options import choices, number, out_option, values
+from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, make_tuning
-
-console = Console(width=None if sys.stdout.isatty() else 140)
+from attnforge.codegen.spec import PROBLEM_FIELDS, Problem, ProblemField, Spec, plain
 
 
-@click.command()
-@click.option("--direction", type=values(Direction), default="fwd", show_default=True)
-@click.option("--arch", type=values(Arch), default="sm80", show_default=True)
-@click.option("--dtype", type=values(DType), default="bf16", show_default=True)
-@click.option("--head-dim", type=int, default=128, show_default=True)
-@click.option("--head-dim-v", type=int, default=0, help="Of v, if it has its own.")
-@click.option("--mask", type=values(Mask), default="spans", show_default=True)
-@click.option("--align", type=int, default=16, show_default=True, help="Bytes that divide all row starts.")
-@click.option(
-    "--set", "knobs", multiple=True, metavar="NAME=VALUE", help="All knobs. [default: a first guess]"
-)
+def problem_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each field of `Problem`; the command gets them as one `problem`."""
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:
+        problem = Problem.from_json({f.name: arguments.pop(f.name) for f in PROBLEM_FIELDS})
+        command(problem, **arguments)
+
+    for f in reversed(PROBLEM_FIELDS):
+        wrapped = click.option(f.option, f.name, **_option(f))(wrapped)
+    return wrapped
+
+
+def _option(f: ProblemField) -> dict[str, Any]:
+    """Type, default and help of a field's option."""
+    default = plain(f.cli)
+    if issubclass(f.type, Enum):
+        text = f"{f.text.rstrip('.')}: {choices(f.type)}."
+        return {
+            "type": values(f.type),
+            "metavar": "NAME",
+            "default": default,
+            "show_default": True,
+            "help": text,
+        }
+    return number(int(default), least=0 if f.optional else 1, help=f.text)
+
+
+@click.command(short_help="Print a kernel's source, or update generated/.")
+@problem_options
+@click.option("--set", "knobs", multiple=True, metavar="KNOB=N", help="All knobs.  [default: a first guess]")
 @out_option("--out", help="Write to this file instead of the terminal.")
-@click.option("--tuned", is_flag=True, help="Render all tuned variants into generated/.")
-@click.option("--check", is_flag=True, help="Exit with 1 and a diff if generated/ is out of date.")
+@click.option("--tuned", is_flag=True, help="Update the example sources in generated/.")
+@click.option("--check", is_flag=True, help="Print a diff and exit with 1 if generated/ is outdated.")
 def render(
-    direction: str,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    mask: str,
-    align: int,
+    problem: Problem,
     knobs: tuple[str, ...],
     out: Path | None,
     tuned: bool,
     check: bool,
 ) -> None:
-    """Show the source of one variant, or renew generated/."""
+    """Print the source of one variant, or update generated/."""
     if tuned or check:
-        _renew(check)
+        _update(check)
         return
     from attnforge.codegen.render import render as rendered
 
-    kind = Mask(mask)
-    problem = Problem(Direction(direction), Arch(arch), DType(dtype), head_dim, kind, align, head_dim_v)
     text = rendered(_pick(problem, knobs)).text
     if out is not None:
         out.write_text(text)
     elif console.is_terminal:
-        console.print(Syntax(text, "cpp" if arch == "cpu" else "cuda", background_color="default"))
+        console.print(Syntax(text, "cuda" if problem.arch.is_gpu else "cpp", background_color="default"))
     else:
         click.echo(text, nl=False)
 
 
-def _renew(check: bool) -> None:
-    from attnforge.runtime.search import winners
+def _update(check: bool) -> None:
+    """Write the example sources, or only compare them."""
+    from attnforge.runtime.search import examples
 
     if not check:
-        changed = winners.write()
-        console.print("\n".join(str(path) for path in changed) or "generated/ is up to date", soft_wrap=True)
+        changed = examples.write()
+        say("\n".join(map(short_path, changed)) or "generated/ is up to date")
         return
-    lines = winners.differences()
+    lines = examples.differences()
     sys.stdout.writelines(lines)
     if lines:
         raise click.ClickException("generated/ is out of date: run `python cli.py render --tuned`")
-    console.print("generated/ is up to date")
+    say("generated/ is up to date")
 
 
 def _pick(problem: Problem, knobs: tuple[str, ...]) -> Spec:
-    """The spec of `--set` options, or the default one; Infeasible with the reason."""
+    """The spec of the `--set` options, or the first candidate; raises Infeasible if there is none."""
     from attnforge.codegen.space import candidates, why_infeasible
 
     if knobs:
         pairs = [text.partition("=") for text in knobs]
         for name, _, value in pairs:
             if not value.isdecimal():
-                raise ValueError(f"--set {name}: expected NAME=VALUE with a whole number")
+                raise ValueError(f"--set {name}: expected KNOB=N with a whole number")
         return Spec(problem, make_tuning(problem, {name: int(value) for name, _, value in pairs}))
     spec = next(candidates(problem), None)
     if spec is None:

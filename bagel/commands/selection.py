@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from attnforge.bagel.measure.cases import SUITES, make_case
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem
+from attnforge.codegen.families import FAMILIES
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import kernels
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.tables import device_name
@@ -51,7 +52,7 @@ class Selection:
         """Architectures with a kernel family for the dtype, best first."""
         archs = kernels.targets(self.device)
         families = {arch: Problem(direction, arch, self.dtype, 64, Mask.FULL).family for arch in archs}
-        return [arch for arch in archs if (families[arch], direction) in TUNINGS]
+        return [arch for arch in archs if (families[arch], direction) in FAMILIES]
 
 
 def select(

@@ -1,4 +1,4 @@
-"""The command `warm`: parses and prints; bagel/trainer/warm.py does the work."""
+"""The command `warm`: compiles kernels ahead of time (bagel/trainer/warm.py does the work)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,37 @@ from pathlib import Path
 
 import click
 
-from attnforge.bagel.commands.shell import values
+from attnforge.bagel.commands.console import say
+from attnforge.bagel.commands.options import (
+    DIRECTORY,
+    arch_option,
+    choices,
+    dtype_option,
+    model_option,
+    values,
+    workers_option,
+)
 from attnforge.codegen.spec import Arch, DType, Mask
 from attnforge.runtime.build.settings import CACHE_DIR, settings
 
 
-@click.command()
-@click.option("--model", default="7B", show_default=True, help="7B, 1.5B, 0.5B or vit.")
-@click.option("--gpu", help="Its name, as nvidia-smi -L shows it: 'NVIDIA H200'.")
-@click.option(
-    "--arch", type=click.Choice([arch.value for arch in Arch if arch.is_gpu]), help="Or its architecture."
+@click.command(short_help="Compile kernels ahead of time.")
+@model_option(default="7B", show_default=True)
+@click.option("--gpu", metavar="NAME", help="The GPU, as nvidia-smi -L names it: 'NVIDIA H200'.")
+@arch_option(
+    type=click.Choice([arch.value for arch in Arch if arch.is_gpu]), help="Or its architecture, e.g. sm90a."
 )
+@click.option("--cache", type=DIRECTORY, metavar="DIR", help="Cache directory to fill.")
+@dtype_option(multiple=True, help=f"{choices(DType)}. Repeatable.  [default: bf16]")
 @click.option(
-    "--cache", type=click.Path(path_type=Path, file_okay=False), help="Not the usual cache directory."
+    "--mask",
+    multiple=True,
+    type=values(Mask),
+    metavar="KIND",
+    help=f"{choices(Mask)}. Repeatable.  [default: all]",
 )
-@click.option("--dtype", multiple=True, type=values(DType), help="Repeatable. [default: bf16]")
-@click.option("--mask", multiple=True, type=values(Mask), help="Repeatable. [default: all]")
-@click.option("--deterministic", is_flag=True, help="Also what deterministic=True asks for.")
-@click.option("--workers", type=click.IntRange(1), help="Compilers at a time. [default: one a CPU]")
+@click.option("--deterministic", is_flag=True, help="Also the kernels of deterministic=True.")
+@workers_option()
 def warm(
     model: str,
     gpu: str | None,
@@ -36,10 +49,9 @@ def warm(
     deterministic: bool,
     workers: int | None,
 ) -> None:
-    """Compile ahead of time what training a model asks for.
+    """Compile the kernels that training a model needs.
 
-    The GPU need not be here. The cache directory can then be copied (cp -a) to machines without a compiler or a
-    network.
+    This machine needs no GPU. Copy the cache directory (cp -a) to machines without a compiler or a network.
     """
     from attnforge.bagel.trainer import warm as warming
     from attnforge.runtime.native.launcher import launcher
@@ -53,17 +65,17 @@ def warm(
     for count, done in enumerate(warming.compile_all(wanted, workers), 1):
         if done.error is not None:
             failed.append(str(done.error))
-        click.echo(f"{count}/{len(wanted)} {done.spec.slug}{' FAILED' if done.error else ''}")
-    click.echo(
-        f"{len(wanted) - len(failed)} kernels, and {modules} module{'s' * (modules > 1)} that make masks, in "
+        say(f"{count}/{len(wanted)} {done.spec.slug}{' FAILED' if done.error else ''}")
+    say(
+        f"{len(wanted) - len(failed)} attention kernels and {modules} mask module{'s' * (modules > 1)} in "
         f"{settings().cache_dir}, {time.perf_counter() - begin:.0f} s"
     )
     launcher()
     import torch
 
-    click.echo(
-        f"and the launcher for torch {torch.__version__} on this C library: where either differs, it is built once, "
-        "by a C++ compiler there"
+    say(
+        f"The launcher is built for torch {torch.__version__} and this C library. A machine where either differs "
+        "builds it again and needs a C++ compiler."
     )
     if failed:
         raise click.ClickException("\n".join(failed))

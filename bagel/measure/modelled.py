@@ -18,7 +18,7 @@ from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.bagel.models import MODELS
 from attnforge.bagel.workloads import workload
 from attnforge.codegen.cost_model import GPUS, Prediction, Work, predict
-from attnforge.codegen.plan import make_plan
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec

@@ -27,11 +27,12 @@ from typing import Any
 from attnforge.codegen import params
 from attnforge.codegen.mask_kernels import Compilable
 from attnforge.runtime.build import store
+from attnforge.runtime.build.compilation import RELEASE, Toolchain
 from attnforge.runtime.build.errors import NoCompilerError
 from attnforge.runtime.build.locks import LOCKS
 from attnforge.runtime.build.private import TAG, BadEntry, folder, read, root
 from attnforge.runtime.build.settings import settings
-from attnforge.runtime.build.toolchain import RELEASE, Toolchain, toolchain
+from attnforge.runtime.build.toolchain import toolchain
 
 log = logging.getLogger("attnforge")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from attnforge.codegen.mask_kernels import Compilable
 from attnforge.codegen.spec import Arch
+from attnforge.runtime.build.compilation import Built, cuda_homes, parse_ptxas, site_packages, write_source
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
-from attnforge.runtime.build.toolchain import Built, cuda_homes, parse_ptxas, site_packages, write_source
 
 PLACES = (
     "libnvrtc.so is not in site-packages/nvidia (pip package nvidia-cuda-nvrtc, a dependency of torch's CUDA "

@@ -9,6 +9,7 @@ from pathlib import Path
 import platformdirs
 
 CACHE_DIR = "ATTNFORGE_CACHE_DIR"
+TABLES = "ATTNFORGE_TABLES"
 COMPILER = "ATTNFORGE_COMPILER"
 NO_JIT = "ATTNFORGE_NO_JIT"
 CHAOS = "ATTNFORGE_CHAOS"
@@ -27,6 +28,7 @@ class Settings:
     cache_dir: Path  # absolute; private to this user (see runtime/build/store.py)
     compiler: str  # of GPU kernels: one of COMPILERS
     jit: bool  # False: a kernel that is not in the cache is an error
+    tables: tuple[Path, ...]  # absolute folders of tuned tables; searches write into the first
     chaos: int = 0  # above 0: GPU kernels sleep at random at their barriers, by this seed (codegen/chaos.py)
 
 
@@ -41,7 +43,7 @@ def settings() -> Settings:
     no_jit = os.environ.get(NO_JIT, "0")
     if no_jit not in ("", "0", "1"):
         raise SettingsError(f"{NO_JIT}={no_jit!r}: accepted are 0 and 1")
-    return Settings(_cache_dir(), compiler, jit=no_jit != "1", chaos=_chaos())
+    return Settings(_cache_dir(), compiler, jit=no_jit != "1", tables=_tables(), chaos=_chaos())
 
 
 def _chaos() -> int:
@@ -49,6 +51,12 @@ def _chaos() -> int:
     if not (given.isdecimal() and int(given) < 1 << 32):
         raise SettingsError(f"{CHAOS}={given!r}: accepted are 0, no chaos, and seeds up to {(1 << 32) - 1}")
     return int(given)
+
+
+def _tables() -> tuple[Path, ...]:
+    given = [part for part in os.environ.get(TABLES, "").split(os.pathsep) if part]
+    default = platformdirs.user_data_path("attnforge", appauthor=False) / "tables"
+    return tuple(Path.cwd() / Path(part).expanduser() for part in given) or (default,)
 
 
 def _cache_dir() -> Path:

@@ -1,23 +1,29 @@
-"""Compilers behind one interface: nvcc and NVRTC make cubins, the host's C++ compiler makes CPU kernels."""
+"""Choosing a compiler: nvcc or NVRTC for cubins, the host's C++ compiler for CPU kernels."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 from attnforge.codegen.mask_kernels import Compilable
 from attnforge.codegen.spec import Arch
+from attnforge.runtime.build import nvrtc
+from attnforge.runtime.build.compilation import (
+    Built,
+    Toolchain,
+    cuda_homes,
+    parse_ptxas,
+    site_packages,
+    write_source,
+)
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
 from attnforge.runtime.build.settings import settings
 
@@ -30,37 +36,6 @@ CPU_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared
 
 # Variables that would change the binary behind the cache key's back.
 _DROPPED = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
-
-
-@dataclass(frozen=True)
-class Built:
-    """Outcome of one compile: `binary_name` lies in the directory that was passed in."""
-
-    binary_name: str
-    log: str
-    command: tuple[str, ...]
-    seconds: float
-    # kernel symbol -> {"registers", "spill_bytes", "shared_bytes" (static)}; empty on the CPU
-    resources: dict[str, dict[str, int]] = field(default_factory=dict)
-
-
-class Toolchain(Protocol):
-    """One compiler for one target."""
-
-    @property
-    def name(self) -> str:
-        """`nvcc`, `nvrtc`, or the C++ compiler's file name."""
-
-    @property
-    def identity(self) -> str:
-        """Full version text, and for the CPU what `native` means here: part of the cache key."""
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Arguments that change the binary: part of the cache key."""
-
-    def compile(self, source: Compilable, directory: Path) -> Built:
-        """Write the source and its binary into `directory`. Raises CompileError."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +58,6 @@ class Command:
             raise CompileError(source.slug, command, path, log or f"exit status {code}, no output")
         seconds = time.perf_counter() - begin
         return Built(self.binary_name, log, command, seconds, parse_ptxas(log))
-
-
-def write_source(source: Compilable, directory: Path) -> Path:
-    """Write the text as `kernel.cu` or `kernel.cpp`: one short name, so that logs do not vary."""
-    path = directory / f"kernel{source.suffix}"
-    path.write_text(source.text)
-    return path
 
 
 def run(command: Iterable[str], directory: Path) -> tuple[int, str]:
@@ -126,32 +94,6 @@ def _text(output: bytes) -> str:
     return output.decode(errors="replace")
 
 
-_FUNCTION = re.compile(r"Compiling entry function '([^']+)'|Function properties for '?([\w$]+)'?")
-_SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-_USED = re.compile(r"Used (\d+) registers")
-RELEASE = re.compile(r"(?:release|nvrtc) (\d+)\.(\d+)")  # in the identity of a CUDA compiler
-_SHARED = re.compile(r"(\d+) bytes smem")
-
-
-def parse_ptxas(log: str) -> dict[str, dict[str, int]]:
-    """Registers, spilled bytes (stores + loads), static shared bytes of each kernel in a `ptxas -v` log."""
-    found: dict[str, dict[str, int]] = {}
-    symbol, entries = "", set()
-    for line in log.splitlines():
-        if match := _FUNCTION.search(line):
-            symbol = match.group(1) or match.group(2)
-            if match.group(1):
-                entries.add(symbol)
-            found.setdefault(symbol, {"registers": 0, "spill_bytes": 0, "shared_bytes": 0})
-        elif symbol and (match := _SPILL.search(line)):
-            found[symbol]["spill_bytes"] = int(match.group(1)) + int(match.group(2))
-        elif symbol and (match := _USED.search(line)):
-            shared = _SHARED.search(line)
-            found[symbol]["registers"] = int(match.group(1))
-            found[symbol]["shared_bytes"] = int(shared.group(1)) if shared else 0
-    return {name: numbers for name, numbers in found.items() if name in entries}
-
-
 # ---- Choosing
 
 
@@ -171,8 +113,6 @@ def _toolchain(arch: Arch, compiler: str, environment: tuple[tuple[str, str], ..
     env = dict(environment)
     if not arch.is_gpu:
         return host_toolchain(env)
-    from attnforge.runtime.build import nvrtc
-
     nvcc = find_nvcc(env)
     # nvcc runs gcc even for a file that includes nothing; NVRTC needs no host compiler.
     if compiler == "nvcc" or (compiler == "auto" and nvcc and shutil.which("gcc", path=env.get("PATH", ""))):
@@ -187,16 +127,6 @@ def _toolchain(arch: Arch, compiler: str, environment: tuple[tuple[str, str], ..
 
 NVCC_PLACES = "nvcc is not in $CUDA_HOME/bin, $CUDA_PATH/bin, PATH or the pip package nvidia-cuda-nvcc"
 NVCC_REMEDY = "install the CUDA toolkit or `pip install attnforge[nvcc]`"
-
-
-def site_packages() -> list[Path]:
-    """Where this interpreter finds packages, the user's own and an outer environment's included."""
-    return [Path(entry) for entry in dict.fromkeys(sys.path) if (Path(entry) / "nvidia").is_dir()]
-
-
-def cuda_homes(env: Mapping[str, str]) -> list[Path]:
-    """Toolkit roots that the environment names."""
-    return [Path(env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
 
 
 def find_nvcc(env: Mapping[str, str]) -> Path | None:

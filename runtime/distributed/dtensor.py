@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from attnforge.runtime.inputs import expect_layout
-from attnforge.runtime.masks import DenseMask
-from attnforge.runtime.ops import Mask, attention
+from attnforge.runtime.masks import Causal, DenseMask, Spans
 
 _BATCH, _HEADS = 0, 1
 _ACCEPTED = (
@@ -22,10 +24,11 @@ _ACCEPTED = (
 
 
 def attention_on_dtensors(
+    attention: Callable[..., Any],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask = None,
+    mask: Causal | Spans | DenseMask | None = None,
     *,
     scale: float | None = None,
     return_lse: bool = False,
@@ -33,6 +36,7 @@ def attention_on_dtensors(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attnforge.attention` of DTensors (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), differentiable.
 
+    attention: computes the local part, `attnforge.attention`.
     q, k, v: on one mesh with the same placements, each of them Replicate(), Shard(0) or Shard(1). Where heads are
         sharded, their ranks divide Hkv, so that each rank has the key heads of its query heads.
     mask: as for `attention`, of the whole problem and of plain tensors on the rank's device. Of a DenseMask with a

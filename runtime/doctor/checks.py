@@ -139,9 +139,10 @@ def _tuned() -> Iterator[Finding]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(gpus)] or [torch.device("cpu")]
     for name in dict.fromkeys(tables.device_name(device) for device in devices):
-        count = len(tables.load(name))
+        count = len(tables.known(name))
         if count:
-            yield Finding("tuned table", OK, f"{count} entries for {name} ({tables.table_path(name).name})")
+            holding = [str(place) for place in tables.folders() if tables.load(name, place)]
+            yield Finding("tuned table", OK, f"{count} entries for {name} ({', '.join(holding)})")
         else:
             remedy = "run `python cli.py search` once to find this device's fastest kernels"
             yield Finding("tuned table", WARNING, f"none for {name}: kernels are chosen by rule", remedy)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from attnforge.codegen.spec import Arch
-from attnforge.runtime.build import cache, nvrtc, toolchain
+from attnforge.runtime.build import cache, compilation, nvrtc, toolchain
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
 from attnforge.runtime.build.settings import COMPILER, settings
 from attnforge.runtime.doctor.findings import FAILURE, INFO, OK, Finding, failed
@@ -86,7 +86,7 @@ def _why(name: str) -> str:
 
 def cuda_release(identity: str) -> tuple[int, int] | None:
     """CUDA release that a CUDA compiler's identity names."""
-    match = toolchain.RELEASE.search(identity)
+    match = compilation.RELEASE.search(identity)
     return (int(match.group(1)), int(match.group(2))) if match else None
 
 
@@ -111,7 +111,7 @@ def host_compiler() -> Iterator[Finding]:
     yield Finding("OpenMP", OK, f"{threads} threads")
 
 
-def _try(tool: toolchain.Toolchain, name: str, text: str, directory: Path) -> bytes:
+def _try(tool: compilation.Toolchain, name: str, text: str, directory: Path) -> bytes:
     """Binary of a tiny file. Raises CompileError."""
     (directory / name).write_text(text)
     if isinstance(tool, nvrtc.Nvrtc):

@@ -72,6 +72,7 @@ def _why_not_backends(
     if torch.compiler.is_compiling():
         fused = flash or any(others)
     else:
+        q, k, v = (x.to(_dtype_of(x)) for x in (q, k, v))
         choice = torch._fused_sdp_choice(
             q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -144,9 +145,7 @@ def _why_not_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> str | 
 
 
 def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
-    dtype, place = q.dtype, q.device.type
-    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and dtype in _DTYPES:
-        dtype = torch.get_autocast_dtype(place)  # which the operator casts to, as torch's does
+    dtype = _dtype_of(q)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     dim, dim_v = q.shape[3], v.shape[3]
     if (
@@ -155,6 +154,14 @@ def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
         dim, dim_v = len(range(dim)), len(range(dim_v))
     code = _CAUSAL if is_causal else _FULL if mask is None else _DENSE
     return _missing(q.device, dtype, dim, dim_v, code, grad)
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype that a kernel sees of an input: under autocast the one that ours and torch's operators cast to."""
+    place = x.device.type
+    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and x.dtype in _DTYPES:
+        return torch.get_autocast_dtype(place)
+    return x.dtype
 
 
 def _missing(

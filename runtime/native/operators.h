@@ -54,6 +54,27 @@ inline ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, 
     return run_forward({q, k, v, mask, kind, scale, visible}, variant_handle, true);
 }
 
+// torch's own warning, word for word: filters look for it. Once per name, as each of torch's operators warns once.
+template <int>
+void warn_that_order_varies(const char* name) {
+    TORCH_WARN_ONCE(name,
+                    " defaults to a non-deterministic algorithm. To explicitly enable determinism call "
+                    "torch.use_deterministic_algorithms(True, warn_only=False). "
+                    "(attnforge; or pass deterministic=True)");
+}
+
+// By the name of the first backend that sdpa_kernel() leaves torch: what runs is ours, whichever it is.
+inline void warn_that_order_varies() {
+    const at::Context& torch = at::globalContext();
+    if (torch.userEnabledFlashSDP()) {
+        warn_that_order_varies<0>("Flash Attention");
+    } else if (torch.userEnabledMemEfficientSDP()) {
+        warn_that_order_varies<1>("Memory Efficient attention");
+    } else {
+        warn_that_order_varies<2>("cuDNN Attention");
+    }
+}
+
 inline BackwardResult run_backward(const Call& call, const Gradients& given, bool deterministic,
                                    int64_t variant_handle) {
     const auto& [q, k, v, mask, kind, scale, visible] = call;
@@ -72,6 +93,9 @@ inline BackwardResult run_backward(const Call& call, const Gradients& given, boo
     const Tensor dlse = given.dlse ? given.dlse->contiguous() : Tensor();
     const int64_t align = row_alignment({&q, &k, &v, &dout, &out});
     const Variant& variant = choose(call, true, deterministic, align, variant_handle);
+    if (!variant.deterministic && at::globalContext().deterministicAlgorithms()) {
+        warn_that_order_varies();  // with warn_only=True: without it `deterministic` is set
+    }
     Tensor dq = like(q), dk = like(k), dv = like(v);
     Params params = make_params(call, variant, out, lse.const_data_ptr<float>());
     params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
@@ -100,7 +124,8 @@ inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor
                                const Tensor& out, const Tensor& lse, const OptionalTensor& mask, int64_t kind,
                                std::optional<double> scale, bool deterministic, int64_t visible,
                                const OptionalTensor& dlse, int64_t variant_handle) {
-    deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    const at::Context& torch = at::globalContext();  // as its own kernels: warn_only asks for a warning alone
+    deterministic = deterministic || (torch.deterministicAlgorithms() && !torch.deterministicAlgorithmsWarnOnly());
     return run_backward({q, k, v, mask, kind, scale, visible}, {dout, out, lse, dlse}, deterministic, variant_handle);
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from attnforge.codegen.families import spec_from_json
 from attnforge.codegen.spec import Arch, Spec
 from attnforge.runtime.build.toolchain import toolchain
 
@@ -52,7 +53,7 @@ class Result:
     def from_json(data: dict[str, Any]) -> Result:
         """Rebuild a result; raises ValueError, TypeError or KeyError for anything else."""
         errors = {name: (float(rms), float(worst)) for name, (rms, worst) in data["errors"].items()}
-        return Result(**{**data, "spec": Spec.from_json(data["spec"]), "errors": errors})
+        return Result(**{**data, "spec": spec_from_json(data["spec"]), "errors": errors})
 
 
 def environment(device_name: str, arch: Arch) -> dict[str, str]:

@@ -10,10 +10,11 @@ from os import sched_getaffinity
 from pathlib import Path
 from typing import Any
 
+from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import RenderError, Source, render
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import Arch, Direction, Spec, make_tuning
+from attnforge.codegen.spec import Arch, Direction, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.build.cache import Entry, obtain
 from attnforge.runtime.build.errors import CompileError

@@ -1,9 +1,8 @@
-"""Winners of searches on disk: the tuned tables, and the rendered sources beside them that people read."""
+"""The winner of a search on disk: its entry in a tuned table, and its source beside it."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from attnforge.codegen.render import render
@@ -12,20 +11,49 @@ from attnforge.runtime import tables
 from attnforge.runtime.search.search import Finished
 from attnforge.runtime.tables import Tuned
 
-GENERATED = tables.DIRECTORY.parent  # <here>/tuned/<device>.json and <here>/<slug>.cu
-SUFFIXES = (".cu", ".cpp")
+GENERATED = (
+    tables.PACKAGED.parent
+)  # the package's own: tuned/<device>.json and the example sources (examples.py)
 
 
-def keep(
-    finished: Finished, device_name: str, env: dict[str, str], directory: Path = GENERATED
-) -> list[Path]:
-    """Write the winner into the device's table and its source beside it; returns both paths.
+@dataclass(frozen=True)
+class Saved:
+    """Where a winner was written, or the faster entry that stays in its place."""
 
-    Sources that no table names any more are removed. Raises ValueError if no variant worked.
+    table: Path
+    source: Path | None
+    stays: Tuned | None = None
+
+
+def keep(finished: Finished, device_name: str, env: dict[str, str], directory: Path) -> Saved:
+    """Write the winner into `directory`/<device>.json, and its source beside it.
+
+    An entry of the same class that is faster stays, in this folder or in another one that is read, unless this search
+    timed its kernel too. The package's own folder gets no source: generated/ holds examples (examples.py).
+    Raises ValueError if no variant worked, TablesError if the folder cannot be written.
     """
+    entry = _entry(finished, env)
+    tried = [result.spec for result in (*finished.ranked, *finished.failed)]
+    for place in dict.fromkeys((directory, *tables.folders())):
+        for old in tables.load(device_name, place):
+            if old.cls == entry.cls and old.tflops > entry.tflops and old.spec not in tried:
+                return Saved(tables.table_path(device_name, place), None, old)
+    path = tables.save(device_name, [entry], directory, beside=tried)
+    now = next(e for e in tables.load(device_name, directory) if e.cls == entry.cls)
+    if now.spec != entry.spec:  # another process saved it meanwhile
+        return Saved(path, None, now)
+    if directory.resolve() == tables.PACKAGED.resolve():
+        return Saved(path, None)
+    source = render(entry.spec)
+    target = directory / source.file_name
+    target.write_text(source.text)
+    return Saved(path, target)
+
+
+def _entry(finished: Finished, env: dict[str, str]) -> Tuned:
     winner, case = finished.winner, finished.case
     if winner is None:
-        raise ValueError(f"{case.name}: no variant worked, there is nothing to keep")
+        raise ValueError(f"{case.name}: no variant worked, so there is no winner to save")
     notes = {
         "case": case.name,
         "variants": len(finished.ranked) + len(finished.failed),
@@ -36,52 +64,16 @@ def keep(
     }
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
     group = case.heads_q // case.heads_kv
-    entry = Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, case.visible_keys)
-    table = tables.save(device_name, [entry], directory / "tuned")
-    write(directory)
-    return [table, directory / render(winner.spec).file_name]
+    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, case.visible_keys)
+
+
+def tuned_entries(directory: Path = GENERATED) -> list[Tuned]:
+    """The entries of all measured tables of the package, table by table."""
+    paths = sorted((directory / "tuned").glob("*.json"))
+    return [entry for path in paths for entry in tables.load(path.stem, directory / "tuned")]
 
 
 def tuned_specs(directory: Path = GENERATED) -> list[Spec]:
-    """Specs that the tables name, each once, by slug."""
-    found = {
-        entry.spec.slug: entry.spec
-        for path in sorted((directory / "tuned").glob("*.json"))
-        for entry in tables.load(path.stem, directory / "tuned")
-    }
+    """The specs of all measured tables, each once, sorted by slug."""
+    found = {entry.spec.slug: entry.spec for entry in tuned_entries(directory)}
     return [found[slug] for slug in sorted(found)]
-
-
-def write(directory: Path = GENERATED) -> list[Path]:
-    """Render every tuned spec into `directory`, remove sources that are none; returns what changed."""
-    changed = list(_compare(directory))
-    for path, _, text in changed:
-        if text is None:
-            path.unlink()
-        else:
-            path.write_text(text)
-    return [path for path, _, _ in changed]
-
-
-def differences(directory: Path = GENERATED) -> list[str]:
-    """Unified diff lines between `directory` and what its tables render to now; empty if they agree."""
-    lines: list[str] = []
-    for path, old, new in _compare(directory):
-        before, after = ((text or "").splitlines(keepends=True) for text in (old, new))
-        lines += difflib.unified_diff(before, after, f"{path.name} (on disk)", f"{path.name} (rendered)")
-    return lines
-
-
-def _compare(directory: Path) -> Iterator[tuple[Path, str | None, str | None]]:
-    """(path, text on disk, text it should have) where they differ; None for a file that is not there."""
-    wanted = {source.file_name: source.text for source in map(render, tuned_specs(directory))}
-    present = {}
-    for path in directory.glob("*"):
-        if path.suffix in SUFFIXES:
-            text = path.read_text(errors="replace")
-            # The directory may be anybody's: only what says that it is a source of ours is ever removed.
-            if path.name in wanted or text.startswith("// attnforge_"):
-                present[path.name] = text
-    for name in sorted(wanted.keys() | present.keys()):
-        if wanted.get(name) != present.get(name):
-            yield directory / name, present.get(name), wanted.get(name)

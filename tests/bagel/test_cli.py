@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 
+import attnforge
 from attnforge.bagel.measure.bench import OURS, Row, best_peer
 from attnforge.bagel.measure.cases import SUITES, make_case
 from attnforge.bagel.measure.peers import NAMES
@@ -23,6 +27,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.search.case import Case
+from attnforge.runtime.tables import Tuned, load, save
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -48,10 +53,36 @@ except SystemExit:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in ("bench", "cache", "doctor", "mask", "render", "search", "verify"):
         assert f"\n  {name} " in done.stdout
-    assert "...\n" not in done.stdout.partition("Commands:")[2], (
-        "a summary is too long for a terminal of 80 columns"
-    )
     assert done.stdout.endswith("False\n")
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command, groups included."""
+    yield path
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield *path, name
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("words", list(commands(main)), ids=" ".join)
+def test_help_fits_the_terminal(words: tuple[str, ...], width: int) -> None:
+    shown = CliRunner().invoke(main, [*words, "--help"], terminal_width=width, max_content_width=width)
+    assert shown.exit_code == 0, shown.output
+    assert "...\n" not in shown.output.partition("Commands:")[2], "a summary is cut off"
+    assert max(map(len, shown.output.splitlines())) <= width
+    # Every option is described, and its names fit the first column.
+    for line in shown.output.partition("Options:")[2].partition("Commands:")[0].splitlines():
+        if line.lstrip().startswith("-"):
+            assert len(line.split("  ")) > 2 or line.strip().startswith("--"), line
+
+
+def test_version_has_one_source() -> None:
+    assert run("--version").stdout == f"attnforge, version {attnforge.__version__}\n"
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'version = { attr = "attnforge.__version__" }' in project
 
 
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
@@ -74,12 +105,15 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
         ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
         ("search --device tpu", "--device: 'tpu' is no device"),
         ("render --head-dim 300", "head_dim 300"),
-        ("render --set tile_m=big", "--set tile_m: expected NAME=VALUE"),
+        ("render --set tile_m=big", "--set tile_m: expected KNOB=N"),
         ("render --set tile_m=64", "sm80 bf16 fwd: q_in_regs, stages, tile_n, warps missing. Its knobs are"),
         ("render --set tile=64", "tile unknown;"),
-        ("render --out /nowhere/kernel.cu", "'--out': /nowhere is not a directory that can be written to"),
-        ("search --pack causal/64 --json /nowhere/x.json", "'--json': /nowhere is not a directory"),
-        ("search --pack causal/64 --table-out /proc/nowhere", "/proc/nowhere: No such file or directory"),
+        ("render --out /nowhere/kernel.cu", "'--out': /nowhere is not a writable directory"),
+        ("search --pack causal/64 --json /nowhere/x.json", "'--json': /nowhere is not a writable directory"),
+        (
+            "search --pack causal/64 --table-out /proc/nowhere",
+            "/proc/nowhere: tuned tables cannot be written here",
+        ),
         ("verify --pack causal/64 --variants -1", "Invalid value for '--variants'"),
         ("bench --peers sdpa-flash,fa5 --pack causal/64", "--peers: there is no 'fa5'; there are sdpa-flash"),
         ("search --pack causal/64 --seconds -1", "Invalid value for '--seconds'"),
@@ -130,7 +164,7 @@ def test_search_end_to_end(tmp_path: Path) -> None:
     assert all(one["ranked"][0]["status"] == "ok" for one in searches)
     assert len(log.read_text().splitlines()) == 2
     assert len(list(out.glob("*.cpp"))) == 2
-    (table,) = (out / "tuned").glob("*.json")
+    (table,) = out.glob("*.json")
     assert len(json.loads(table.read_text())) == 2
     assert "(from the log)" in run("search", *TINY, *options).stdout
 
@@ -163,6 +197,28 @@ def test_cache_and_doctor(cache_dir: Path) -> None:
 
 def test_generated_is_up_to_date() -> None:
     assert "up to date" in run("render", "--check").stdout
+
+
+def test_tables_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is listed, shown, compared and merged; of equal classes the faster stays."""
+    problem = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 16)
+    one, two, *_ = candidates(problem)
+    first, second = tmp_path / "first", tmp_path / "second"
+    save("cpu avx2", [Tuned(one, 1, 64, 1.0, 5.0)], first)
+    save("cpu avx2", [Tuned(two, 1, 64, 1.0, 7.0), Tuned(two, 4, 64, 1.0, 7.0)], second)
+    monkeypatch.setenv("ATTNFORGE_TABLES", f"{first}{os.pathsep}{second}")
+    shown = CliRunner().invoke(main, ("tables", "list")).output
+    assert f"{first}  (searches write here)" in shown
+    assert shown.index(str(first)) < shown.index(str(second)) < shown.index("modelled, not measured")
+    assert one.slug in CliRunner().invoke(main, ("tables", "show", "cpu avx2")).output
+    assert CliRunner().invoke(main, ("tables", "show", "no such device")).exit_code == 1
+    different = CliRunner().invoke(main, ("tables", "diff", str(first), str(second))).output
+    assert "5.0 TFLOP/s" in different
+    assert "7.0 TFLOP/s" in different
+    for source, count in ((second, 2), (first, 0)):
+        merged = CliRunner().invoke(main, ("tables", "merge", str(source), "--into", str(tmp_path / "all")))
+        assert f"{count} of" in merged.output, merged.output
+    assert {entry.spec for entry in load("cpu avx2", tmp_path / "all")} == {two}
 
 
 @pytest.mark.gpu

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.bagel.commands.render import render as render_command
+from attnforge.codegen.families import FAMILIES, make_plan, make_tuning, spec_from_json
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm80Forward
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, DType, Mask, Problem, Spec
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
@@ -55,7 +57,7 @@ problems = pytest.mark.parametrize("problem", PROBLEMS, ids=name)
 
 
 def specs(problem: Problem) -> list[Spec]:
-    if (problem.family, problem.direction) not in TUNINGS:
+    if (problem.family, problem.direction) not in FAMILIES:
         pytest.skip(f"{problem.arch.value} has no {problem.direction.value} kernel")
     return list(candidates(problem))
 
@@ -76,15 +78,15 @@ def test_every_candidate_renders_under_a_name_of_its_own(problem: Problem) -> No
 @problems
 def test_specs_survive_json_and_the_command_line(problem: Problem) -> None:
     for spec in specs(problem):
-        assert Spec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+        assert spec_from_json(json.loads(json.dumps(spec.to_json()))) == spec
         assert spec.to_cli().count("--set ") == len(fields(spec.tuning))
 
 
-@pytest.mark.parametrize(("family", "direction"), TUNINGS, ids=lambda part: getattr(part, "value", part))
+@pytest.mark.parametrize(("family", "direction"), FAMILIES, ids=lambda part: getattr(part, "value", part))
 def test_every_knob_changes_name_and_kernel(family: str, direction: Direction) -> None:
     """For each problem with a choice; and each knob is a choice for some problem."""
     mine = [p for p in PROBLEMS if (p.family, p.direction) == (family, direction)]
-    for knob in fields(TUNINGS[family, direction]):
+    for knob in fields(FAMILIES[family, direction].tuning):
         pairs = [pair for pair in (changed(problem, knob.name) for problem in mine) if pair]
         alone = (family, direction, knob.name) in ONE_VALUE
         assert bool(pairs) != alone, f"no two feasible variants differ in {knob.name} alone"
@@ -107,7 +109,7 @@ def changed(problem: Problem, knob: str) -> tuple[Spec, Spec] | None:
 
 def retuned(spec: Spec, knob: str, value: int) -> Spec | None:
     typed = bool(value) if isinstance(getattr(spec.tuning, knob), bool) else value
-    other = Spec(spec.problem, replace(spec.tuning, **{knob: typed}))  # type: ignore[arg-type]
+    other = Spec(spec.problem, replace(spec.tuning, **{knob: typed}))
     try:
         make_plan(other)
     except Infeasible:
@@ -141,19 +143,101 @@ def test_fields_of_the_problem_change_the_name() -> None:
     assert len({Spec(p, tuning).slug for p in (problem, *others)}) == 6
 
 
+def test_names_say_what_differs_from_the_default() -> None:
+    """They stand in file names, caches and tables: none may change."""
+    spec = Spec(
+        Problem(FORWARD, Arch.SM89, DType.FLOAT16, 64, Mask.DENSE, 4, 41), Sm80Forward(64, 32, 4, 1, True)
+    )
+    knobs = {"tile_m": 64, "tile_n": 32, "warps": 4, "stages": 1, "q_in_regs": 1}
+    problem = {"direction": "fwd", "arch": "sm89", "dtype": "fp16", "head_dim": 64, "head_dim_v": 41}
+    problem |= {"mask": "dense", "align": 4}
+    assert spec.slug == "fwd_sm89_fp16_d64v41_dense_a4_m64_n32_w4_s1_q1"
+    assert list(spec.to_json().items()) == [*problem.items(), ("tuning", knobs)]
+    options = [f"--{name.replace('_', '-')} {value}" for name, value in problem.items()]
+    assert spec.to_cli() == " ".join((*options, *(f"--set {name}={value}" for name, value in knobs.items())))
+    plain = replace(spec, problem=replace(spec.problem, align=16, dim_v=64))  # 64: v has that of q and k
+    assert plain.slug == "fwd_sm89_fp16_d64_dense_a16_m64_n32_w4_s1_q1"
+    assert "head_dim_v" not in plain.to_json()
+    assert plain.to_json()["align"] == 16
+
+
+def test_the_command_line_has_an_option_for_each_field() -> None:
+    options = {option.name: option for option in render_command.params}
+    for f in PROBLEM_FIELDS:
+        assert f.option in options[f.name].opts
+        assert f.text
+
+
+# ---- What a family does not honour
+
+
+@pytest.mark.parametrize(("change", "name"), [({"align": 4}, "align 4"), ({"dim_v": 32}, "head_dim_v 32")])
+@pytest.mark.parametrize(("family", "direction"), FAMILIES, ids=lambda part: getattr(part, "value", part))
+def test_a_field_is_honoured_or_refused_by_name(
+    family: str, direction: Direction, change: dict[str, int], name: str
+) -> None:
+    """Problems that differ in one optional field: either a kernel of another name, or a sentence about the value."""
+    problem = next(p for p in PROBLEMS if (p.family, p.direction) == (family, direction))
+    usual = replace(problem, head_dim=64, align=16, dim_v=0)
+    other = replace(usual, **change)  # type: ignore[arg-type]
+    (field,) = change
+    if field in FAMILIES[family, direction].honours:
+        assert next(candidates(other)).slug != next(candidates(usual)).slug
+        return
+    assert not list(candidates(other))
+    assert why_infeasible(other).startswith(f"{name}: ")
+    with pytest.raises(Infeasible, match=f"^{name}: "):
+        make_tuning(other, {})
+
+
+def test_a_family_refuses_what_it_does_not_name() -> None:
+    """As one that was written before the field was, and one that says why."""
+    whole = FAMILIES["sm80", FORWARD]
+    problem = Problem(FORWARD, Arch.SM80, DType.BFLOAT16, 64, Mask.FULL, 8)
+    whole.require_honoured(problem)
+    with pytest.raises(Infeasible, match=r"^align 8: the sm80 bf16 fwd kernels take 16 only$"):
+        replace(whole, honours=frozenset()).require_honoured(problem)
+    with pytest.raises(Infeasible, match=r"^align 8: for a reason$"):
+        replace(whole, honours=frozenset({"dim_v"}), reasons={"align": "for a reason"}).require_honoured(
+            problem
+        )
+
+
+def test_a_problem_without_a_family() -> None:
+    problem = Problem(BACKWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.FULL)
+    assert not list(candidates(problem))
+    assert why_infeasible(problem) == "sm90a has no fp32 bwd kernel"
+
+
 def test_json_that_is_no_spec() -> None:
     data = next(candidates(PROBLEMS[3])).to_json()
     for field in ("direction", "arch", "dtype", "head_dim", "mask", "align"):
         with pytest.raises(ValueError, match=f"field '{field}' is missing"):
-            Spec.from_json({key: value for key, value in data.items() if key != field})
+            spec_from_json({key: value for key, value in data.items() if key != field})
     tuning = {("wraps" if key == "warps" else key): value for key, value in data["tuning"].items()}
     with pytest.raises(ValueError, match=r"wraps unknown; warps missing\. Its knobs are tile_m"):
-        Spec.from_json(data | {"tuning": tuning})
-    with pytest.raises(TypeError, match="sm90a fwd takes Sm90Forward"):
-        Spec(replace(PROBLEMS[3], arch=Arch.SM90A), Sm80Forward(128, 64, 4, 1, False))
+        spec_from_json(data | {"tuning": tuning})
+    with pytest.raises(TypeError, match="sm90a bf16 fwd takes Sm90Forward"):
+        make_plan(Spec(replace(PROBLEMS[3], arch=Arch.SM90A), Sm80Forward(128, 64, 4, 1, False)))
 
 
 # ---- The space
+
+
+def test_guesses_go_by_the_larger_head_dim() -> None:
+    """Tiles for 64 columns of q and k do not suit 128 of v."""
+    usual = Problem(BACKWARD, Arch.SM80, DType.BFLOAT16, 128, Mask.FULL)
+    wide_v = replace(usual, head_dim=64, dim_v=128)
+    assert next(candidates(wide_v)).tuning == next(candidates(usual)).tuning
+    assert next(candidates(replace(usual, head_dim=64))).tuning != next(candidates(usual)).tuning
+
+
+@pytest.mark.parametrize(("head_dim", "tile_n"), [(64, 96), (96, 112), (104, 80), (128, 80)])
+def test_hopper_guesses_by_head_dim(head_dim: int, tile_n: int) -> None:
+    """Up to 96 columns three consumer warpgroups take long key tiles, beyond that short ones."""
+    problem = Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.SPANS)
+    tuning = next(candidates(problem)).tuning
+    assert (tuning.tile_m, tuning.tile_n) == (192, tile_n)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -13,10 +13,10 @@ from attnforge.bagel.measure.modelled import ARCHS, Target, model, targets
 from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.bagel.workloads import workload
 from attnforge.codegen.cost_model import GPUS, Prediction, Work, occupancy, predict
-from attnforge.codegen.plan import make_plan
+from attnforge.codegen.families import FAMILIES, make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.build.settings import COMPILER
 
@@ -31,7 +31,7 @@ def predicted(direction: Direction) -> list[tuple[float, float]]:
     problem = Problem(direction, Arch.SM90, DType.BFLOAT16, 128, Mask.SPANS)
     found = []
     for *knobs, registers, ms in MEASURED[direction.value]:
-        spec = Spec(problem, TUNINGS["sm80", direction](*knobs))
+        spec = Spec(problem, FAMILIES["sm80", direction].tuning(*knobs))
         kinds = tile_map(mask, rows, spec.tuning.tile_m, spec.tuning.tile_n).kinds
         work = Work(28, 7, rows, int((kinds != EMPTY).sum()))
         found.append((predict(make_plan(spec), work, registers).ms, ms))
@@ -92,7 +92,7 @@ def test_half_rate_sums_make_a_geforce_slower(monkeypatch: pytest.MonkeyPatch) -
 ENTRIES = [
     pytest.param(entry, id=entry.spec.slug)
     for arch in ARCHS
-    for entry in tables.load(arch.value, tables.DIRECTORY / tables.MODELLED)
+    for entry in tables.load(arch.value, tables.PACKAGED / tables.MODELLED)
 ]
 
 
@@ -107,7 +107,7 @@ def test_entries_say_what_they_are(entry: tables.Tuned) -> None:
 
 def test_every_architecture_has_the_models_and_the_challenges_heads() -> None:
     for arch in ARCHS:
-        entries = tables.load(arch.value, tables.DIRECTORY / tables.MODELLED)
+        entries = tables.load(arch.value, tables.PACKAGED / tables.MODELLED)
         found = {
             (e.spec.problem.direction, e.spec.problem.dtype, e.spec.problem.head_dim, e.spec.problem.mask)
             for e in entries
@@ -130,7 +130,7 @@ def test_measured_entries_come_first() -> None:
 def test_chosen_kernels_spill_nothing(arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each table; `attnforge model` compiled all of them."""
     monkeypatch.setenv(COMPILER, "nvcc")
-    entries = tables.load(arch.value, tables.DIRECTORY / tables.MODELLED)
+    entries = tables.load(arch.value, tables.PACKAGED / tables.MODELLED)
     entry = entries[ARCHS.index(arch) * 5 % len(entries)]
     _, resources = compile_strictly(render(entry.spec), tmp_path)
     assert all(used["spill_bytes"] == 0 for used in resources.values())

@@ -8,11 +8,12 @@ from functools import cache
 
 import pytest
 
-from attnforge.codegen.plan import Plan, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Forward
 
 HEAD_DIMS = (24, 64, 72, 128, 192, 256)
 DEFINED = re.compile(r"__device__ __forceinline__ [\w ]*?\b(\w+)\(")

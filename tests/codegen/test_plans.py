@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from attnforge.codegen.plan import Infeasible, make_plan
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import CpuForward, Sm80Backward, Sm80Forward, Sm90Forward, Tuning
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.cpu import CpuForward
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.families.sm80_backward import Sm80Backward
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 # Of Hopper's forward: the plainest, without any of its knobs.
@@ -30,6 +36,9 @@ def test_mma_forward_by_hand() -> None:
     # Two 16-row fragments a warp: O 128/8*4, S 64/8*4, and one of Q in flight; 40 beside them.
     registers = 2 * (64 + 32 + 4) + 40
     assert plan_of(FORWARD, Arch.SM80, 128, Mask.FULL, tuning) == (128, shared, registers)
+    # Q in registers: all 128/16 steps of a fragment, 4 registers each, not one in flight.
+    kept = replace(tuning, warps=8, q_in_regs=True)
+    assert plan_of(FORWARD, Arch.SM80, 128, Mask.FULL, kept)[2] == 64 + 32 + 8 * 4 + 40
     # 72 columns are 9 chunks of 16 bytes, odd already: no swizzle, no padding.
     shared = (128 + 2 * 2 * 64) * 144
     assert plan_of(FORWARD, Arch.SM86, 72, Mask.SPANS, tuning)[1] == shared
@@ -92,6 +101,22 @@ def test_hopper_panels_by_hand(head_dim: int, maps: list[tuple[int, int]]) -> No
         assert {m.rows for m in plan.tensor_maps if m.tensor == tensor} == {rows}
     # O leaves from 64 rows of a tile, panel by panel.
     assert {(m.rows, m.panels) for m in plan.tensor_maps if m.tensor == "out"} == {(64, 1)}
+
+
+@pytest.mark.parametrize("head_dim", range(16, 129, 8))
+def test_both_consumers_share_all_columns_of_dq(head_dim: int) -> None:
+    """The first has `dq_columns` of them, a multiple of 8, the second the rest, which are no more."""
+    problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL)
+    shares = {make_plan(spec).constants["dq_columns"] for spec in candidates(problem) if not lags(spec)}
+    assert shares
+    for first in shares:
+        assert first % 8 == 0
+        assert 0 < head_dim - first <= first
+
+
+def lags(spec: Spec) -> bool:
+    assert isinstance(spec.tuning, Sm90Backward)
+    return spec.tuning.lag
 
 
 def test_cpu_forward_by_hand() -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, UndefinedError
 
 from attnforge.codegen import render as rendering
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.package import Item, Tree
-from attnforge.codegen.plan import make_plan
-from attnforge.codegen.render import TEMPLATES, render
+from attnforge.codegen.render import TEMPLATES, RenderError, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import cache, toolchain
@@ -78,6 +78,34 @@ def test_every_template_is_used(templates: Path) -> None:
             mask_kernels.__wrapped__(arch)  # not what an earlier test left in its cache
     present = {path.relative_to(TEMPLATES).as_posix() for path in TEMPLATES.rglob("*.jinja")}
     assert recorder.names == present
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("// A space at the end. \n", "trailing space or a tab"),
+        ("//\tA tab.\n", "trailing space or a tab"),
+        ("\n\n// Two empty lines before.\n", "two blank lines in a row"),
+        ("// No newline.", "exactly one newline"),
+        ("\n", "exactly one newline"),
+        (f"// {'wide ' * 30}.\n", "columns wide"),
+    ],
+)
+def test_the_form_of_what_is_rendered(templates: Path, end: str, message: str) -> None:
+    spec = first(FORWARD, Arch.SM80, DType.BFLOAT16, Mask.FULL)
+    template = templates / make_plan(spec).template
+    template.write_text(template.read_text() + end)
+    with pytest.raises(RenderError, match=message):
+        render(spec)
+
+
+@pytest.mark.parametrize("expression", ["nothing", "spec.nothing", "c.nothing", "plan.nothing"])
+def test_an_unknown_name_is_an_error(templates: Path, expression: str) -> None:
+    spec = first(FORWARD, Arch.SM80, DType.BFLOAT16, Mask.FULL)
+    template = templates / make_plan(spec).template
+    template.write_text(template.read_text() + f"// {{{{ {expression} }}}}.\n")
+    with pytest.raises(UndefinedError, match="nothing"):
+        render(spec)
 
 
 # A part, one spec that it is a part of, one that it is not.

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-HAND_BACK = "barrier_arrive(empty_q);"
-STORE_DS = "store_ds(ds, ds_frags, group);"
-WAIT = "wait_for_kernel_before();"
-OF_THE_NEXT = "start_statistics(s, ones, base + kOffsetStats + q_ring.stage * kStatBytes"
-FIRST_VISIT = "const int entry = load_int(base + kOffsetVisit);"
+HAND_BACK = "arrive(now.empty_q);"
+HAND_OVER_DS = "\n        hand_over_ds(now);"
+WAIT = "griddepcontrol_wait();"
+OF_THE_NEXT = "start_row_stats(s, ones, base + kOffsetRowStats + q_ring.stage * kRowStatsBytes"
+FIRST_VISIT = "accumulator_fence(s);\n        softmax();"
 # Breaks of the protocol: what the text becomes if `broken` is n, and what is then found (among other things).
 Break = tuple[dict[str, str], str]
 BREAKS: dict[str, Break] = {
     "Q is handed back too early": (
         {
             HAND_BACK: "if (broken != n) " + HAND_BACK,
-            STORE_DS: f"{STORE_DS} if (broken == n && lane == 0) {HAND_BACK}",
+            HAND_OVER_DS: f"\n        if (broken == n) {HAND_BACK}{HAND_OVER_DS}",
         },
         "dK or dV with a wrong tile",
     ),
@@ -24,7 +24,7 @@ BREAKS: dict[str, Break] = {
     "a visit is read after its buffer was handed back": (
         {
             HAND_BACK: "if (broken != n || step > 0) " + HAND_BACK,
-            FIRST_VISIT: f"if (broken == n && lane == 0) barrier_arrive(base + kEmptyQ);\n{FIRST_VISIT}",
+            FIRST_VISIT: f"if (broken == n) arrive(base + kEmptyQ);\n{FIRST_VISIT}",
         },
         "the mask of another tile",
     ),
@@ -38,12 +38,12 @@ BREAKS: dict[str, Break] = {
     ),
     "S has the delta of its rows": (
         {
-            OF_THE_NEXT: f"{OF_THE_NEXT} + (broken == n ? kStatBytes / 2 : 0)",
+            OF_THE_NEXT: f"{OF_THE_NEXT} + (broken == n ? kRowStatsBytes / 2 : 0)",
         },
         "P with wrong row statistics",
     ),
     "statistics are loaded before they are there": (
-        {f"{WAIT}  // for the statistics": f"if (broken != n) {WAIT}  // for the statistics"},
+        {f"{WAIT}  // for row_stats": f"if (broken != n) {WAIT}  // for row_stats"},
         "the kernel before has not ended",
     ),
     "blocks without work do not wait": (
@@ -54,7 +54,7 @@ BREAKS: dict[str, Break] = {
 PAIR_BEFORE = "barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);"
 LAGGING: dict[str, Break] = {
     "two buffers of dS": (
-        {"ds = base + kOffsetDs + (step & 3)": "ds = base + kOffsetDs + (step & (broken == n ? 1 : 3))"},
+        {"base + kOffsetDs + (step & 3)": "base + kOffsetDs + (step & (broken == n ? 1 : 3))"},
         "something overwrites what a product reads",
     ),
     "dS of the pair before is fenced before it is waited for": (
@@ -78,7 +78,7 @@ LAGGING: dict[str, Break] = {
 }
 ORDERED: dict[str, Break] = {
     "turns are not waited for": (
-        {"while (taken < count);": "while (taken < count && broken != n);"},
+        {"while (found < value);": "while (found < value && broken != n);"},
         "parts of dQ are added out of turn",
     ),
     "a turn ends early": (
@@ -95,7 +95,7 @@ BY_TURNS: dict[str, Break] = {
     ),
     # With lag they come after a consumer's first dQ, and so after statistics.
     "turns are looked at before they are counted from 0": (
-        {f"{WAIT}  // for turns": f"if (broken != n) {WAIT}  // for turns"},
+        {f"{WAIT}  // for semaphores": f"if (broken != n) {WAIT}  // for semaphores"},
         "the kernel before has not ended",
     ),
 }

@@ -21,7 +21,7 @@ static Rows rows_of(int row, long long plane, int heads) {
 struct Write {
     int kind;
     Rows queries, keys;
-    bool copied;  // here by the copy engine, so that it and wgmma may read it without a fence
+    bool copied;  // here by TMA, so that it and wgmma may read it without a fence
     bool same(const Write& o) const { return kind == o.kind && queries == o.queries && keys == o.keys; }
 };
 struct Cell {
@@ -89,11 +89,11 @@ static void named_sync(int id, int threads) { meet(here().named[id], 16, threads
 
 // ---- The kernel before ----------------------------------------------------------------------------------------------
 
-static void wait_for_kernel_before() {
+static void griddepcontrol_wait() {
     wait_for([] { return before_ended; });
     here().waited = true;
 }
-static void let_next_kernel_start() {}
+static void griddepcontrol_launch_dependents() {}
 static void require_before_ended() {
     require(before_ended, "the kernel before has not ended, and what it or a later one writes is touched");
 }

@@ -53,11 +53,11 @@ static void store_ds(unsigned ds, const F& frags, int group) {
     sync_warp();
     const Value& value = use(frags);
     const int write = new_write({kDs, value.queries, value.keys, false});
-    const unsigned from = (group * 64 + warp() % 4 * 16 + half() * 8) * kSpanDs;
-    fill(blockIdx.x, {ds + from, ds + from + 8 * kSpanDs}, write, from);
+    const unsigned from = (group * 64 + warp() % 4 * 16 + half() * 8) * kDsRowBytes;
+    fill(blockIdx.x, {ds + from, ds + from + 8 * kDsRowBytes}, write, from);
 }
 static int part_bytes(int group) {
-    return kDqParts == 1 || group == 0 ? kDqPartBytes : 64 * 4 * (kHeadDim - kDqColumns);
+    return kDqParts == 1 || group == 0 ? kDqBytes : 64 * 4 * (kHeadDim - kDqColumns);
 }
 template <class D, class... Group>
 static void store_dq(unsigned part, const D& dq, Group...) {
@@ -70,13 +70,13 @@ static void store_dq(unsigned part, const D& dq, Group...) {
     }
 }
 static void bulk_reduce(const float* target, unsigned part, int bytes) {
-    const int group = (part - kOffsetDq) / kDqPartBytes, tile = kTileM * kHeadDim, block = here().number;
+    const int group = (part - kOffsetDq) / kDqBytes, tile = kTileM * kHeadDim, block = here().number;
     const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
     const int rest = at % (params->padded_q * kHeadDim);
     const Rows rows = rows_of(rest / tile * kTileM, plane, params->heads_q);
     const Write found = origin({{part, part + bytes}}, part);
     const int of_tile = group % kDqParts;
-    require(bytes == part_bytes(group) && rest % tile == of_tile * kDqPartBytes / 4, "a wrong part of dQ");
+    require(bytes == part_bytes(group) && rest % tile == of_tile * kDqBytes / 4, "a wrong part of dQ");
     require(found.kind == kDq && found.queries == rows, "what is added is not dQ of this tile");
     copy_out({{part, part + bytes}}, [=] { dq_sums[{rows, of_tile}].push_back({block, {found.keys}}); });
 }
@@ -84,7 +84,7 @@ static void bulk_store(const float* target, unsigned part, int bytes) {
     const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
     const int row = at % (params->padded_q * kHeadDim) / (kTileM * kHeadDim) * kTileM;
     const Rows rows = rows_of(row, plane, params->heads_q);
-    require(dq_sums[{rows, (part - kOffsetDq) / kDqPartBytes % kDqParts}].empty(), "sums of dQ are overwritten");
+    require(dq_sums[{rows, (part - kOffsetDq) / kDqBytes % kDqParts}].empty(), "sums of dQ are overwritten");
     bulk_reduce(target, part, bytes);
 }
 

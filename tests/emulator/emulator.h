@@ -1,6 +1,6 @@
 // Enough of CUDA to run kernels of the mma.sync family, and the Hopper float32 forward, on the CPU, one block after
-// another: a fiber per thread, and instructions of a whole warp or block as a rendezvous of its fibers. Until a thread waits
-// for its cp.async, their targets hold NaN.
+// another: a fiber per thread, and instructions of a whole warp or block as a rendezvous of its fibers. Copies land when
+// they are waited for, so a kernel that waits for too few of them computes with what was there before.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <vector>
@@ -49,19 +50,10 @@ static inline long long min(long long a, int b) { return a < b ? a : b; }
 
 // ---- Fibers ---------------------------------------------------------------------------------------------------------
 
-// cp.async that has not landed yet.
-struct AsyncCopy {
-    unsigned char* to;
-    const void* from;
-    int width, bytes;
-};
-
 struct Fiber {
     Context context;
     Index index;
     bool done;
-    std::vector<AsyncCopy> copies;
-    std::vector<size_t> groups;  // of the copies, where each committed group ends
 };
 
 // Lanes that have arrived at the instruction of this generation, and what they bring.
@@ -222,6 +214,7 @@ static void launch(std::function<void()> kernel, long long blocks, int threads, 
         waiting = votes = 0;
         shared_barriers.clear();
         bulk_copies.clear();
+        async_copies.assign(threads, ThreadCopies{});
         std::fill(std::begin(meetings), std::end(meetings), Meeting{});
         for (int i = 0; i < threads; ++i) {
             fibers[i].index = {i};

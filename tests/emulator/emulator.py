@@ -39,6 +39,7 @@ MULTIPROCESSORS = 3
 # New bodies of the functions of templates/sm80/ptx.cuh.jinja and of the few beside them that hold PTX.
 BODIES = {
     "cp_async_stat": "copy_async(dst, src, 8, 8);",
+    "cp_async_commit": "copies_commit();",
     "store_shared": "std::memcpy(shared_at(dst, 16), x, 16);",
     "ldmatrix": "load_matrices(r, address, 4, false);",
     "ldmatrix_transposed": "load_matrices(r, address, 4, true);",
@@ -78,8 +79,7 @@ HOPPER_BODIES = {
 }
 # The same for statements inside functions.
 STATEMENTS = {
-    r'asm volatile\("cp\.async\.commit_group;"[^;]*;': "commit_copies();",
-    r'asm volatile\("cp\.async\.wait_group (\d+);"[^;]*;': r"await_copies(\1);",
+    r'asm volatile\("cp\.async\.wait_group (\d+);"[^;]*;': r"copies_wait(\1);",
     r'asm volatile\("ld\.acquire[^;]*;"[^;]*;': "taken = *turns_taken;",
     r'asm volatile\("red\.release[^;]*;"[^;]*;': "++*turns_taken;",
     r'asm volatile\("setmaxnreg[^;]*;"\);': "",

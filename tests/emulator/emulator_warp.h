@@ -16,35 +16,44 @@ static unsigned char* shared_at(unsigned address, unsigned bytes) {
     return shared_memory + address;
 }
 
-// cp.async of `width` bytes, zeros from `bytes` on. The target is NaN until the copy lands.
+// cp.async of `width` bytes, zeros from `bytes` on. As late as the hardware may, it lands when its thread waits for its
+// group.
+struct Copy {
+    unsigned char* target;
+    const void* from;
+    int width, bytes;
+};
+struct ThreadCopies {
+    std::vector<Copy> open;                 // not yet committed
+    std::deque<std::vector<Copy>> groups;  // committed, oldest first
+};
+static std::vector<ThreadCopies> async_copies;  // of each thread of the block
+
 static void copy_async(unsigned to, const void* from, int width, int bytes) {
-    unsigned char* target = shared_at(to, width);
     if (bytes < 0 || bytes > width || (bytes > 0 && reinterpret_cast<uintptr_t>(from) % width != 0)) {
         stop("bad copy of bytes", bytes);
     }
-    std::memset(target, 0xff, width);
-    current->copies.push_back({target, from, width, bytes});
+    unsigned char* target = shared_at(to, width);
+    std::memset(target, 0xff, width);  // NaN: who still reads what was there, or does not wait, notices
+    async_copies[threadIdx.x].open.push_back({target, from, width, bytes});
 }
-static void commit_copies() { current->groups.push_back(current->copies.size()); }
 
-// All groups of this thread but the last `pending` land.
-static void await_copies(size_t pending) {
-    std::vector<size_t>& groups = current->groups;
-    if (groups.size() <= pending) {
-        return;
-    }
-    const size_t landed = groups.size() - pending, count = groups[landed - 1];
-    for (size_t i = 0; i < count; ++i) {
-        const AsyncCopy& copy = current->copies[i];
-        std::memset(copy.to, 0, copy.width);
-        if (copy.bytes > 0) {
-            std::memcpy(copy.to, copy.from, copy.bytes);
+static void copies_commit() {
+    ThreadCopies& mine = async_copies[threadIdx.x];
+    mine.groups.push_back(std::move(mine.open));
+    mine.open.clear();
+}
+
+// All groups but the newest `pending` land.
+static void copies_wait(size_t pending) {
+    std::deque<std::vector<Copy>>& groups = async_copies[threadIdx.x].groups;
+    for (; groups.size() > pending; groups.pop_front()) {
+        for (const Copy& copy : groups.front()) {
+            std::memset(copy.target, 0, copy.width);
+            if (copy.bytes > 0) {
+                std::memcpy(copy.target, copy.from, copy.bytes);
+            }
         }
-    }
-    current->copies.erase(current->copies.begin(), current->copies.begin() + count);
-    groups.erase(groups.begin(), groups.begin() + landed);
-    for (size_t& end : groups) {
-        end -= count;
     }
 }
 

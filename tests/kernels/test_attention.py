@@ -166,7 +166,10 @@ def test_scores_that_rise_with_the_key(device: str, dtype: torch.dtype, kind: st
     k[..., 0] = torch.linspace(0, rise * 8, 530, device=device).to(dtype)
     q = x.q.detach() * 0.5
     q[..., 0] = 8.0
-    check(Inputs(q.requires_grad_(), k.requires_grad_(), x.v, x.dout), make_mask(kind, 530, 530, device))
+    # Scores near 24, which our two kernels on Hopper round differently: dq sums what cancels, times keys near 24.
+    apart = device == "cuda" and dtype is torch.float32 and rise > 1
+    x = Inputs(q.requires_grad_(), k.requires_grad_(), x.v, x.dout)
+    check(x, make_mask(kind, 530, 530, device), slack=3.0 if apart else 1.0)
 
 
 @targets

@@ -11,14 +11,14 @@ import torch
 from emulator import Emulated, runs
 from torch import Tensor
 
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import Source
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 
-NEEDED = ("Specialisation", "Kernels before")
+NEEDED = ("Specialisation", "Preprocess")
 PRELUDE = """#include "emulator.h"
-static void wait_for_kernel_before() {}
-static void let_next_kernel_start() {}
+static void griddepcontrol_wait() {}
+static void griddepcontrol_launch_dependents() {}
 static unsigned pack(float low, float high) { return narrow_pair(low, high); }
 static float2 unpack(unsigned x) { return {widen(x & 0xffff), widen(x >> 16)}; }
 """
@@ -103,7 +103,7 @@ def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_before(ends: Ends) -> None:
     """Statistics of every row, zeros for what is added to."""
-    ends.run("_prepare")
+    ends.run("_preprocess")
     columns = (
         ends.stats.double()
     )  # the product has ones for the first three, zeros for the rest, which must be finite
@@ -136,7 +136,7 @@ def test_statistics_at_the_smallest_scale(ends: Ends) -> None:
     """lse / scale stays finite at the least scale_log2 that launchers pass, and rows without keys still get P = 0."""
     usual, least = ends.params.scale_log2, 1e-30
     ends.params.scale_log2 = least
-    ends.run("_prepare")
+    ends.run("_preprocess")
     ends.params.scale_log2 = usual
     powers = ends.stats[:, :, :, 0, :, :3].double().sum(-1).flatten(2) * least
     seen = ends.lse.abs() < 4e6
@@ -148,7 +148,7 @@ def test_statistics_at_the_smallest_scale(ends: Ends) -> None:
 
 def test_no_gradient_of_lse(ends: Ends) -> None:
     ends.params.dlse = None
-    ends.run("_prepare")
+    ends.run("_preprocess")
     ends.params.dlse = ends.dlse.data_ptr()
     delta = -ends.stats[:, :, :, 1, :, :3].double().sum(-1).flatten(2)[..., :SEQ_Q]
     exact = (ends.out.double() * ends.dout.double()).sum(-1)
@@ -165,16 +165,16 @@ def test_dq(ends: Ends) -> None:
         ends.turns[HEADS_Q * p.tiles_m + 1] = 0  # tile 1 of head 0 of batch entry 1
         exact[1, 0, tuning.tile_m : 2 * tuning.tile_m] = 0
         ends.sums[1, 0, tuning.tile_m * exact.shape[3] : 2 * tuning.tile_m * exact.shape[3]] = math.nan
-    ends.run("_finish")
+    ends.run("_postprocess")
     assert torch.equal(ends.dq, (exact * p.scale).bfloat16()[:, :, :SEQ_Q])
 
 
 def test_dk_and_dv(ends: Ends) -> None:
     if not ends.emulated.plan.dkv_accum:
-        assert "_finish_dkv" not in ends.launches
+        assert "_postprocess_dkv" not in ends.launches
         return
     exact = torch.randn(2, BATCH, HEADS_KV, ends.params.padded_k, ends.out.shape[3])
     ends.sums_kv.copy_(fragments(exact.unflatten(3, (-1, 64))).flatten(3))
-    ends.run("_finish_dkv")
+    ends.run("_postprocess_dkv")
     assert torch.equal(ends.dk, (exact[0] * ends.params.scale).bfloat16()[:, :, :SEQ_K])
     assert torch.equal(ends.dv, exact[1].bfloat16()[:, :, :SEQ_K])

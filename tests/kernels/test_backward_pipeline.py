@@ -18,14 +18,14 @@ import pytest
 from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, Break
 from cpu_kernel import Params
 
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
 FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
-REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results", "Kernels before")
+REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results", "Preprocess")
 KINDS = {"q": 1, "dout": 2, "k": 3, "v": 4, "dk": 5, "dv": 6}  # enum Kind
 FAKE = 1 << 40  # where device memory would be that nothing touches here
 # (batch, heads_q, heads_kv, query tiles, key tiles); a key tile visits all query tiles, or some of them.
@@ -41,6 +41,7 @@ SIZES: list[Sizes] = [
 SEEDS = 4
 ASM = {
     r'asm volatile\("setmaxnreg[^;]*;"\);': "",
+    r'asm volatile\("" : [^;]*;': "",
     r'asm volatile\("ld.acquire.gpu.global[^;]*;" : "=r"\((\w+)\) : "l"\((\w+)\)[^;]*;': r"\1 = load_acquire(\2);",
     r'asm volatile\("red.release.gpu.global[^;]*;" ::"l"\((\w+)\)[^;]*;': r"add_release(\1);",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from oracle import Shape, draw, make_mask
 
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.reference import reference
 
@@ -52,6 +55,22 @@ def test_the_plan_with_lag_by_hand() -> None:
     assert plan.launches[1].shared_bytes == buffers + 8 * (3 + 2 * (4 + 4) + 2 * 2)
     # dK and dV 64, K and V 16 each; the next S 32, P and dS packed 16 each, dP or dQ 32, and 16; 28 beside them.
     assert plan.registers == 64 + 32 + 32 + 32 + 32 + 16 + 28
+
+
+@pytest.mark.parametrize("head_dim", range(16, 129, 8))
+def test_the_consumers_compute_every_column_of_dq(head_dim: int) -> None:
+    """As the kernel's constants say: where each begins, how many columns it computes, which of them it hands over."""
+    source = render(Spec(problem(Mask.FULL, head_dim), TUNING))
+    values = dict(re.findall(r"^constexpr int (k\w+) = ([^;]+);", source.text, re.MULTILINE))
+    computed, columns, panels = (int(values[name]) for name in ("kDqColumns", "kColumns", "kPanels"))
+    starts = {"kDqColumns": computed, "kMain - kDqColumns": columns * panels - computed}
+    second = starts[values["kDqSecond"]]
+    assert (
+        second <= computed < head_dim <= second + computed
+    )  # the second hands over those from `computed` on
+    # An operand begins where a panel does, or lies within the only panel.
+    assert second % columns == 0 or panels == 1
+    assert second % 8 == computed % 8 == 0
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 from oracle import Shape, draw
 
 import attnforge
-from attnforge.codegen.plan import make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Forward
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.reference import reference
 

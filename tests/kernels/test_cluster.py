@@ -10,11 +10,12 @@ import torch
 from exported import COMMAND, NAME
 from oracle import Shape, draw
 
+from attnforge.codegen.families import make_plan, spec_from_json
+from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.package import Item, Tree
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Forward
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.reference import reference
 
@@ -79,14 +80,14 @@ def test_a_short_search_tries_two(head_dim: int) -> None:
     """Eight variants, none of them the first, which is taken where nothing was measured; other masks have none."""
     for mask in Mask:
         space = list(candidates(spec_of(head_dim, VARIANTS[0][1], mask).problem))
-        clusters = [spec.tuning.cluster for spec in space]  # type: ignore[union-attr]
+        clusters = [spec.tuning.cluster for spec in space]  # type: ignore[attr-defined]
         if mask is Mask.FULL:
             assert clusters[0] == 1
             assert clusters[:8].count(2) == 2
             assert {64: (192, 128, 3), 72: (192, 128, 3), 128: (192, 64, 3)}[head_dim] in [
-                (s.tuning.tile_m, s.tuning.tile_n, s.tuning.stages)  # type: ignore[union-attr]
+                (s.tuning.tile_m, s.tuning.tile_n, s.tuning.stages)  # type: ignore[attr-defined]
                 for s in islice(space, 8)
-                if s.tuning.cluster == 2  # type: ignore[union-attr]
+                if s.tuning.cluster == 2  # type: ignore[attr-defined]
             ]
         else:
             assert set(clusters) == {1}
@@ -96,10 +97,10 @@ def test_tables_older_than_the_knob_mean_blocks_by_themselves() -> None:
     spec = spec_of(128, replace(VARIANTS[0][1], cluster=1))
     data = spec.to_json()
     assert data["tuning"].pop("cluster") == 1
-    assert Spec.from_json(data) == spec
+    assert spec_from_json(data) == spec
     del data["tuning"]["stages"]
     with pytest.raises(ValueError, match="stages missing"):
-        Spec.from_json(data)
+        spec_from_json(data)
 
 
 def test_exported_launches_know_their_clusters() -> None:

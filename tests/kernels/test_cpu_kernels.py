@@ -11,12 +11,12 @@ import pytest
 import torch
 from cpu_kernel import FLAGS, TORCH_DTYPE, Inputs, Kernel
 
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.cpu import CpuBackward, CpuForward, host_lanes
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
-from attnforge.codegen.space_cpu import host_lanes
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import CpuBackward, CpuForward
 
 # Largest error of out against fp64, for unit-normal inputs: a few ulps of the dtype at 1.
 OUT_LIMIT = {DType.FLOAT32: 2e-6, DType.BFLOAT16: 1.6e-2, DType.FLOAT16: 2e-3}

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from emulator import Emulated
+from emulator import Emulated, translate
 from oracle import Shape, dense, draw, make_mask
 from torch import Tensor
 
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.families.sm80_backward import Sm80Backward
+from attnforge.codegen.render import Source
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.search.reference import reference
@@ -46,7 +51,12 @@ def aligned(x: Tensor, align: int) -> Tensor:
     return whole[..., : x.shape[3]]
 
 
-def run(spec: Spec, directory: Path, planes: tuple[int, int] | None = None) -> None:
+def run(
+    spec: Spec,
+    directory: Path,
+    planes: tuple[int, int] | None = None,
+    translate: Callable[[Source], str] = translate,
+) -> None:
     """Compare one variant with the reference, on lengths off every tile and rows aligned as its problem says."""
     p = spec.problem
     seq_q, seq_k = (70, 100) if planes is None else (200, 161)
@@ -59,7 +69,7 @@ def run(spec: Spec, directory: Path, planes: tuple[int, int] | None = None) -> N
         dense(seq_q, seq_k, "cpu", planes=planes) if planes else make_mask(p.mask.value, seq_q, seq_k, "cpu")
     )
     exact = reference(q, k, v, mask, dout=dout)
-    kernel = Emulated(spec, directory)
+    kernel = Emulated(spec, directory, translate)
     if p.direction is FORWARD:
         out, lse = kernel.forward(q, k, v, mask)
         pairs = [("out", out, exact.out), ("lse", lse.nan_to_num(neginf=0), exact.lse.nan_to_num(neginf=0))]
@@ -112,3 +122,36 @@ def test_a_mask_for_each_head(
     problem = Problem(direction, Arch.SM80, BFLOAT16, 32, Mask.DENSE)
     spec = next(spec for spec in candidates(problem) if wanted(spec.to_json()["tuning"]))
     run(spec, tmp_path, planes=(2, 3))
+
+
+# Several buffers: copies of later tiles are in flight while this one is awaited.
+STAGED = [
+    Sm80Forward(64, 32, 4, 2, False),
+    Sm80Forward(64, 32, 4, 3, False),
+    Sm80Backward(32, 32, 4, 2, 2, 2, 2, False, False),
+]
+
+
+def staged(tuning: Sm80Forward | Sm80Backward) -> Spec:
+    direction = FORWARD if isinstance(tuning, Sm80Forward) else BACKWARD
+    return Spec(Problem(direction, Arch.SM80, BFLOAT16, 32, Mask.FULL), tuning)
+
+
+@pytest.mark.parametrize("tuning", STAGED, ids=lambda t: f"{type(t).__name__}-{t.stages}")
+def test_every_tile_is_waited_for(tuning: Sm80Forward | Sm80Backward, tmp_path: Path) -> None:
+    run(staged(tuning), tmp_path)
+
+
+@pytest.mark.parametrize("tuning", STAGED[::2], ids=lambda t: f"{type(t).__name__}-{t.stages}")
+def test_a_wait_for_too_few_copies_is_seen(tuning: Sm80Forward | Sm80Backward, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        run(staged(tuning), tmp_path, translate=lambda source: translate(late(source)))
+
+
+def late(source: Source) -> Source:
+    """Its main loop leaves one group more in flight than it may."""
+    text, count = re.subn(
+        r"(void cp_async_wait\(\).*wait_group )(\d)", lambda m: f"{m[1]}{int(m[2]) + 1}", source.text
+    )
+    assert count == 1
+    return replace(source, text=text)

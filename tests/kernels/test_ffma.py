@@ -12,11 +12,12 @@ from emulator import Emulated
 from strict_nvcc import compile_strictly
 from torch import Tensor
 
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm80_fp32 import Fp32Forward
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Fp32Forward
 from attnforge.runtime import kernels, ops, tables
 from attnforge.runtime.build.settings import COMPILER
 from attnforge.runtime.export import alignment

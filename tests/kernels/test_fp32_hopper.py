@@ -12,11 +12,12 @@ from oracle import Shape, dense, distance, draw, efficient, make_mask, peers, vi
 from strict_nvcc import SERIALISED, check_resources
 
 import attnforge
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_fp32 import Sm90Fp32Forward
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Fp32Forward
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.reference import reference
 

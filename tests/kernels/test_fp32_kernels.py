@@ -13,8 +13,8 @@ import torch
 from emulator import Emulated
 from oracle import NAMES, Shape, distance, draw, make_mask, peers
 
+from attnforge.codegen.families.sm80_fp32 import Fp32Backward, Fp32Forward
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Fp32Backward, Fp32Forward
 from attnforge.runtime.search.reference import reference
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")

@@ -9,7 +9,7 @@ import torch
 from oracle import Shape, check, dense, draw, make_mask, spans
 
 import attnforge
-from attnforge.codegen.plan import make_plan
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 

@@ -18,9 +18,9 @@ from emulator import Emulated
 from oracle import Inputs, Shape, draw, spans, visible
 from torch import Tensor
 
+from attnforge.codegen.families.cpu import CpuBackward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import CpuBackward
 from attnforge.runtime.masks import Spans
 
 SHAPE = Shape(70, 100, 32, heads_kv=1, group=2)

@@ -18,9 +18,10 @@ from oracle import place, spans
 from torch import Tensor
 
 import attnforge
+from attnforge.codegen.families.sm80_fp32 import Fp32Backward, Fp32Forward
+from attnforge.codegen.families.sm90_fp32 import Sm90Fp32Forward
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Fp32Backward, Fp32Forward, Sm90Fp32Forward, Tuning
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime.inputs import LARGEST_SCALE, LEAST_SCALE, check_forward
 from attnforge.runtime.ops import Mask as Hidden
 from attnforge.runtime.search.reference import reference

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from strict_nvcc import SERIALISED, SPILLED, check_resources, compile_strictly
 
+from attnforge.codegen.families import FAMILIES
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward, Sm90Forward
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import toolchain
 from attnforge.runtime.build.settings import COMPILER
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.nvcc
 CASES = [
     pytest.param(arch, direction, head_dim, id=f"{direction.value}-{arch.value}-{head_dim}")
     for direction, arch, head_dim in product(Direction, Arch, (64, 72, 128))
-    if arch.is_gpu and (arch.family, direction) in TUNINGS
+    if arch.is_gpu and (arch.family, direction) in FAMILIES
 ]
 
 
@@ -68,7 +70,7 @@ def test_float32_defaults_compile_cleanly(
 @pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A], ids=lambda arch: arch.value)
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
 def test_other_masks_compile_cleanly(direction: Direction, arch: Arch, mask: Mask, tmp_path: Path) -> None:
-    if (arch.family, direction) not in TUNINGS:
+    if (arch.family, direction) not in FAMILIES:
         pytest.skip(f"{arch.value} has no {direction.value} kernel")
     if next(candidates(Problem(direction, arch, DType.BFLOAT16, 128, mask)), None) is None:
         pytest.skip(f"{arch.value} {direction.value} leaves {mask.value} to another family")

@@ -11,9 +11,10 @@ from order_of_work import WorkOrder
 
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.occupancy import _ranks
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward, Sm90Forward
 from attnforge.runtime.search.case import Case
 
 # In one section and in several, the last of which is full or not; a last query tile that is full or not.

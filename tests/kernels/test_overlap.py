@@ -17,16 +17,17 @@ import pytest
 from exported import COMMAND, NAME
 from gxx import HERE
 
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.package import Item, Tree
-from attnforge.codegen.plan import Plan, make_plan
+from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime.doctor import compilers
 from attnforge.runtime.native.launcher import sources
 
-WAIT, LET = "wait_for_kernel_before();", "let_next_kernel_start();"
+WAIT, LET = "griddepcontrol_wait();", "griddepcontrol_launch_dependents();"
 PROBLEMS = [
     Problem(Direction.BACKWARD, Arch.SM90A, dtype, head_dim, mask)
     for dtype, head_dim in (
@@ -62,7 +63,7 @@ def body(text: str, name: str) -> str:
 def test_every_launch_but_the_first_waits(problem: Problem) -> None:
     ways = set()
     for spec in specs(problem):
-        ways.add((spec.tuning.split_heads, spec.tuning.ordered))  # type: ignore[union-attr]
+        ways.add((spec.tuning.split_heads, spec.tuning.ordered))  # type: ignore[attr-defined]
         source = render(spec)
         launches = source.plan.launches
         assert [launch.overlaps for launch in launches] == [False] + [True] * (len(launches) - 1)
@@ -94,16 +95,26 @@ def require_main(text: str, symbol: str, loaders: int) -> None:
     assert main.count("return") == 1
     assert LET not in main
     loads = body(text, "produce_q" if loaders == 2 else "produce")
-    assert loads.index(WAIT) < loads.index("p.delta") < loads.index("bulk_load")
+    assert loads.index(WAIT) < loads.index("row_stats_of(") < loads.index("load_q(")
+    users = body(text, "row_stats_of") + body(text, f"{symbol}_preprocess")
+    assert text.count("p.delta") == users.count("p.delta")
     assert loads.endswith(f"    {LET}\n")
     assert body(text, "reduce_dq").lstrip().startswith(WAIT)
-    for name in ("produce_dout", "consume") if loaders == 2 else ("consume",):
-        assert WAIT not in body(text, name)
-    # What consumers write, they write after their loops, which take statistics.
-    consumer = body(text, "consume")
-    start = consumer.index("probabilities(")
-    for write in ("add_dkv(", "wait_for_turn(", "store_tile("):
-        assert consumer.find(write, 0, start) == -1
+    if loaders == 2:
+        assert WAIT not in body(text, "produce_dout")
+    # What consumers write, they write in the epilogue, after the main loop, which takes row_stats.
+    consumer = re.search(r"^struct Consumer \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
+    assert consumer
+    assert WAIT not in consumer[1]
+    run, epilogue = (
+        re.search(rf"^    \S.* void {name}\(.*?^    }}", consumer[1], re.MULTILINE | re.DOTALL)
+        for name in ("run", "epilogue")
+    )
+    assert run
+    assert epilogue
+    assert run[0].endswith("epilogue();\n    }")
+    for write in ("add_dkv(", "semaphore_wait(", "store_tile("):
+        assert consumer[1].count(write) == epilogue[0].count(write)
 
 
 @pytest.mark.parametrize(

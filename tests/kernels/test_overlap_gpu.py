@@ -8,8 +8,8 @@ from oracle import Inputs, Shape, draw, make_mask
 from torch import Tensor
 
 import attnforge
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.reference import reference
 

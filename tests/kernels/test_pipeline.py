@@ -15,9 +15,9 @@ import gxx
 import pytest
 from cpu_kernel import Params
 
+from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Forward
 
 FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
 SEEDS = 4

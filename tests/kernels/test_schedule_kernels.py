@@ -14,10 +14,13 @@ from emulated_schedule import EmulatedSchedule
 from oracle import dense, spans
 from torch import Tensor
 
+from attnforge.codegen.families.sm80 import Sm80Forward
+from attnforge.codegen.families.sm80_backward import Sm80Backward
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm80Backward, Sm80Forward, Sm90Backward, Sm90Forward
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 

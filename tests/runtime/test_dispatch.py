@@ -14,15 +14,23 @@ import pytest
 import torch
 
 import attnforge
-from attnforge.codegen.plan import Infeasible, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.tables import Tuned
 
 PROBLEM = Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.SPANS, 16)
 CPU = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 4)
 H200, OTHER = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+
+
+def only_tables_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are read in `directory` alone."""
+    monkeypatch.setenv(TABLES, str(directory))
+    monkeypatch.setattr(tables, "PACKAGED", directory)
 
 
 def entries(problem: Problem, count: int) -> list[Tuned]:
@@ -34,7 +42,7 @@ def entries(problem: Problem, count: int) -> list[Tuned]:
 def chosen(
     problem: Problem, directory: Path, group: int = 7, size: int = 1024, name: str = H200
 ) -> list[Spec]:
-    return [spec for spec, _ in tables.choose(problem, group, size, name, directory)]
+    return [spec for spec, _ in tables.choose(problem, group, size, name, (directory,))]
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
@@ -44,7 +52,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
     assert path == tmp_path / "nvidia-h200.json"
     assert list(tables.load(H200, tmp_path)) == written
     assert json.loads(path.read_text())[0]["class"]["head_dim"] == 128
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(tmp_path.glob("*.json*")) == [path]
 
 
 def test_a_later_winner_replaces_its_class_only(tmp_path: Path) -> None:
@@ -94,7 +102,7 @@ def test_the_nearest_ratio_is_the_one_with_the_nearest_quotient(tmp_path: Path) 
     specs = list(islice(candidates(PROBLEM), 2))
     pairs = zip(specs, (1, 8), strict=True)
     tables.save(H200, [Tuned(spec, group, 1024, 1.0, 1.0) for spec, group in pairs], tmp_path)
-    found = [spec for spec, _ in tables.choose(PROBLEM, 4, 1024, H200, tmp_path)]
+    found = [spec for spec, _ in tables.choose(PROBLEM, 4, 1024, H200, (tmp_path,))]
     assert found == [specs[1], specs[0]]
 
 
@@ -123,7 +131,7 @@ def test_saving_reads_what_is_there_now(tmp_path: Path) -> None:
 def test_a_table_half_written_by_the_dead_is_swept(tmp_path: Path) -> None:
     (tmp_path / "tmpabc.json.tmp").write_text("[")
     tables.save(H200, entries(PROBLEM, 1), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["nvidia-h200.json"]
+    assert [path.name for path in tmp_path.glob("*.json*")] == ["nvidia-h200.json"]
 
 
 def test_no_other_cpu(tmp_path: Path) -> None:
@@ -180,14 +188,14 @@ def test_a_table_that_is_none(tmp_path: Path) -> None:
 
 
 def test_the_space_serves_what_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    only_tables_of(tmp_path, monkeypatch)
     choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
     assert choice.spec == next(candidates(CPU))
     assert "nothing tuned fits cpu" in choice.reason
 
 
 def test_tuned_first_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    only_tables_of(tmp_path, monkeypatch)
     (entry,) = entries(CPU, 1)
     tables.save(tables.device_name(torch.device("cpu")), [entry], tmp_path)
     choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
@@ -198,7 +206,7 @@ def test_tuned_first_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_new_table_takes_effect_after_forget(
     loaded: list[Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    only_tables_of(tmp_path, monkeypatch)
     x = torch.randn(1, 2, 40, 64)
     for _ in range(3):
         attnforge.attention(x, x, x)
@@ -231,7 +239,7 @@ def test_hopper_passes_on_what_it_cannot(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """To the mma.sync family, with the reason in the debug log; also if it is Hopper's own kernel that is tuned."""
-    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    only_tables_of(tmp_path, monkeypatch)
     monkeypatch.setattr(tables, "device_name", lambda device: H200)
     monkeypatch.setattr(kernels, "targets", lambda device: (Arch.SM90A, Arch.SM90))
     hopper = replace(PROBLEM, arch=Arch.SM90A)
@@ -251,8 +259,7 @@ def test_where_two_families_were_measured_the_faster_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 Hopper has two: which is the faster depends on the class."""
-    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
-    monkeypatch.setattr(tables.measured, "__defaults__", (tmp_path,))
+    only_tables_of(tmp_path, monkeypatch)
     target = dispatch.Target(H200, (Arch.SM90A, Arch.SM90))
     wide, narrow = (
         Problem(Direction.FORWARD, arch, DType.FLOAT32, 64, Mask.DENSE, 16) for arch in target.archs

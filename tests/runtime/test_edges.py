@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
 from attnforge.runtime import ops
@@ -54,7 +55,8 @@ def test_empty_calls(device: str, compiled: bool, kind: str, what: str) -> None:
     out, lse = (
         torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v) if compiled else step(q, k, v)
     )
-    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    with sdpa_kernel(SDPBackend.MATH):  # torch 2.11's own choice on a GPU fails without a batch
+        assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
     assert torch.equal(out, attnforge.attention(q, k, v, mask))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
     assert lse.shape == (batch, 4, seq_q)
@@ -111,14 +113,18 @@ def test_strides_of_fake_results_are_the_real_ones() -> None:
 @devices
 def test_head_dim_1(device: str) -> None:
     """A contiguous tensor's last stride need not be 1 then; results are right, eager and compiled."""
-    x = torch.randn(1, 3, 1, 5, device=device).transpose(2, 3).contiguous().requires_grad_()
+    x = torch.randn(1, 3, 1, 5, generator=torch.Generator().manual_seed(0)).to(device)
+    x = x.transpose(2, 3).contiguous().requires_grad_()
 
     def step(x: Tensor) -> Tensor:
         return attnforge.attention(x * 2, x, x + 1)
 
-    exact = F.scaled_dot_product_attention(x * 2, x, x + 1)
+    wide = x.detach().double().requires_grad_()
+    exact = F.scaled_dot_product_attention(wide * 2, wide, wide + 1)
+    (grad_exact,) = torch.autograd.grad(exact.square().sum(), wide)
     for run in (step, torch.compile(step, fullgraph=True)):
         out = run(x)
-        torch.testing.assert_close(out, exact)
-        grads = [torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (out, exact)]
-        torch.testing.assert_close(*grads)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-5)
+        # Products of tensor cores are right to 2^-21, and larger ones than the gradient cancel in it.
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        assert (grad - grad_exact).abs().max() <= 1e-5 * grad_exact.abs().max()

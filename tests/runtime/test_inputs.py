@@ -190,5 +190,5 @@ def test_mixed_devices() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call(good | {name: good[name].cpu()})
-    with pytest.raises(ValueError, match="mask: starts is on cpu, but q is on cuda:0"):
+    with pytest.raises(ValueError, match="mask: is on cpu, but q is on cuda:0"):
         call(good | {"mask": attnforge.Spans(vector(), vector())})

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnforge.codegen.plan import Plan, make_plan
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm80_backward import Sm80Backward
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.plan import Plan
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Direction, DType, Mask, Problem
-from attnforge.codegen.tuning import Sm80Backward, Sm90Backward
 from attnforge.runtime import kernels, ops
 
 BATCH, HEADS_Q, HEADS_KV, SEQ_Q, SEQ_K, HEAD_DIM = 2, 4, 2, 1000, 900, 128
@@ -43,7 +45,7 @@ def test_backward_takes_what_is_promised(split_heads: bool, ordered: bool) -> No
     wanted = [
         spec
         for spec in specs
-        if spec.tuning.split_heads is split_heads and spec.tuning.ordered is ordered  # type: ignore[union-attr]
+        if spec.tuning.split_heads is split_heads and spec.tuning.ordered is ordered  # type: ignore[attr-defined]
     ]
     if not wanted:
         pytest.skip(f"{arch.value} has no such variant")

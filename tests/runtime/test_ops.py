@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +14,18 @@ import torch
 from oracle import Shape, draw, make_mask, spans
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
-from attnforge.runtime import ops
+from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime import kernels, ops
+from attnforge.runtime.build import cache
+from attnforge.runtime.masks import load_operators
+from attnforge.runtime.native.launcher import launcher
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16
@@ -38,6 +47,7 @@ class Seen(TorchDispatchMode):
 @devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(device: str, kind: str) -> None:
+    load_operators()
     x = draw(Shape(group=2), DTYPE, device)
     data, code, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
     shared = {"visible": visible}
@@ -233,3 +243,109 @@ def test_saved_tensor_hooks(device: str) -> None:
 def test_module_copies(device: str) -> None:
     mask = spans(65, 65, device)
     assert torch.equal(copy.deepcopy(mask).starts, mask.starts)
+
+
+# ---- torch.use_deterministic_algorithms
+
+NAMES = {
+    SDPBackend.FLASH_ATTENTION: "Flash Attention",
+    SDPBackend.EFFICIENT_ATTENTION: "Memory Efficient attention",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN Attention",
+}
+
+
+REFUSED = r"does not fit this call \(.*, deterministic\)"
+
+
+@contextmanager
+def determinism(warn_only: bool) -> Iterator[None]:
+    """torch's mode, in which each warning comes every time."""
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_warn_always(False)
+
+
+def unordered() -> int:
+    """Handle of a CPU backward that calls itself not deterministic, which no CPU kernel is."""
+    cpu = torch.device("cpu")
+    launcher()
+    problem = Problem(Direction.BACKWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 4, 64)
+    source = render(next(candidates(problem)))
+    entry = cache.obtain(source)
+    with entry.library() as path:
+        return kernels._register(replace(source.plan, deterministic=False), cpu, entry, path)
+
+
+class Unordered(torch.autograd.Function):
+    """Attention with that backward: only what autograd runs has its C++ warnings turned into Python's."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: int, deterministic: bool) -> Tensor:
+        out, lse = ops.forward(q, k, v, None)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = deterministic, handle
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        deterministic, handle = ctx.options
+        grads = ops.backward(dout, q, k, v, out, lse, None, None, deterministic, handle)
+        return *grads, None, None
+
+
+@pytest.mark.parametrize("backend", [None, *NAMES])
+def test_warn_only_warns_as_torch_does(backend: SDPBackend | None) -> None:
+    """What adds in any order runs, with torch's words; where the caller asks for order, it does not."""
+    x, handle = draw(Shape(), torch.float32, "cpu"), unordered()
+    attend: Any = Unordered.apply
+    name = NAMES.get(backend, "Flash Attention")  # type: ignore[arg-type]
+    with sdpa_kernel(backend) if backend else nullcontext(), determinism(warn_only=True):
+        with pytest.warns(UserWarning, match=f"^{name} defaults to a non-deterministic algorithm. To expl"):
+            x.grads(attend(x.q, x.k, x.v, handle, False))
+        with pytest.raises(ValueError, match=REFUSED):
+            x.grads(attend(x.q, x.k, x.v, handle, True))
+    with determinism(warn_only=False), pytest.raises(ValueError, match=REFUSED):
+        x.grads(attend(x.q, x.k, x.v, handle, False))
+
+
+def test_what_is_deterministic_does_not_warn() -> None:
+    x = draw(Shape(), torch.float32, "cpu")
+    for warn_only in (False, True):
+        with determinism(warn_only), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            x.grads(attnforge.attention(x.q, x.k, x.v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, *NAMES])
+def test_determinism_on_a_gpu(backend: SDPBackend | None) -> None:
+    """sdpa() and attention(): silent and the same bits when torch is strict, one warning with warn_only."""
+    x = draw(Shape(seq_q=700, seq_k=700), DTYPE, "cuda")  # no GQA: one of torch's has none
+    name = NAMES.get(backend, "Flash Attention")  # type: ignore[arg-type]
+
+    def run(deterministic: bool = False) -> tuple[Tensor, ...]:
+        if backend is None:
+            return x.grads(attnforge.attention(x.q, x.k, x.v, deterministic=deterministic))
+        with attnforge.sdpa(), sdpa_kernel(backend):
+            return x.grads(torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v))
+
+    with (
+        determinism(warn_only=True),
+        pytest.warns(UserWarning, match=f"^{name} defaults to a non-deterministic"),
+    ):
+        run()
+    if backend is SDPBackend.CUDNN_ATTENTION:
+        return  # torch's has no deterministic backward, so that sdpa_kernel() leaves none
+    with determinism(warn_only=False), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with determinism(warn_only=True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if backend is None:
+            assert all(torch.equal(a, b) for a, b in zip(run(deterministic=True), first, strict=True))

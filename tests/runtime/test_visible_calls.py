@@ -14,10 +14,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.tables import Tuned
 
 CPU = torch.device("cpu")
@@ -80,7 +81,8 @@ def test_results_do_not_depend_on_it(
     loaded: list[Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table with one variant for sparse masks and another for dense ones: other kernels, the same answer."""
-    monkeypatch.setattr(tables.choose, "__defaults__", (tmp_path,))
+    monkeypatch.setenv(TABLES, str(tmp_path))
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path)
     chosen = {}
     for direction in Direction:
         problem = Problem(direction, Arch.CPU, DType.FLOAT32, DIM, Mask.SPANS, 4)

@@ -16,9 +16,9 @@ import attnforge
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.trainer import substitutes
 from attnforge.bagel.workloads import workload
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.codegen.tuning import Sm90Backward
 from attnforge.runtime import export, tables
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans
@@ -112,7 +112,7 @@ def tuned(index: int, visible_keys: int, size: int = 36864, tflops: float = 1.0,
 
 
 def best(directory: Path, visible: int, size: int = 36864) -> Spec:
-    return next(tables.choose(BACKWARD, 7, size, H200, directory, visible=visible))[0]
+    return next(tables.choose(BACKWARD, 7, size, H200, (directory,), visible=visible))[0]
 
 
 def test_entries_carry_it_and_older_ones_are_read(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_order_of_what_matters(tmp_path: Path) -> None:
     assert best(tmp_path, 512, size=20000) == sparse.spec, "short and long are as near"
     for mask in (Mask.FULL, Mask.CAUSAL):
         whole = replace(BACKWARD, mask=mask)
-        assert next(tables.choose(whole, 7, 36864, H200, tmp_path))[0].tuning == dense.spec.tuning
+        assert next(tables.choose(whole, 7, 36864, H200, (tmp_path,)))[0].tuning == dense.spec.tuning
     tables.save(H200, [older], tmp_path)
     assert [best(tmp_path, 1 << octave) for octave in (9, 10, 12)] == [sparse.spec, older.spec, dense.spec]
 

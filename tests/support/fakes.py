@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from attnforge.codegen.families import FAMILIES, make_tuning
 from attnforge.codegen.plan import Launch, Plan
 from attnforge.codegen.render import Source
-from attnforge.codegen.spec import TUNINGS, Arch, Direction, DType, Mask, Problem, Spec, make_tuning
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 # Answers the two identity questions, counts each compile in a file, rejects a source that holds FAIL.
 SCRIPT = """#!/bin/sh
@@ -48,7 +49,7 @@ def compiler(directory: Path, *, version: str = "1.0", native: str = "1", second
 def spec(arch: Arch = Arch.CPU, knob: int = 16) -> Spec:
     """A forward spec with every knob set to one value; nothing here renders or runs it."""
     problem = Problem(Direction.FORWARD, arch, DType.BFLOAT16, 64, Mask.FULL)
-    fields = dataclasses.fields(TUNINGS[arch.family, Direction.FORWARD])
+    fields = dataclasses.fields(FAMILIES[arch.family, Direction.FORWARD].tuning)
     return Spec(problem, make_tuning(problem, {f.name: knob for f in fields}))
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from attnforge.codegen.render import Source
-from attnforge.runtime.build import toolchain
+from attnforge.runtime.build import compilation, toolchain
 
 # Bytes of stores and loads together that a main kernel which fills the register file may spill: ptxas 13.0 gives
 # 16 to 48 for the first choice of four targets and nothing for all others.
@@ -19,13 +19,13 @@ def compile_strictly(source: Source, directory: Path) -> tuple[str, dict[str, di
     """Log and resources by kernel; any warning fails."""
     tool = toolchain.toolchain(source.spec.problem.arch)
     assert isinstance(tool, toolchain.Command)
-    path = toolchain.write_source(source, directory)
+    path = compilation.write_source(source, directory)
     strict = ("-Werror", "all-warnings")
     code, log = toolchain.run(
         (str(tool.program), *tool.flags, *strict, "-o", tool.binary_name, path.name), directory
     )
     assert code == 0, f"{source.spec.to_cli()}\n{log}"
-    return log, toolchain.parse_ptxas(log)
+    return log, compilation.parse_ptxas(log)
 
 
 def check_resources(source: Source, directory: Path) -> str:

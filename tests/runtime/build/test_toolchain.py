@@ -12,7 +12,7 @@ import fakes
 import pytest
 
 from attnforge.codegen.spec import Arch
-from attnforge.runtime.build import nvrtc, toolchain
+from attnforge.runtime.build import compilation, nvrtc, toolchain
 from attnforge.runtime.build.errors import CompileError, NoCompilerError, first_error
 from attnforge.runtime.build.settings import COMPILER
 
@@ -171,10 +171,10 @@ def test_resources_are_read_per_kernel() -> None:
         "b": {"registers": 32, "spill_bytes": 740, "shared_bytes": 0},
         "a": {"registers": 10, "spill_bytes": 0, "shared_bytes": 1024},
     }
-    assert toolchain.parse_ptxas(NVCC_LOG) == expected
+    assert compilation.parse_ptxas(NVCC_LOG) == expected
     # NVRTC prefixes the indented lines.
-    assert toolchain.parse_ptxas(NVCC_LOG.replace("\n    ", "\nptxas         .     ")) == expected
-    assert toolchain.parse_ptxas("g++ prints no such thing\n") == {}
+    assert compilation.parse_ptxas(NVCC_LOG.replace("\n    ", "\nptxas         .     ")) == expected
+    assert compilation.parse_ptxas("g++ prints no such thing\n") == {}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_nvcc_gives_the_same_bytes_in_another_directory(
     assert len(binaries) == 1
 
 
-def cuda(compiler: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> toolchain.Toolchain:
+def cuda(compiler: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> compilation.Toolchain:
     monkeypatch.setenv(COMPILER, compiler)
     try:
         return toolchain.toolchain(arch)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import attnforge
 from attnforge.runtime.distributed.dtensor import attention_on_dtensors
 
 WORKER = Path(__file__).with_name("dtensor_worker.py")
@@ -38,7 +39,7 @@ def test_placements_that_are_refused(placement: Placement, mesh: DeviceMesh) -> 
         with pytest.raises(
             ValueError, match=rf"{name}: got placements .* accepted are Replicate\(\), Shard\(0\)"
         ):
-            attention_on_dtensors(*inputs)
+            attention_on_dtensors(attnforge.attention, *inputs)
 
 
 def test_mixtures_that_are_refused(mesh: DeviceMesh) -> None:
@@ -46,14 +47,16 @@ def test_mixtures_that_are_refused(mesh: DeviceMesh) -> None:
     with pytest.raises(
         ValueError, match=r"v: got placements \(Replicate\(\),\), but q has \(Shard\(dim=1\),\)"
     ):
-        attention_on_dtensors(x, x, part(mesh, Replicate()))
+        attention_on_dtensors(attnforge.attention, x, x, part(mesh, Replicate()))
     with pytest.raises(TypeError, match="q: got Tensor, but k is a DTensor"):
-        attention_on_dtensors(x.to_local(), x, x)
+        attention_on_dtensors(attnforge.attention, x.to_local(), x, x)
     with pytest.raises(TypeError, match="v: got Tensor, but q is a DTensor"):
-        attention_on_dtensors(x, x, x.to_local())
+        attention_on_dtensors(attnforge.attention, x, x, x.to_local())
     other = init_device_mesh("cpu", (1, 1))
     with pytest.raises(ValueError, match="k: is on DeviceMesh"):
-        attention_on_dtensors(x, DTensor.from_local(x.to_local(), other, [Shard(1), Shard(1)]), x)
+        attention_on_dtensors(
+            attnforge.attention, x, DTensor.from_local(x.to_local(), other, [Shard(1), Shard(1)]), x
+        )
 
 
 def test_key_heads_must_divide() -> None:
@@ -68,6 +71,6 @@ def test_key_heads_must_divide() -> None:
             k.to_local()[:, :2], mesh, [Shard(1)], shape=torch.Size((2, 3, 8, 16)), stride=(384, 128, 16, 1)
         )
         with pytest.raises(ValueError, match="k: got 3 heads sharded over 2 ranks, expected a multiple of 2"):
-            attention_on_dtensors(q, k, k)
+            attention_on_dtensors(attnforge.attention, q, k, k)
     finally:
         torch.distributed.destroy_process_group()

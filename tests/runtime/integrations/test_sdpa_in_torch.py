@@ -270,6 +270,41 @@ def test_the_math_backend_is_torchs(
     assert len(calls) == taken
 
 
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_backends_are_asked_about_what_autocast_hands_on(
+    cast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+) -> None:
+    choose, asked = torch._fused_sdp_choice, []
+
+    def noting(*tensors: Any, **named: Any) -> int:
+        asked.append([x.dtype for x in tensors[:3]])
+        return choose(*tensors, **named)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", noting)
+    q, k, v = inputs()
+    with (
+        attnforge.sdpa(),
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        torch.autocast("cpu", cast, cast is not None),
+    ):
+        F.scaled_dot_product_attention(q, k, v)
+    assert asked == [[cast or torch.float32] * 3]
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+def test_flash_backend_under_autocast(calls: list[Any]) -> None:
+    """torch's has no float32, and gets none."""
+    q, k, v = (x.detach().cuda() for x in inputs())
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cuda", torch.float16):
+        expected = F.scaled_dot_product_attention(q, k, v)
+        with attnforge.sdpa():
+            out = F.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == torch.float16
+    assert len(calls) == 1
+    assert (out - expected).abs().max() < 1e-2
+
+
 def test_what_no_backend_can_run_raises(calls: list[Any]) -> None:
     """As it does in torch: one backend is asked for, and it cannot."""
     q, k, v = inputs()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,19 @@ from typing import Any
 import pytest
 import torch
 
+from attnforge.bagel.commands import search_screen
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.render import Source
+from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.search import search as engine
 from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case, causal_case
-from attnforge.runtime.search.search import Budget, Finished, Measured, Started
+from attnforge.runtime.search.journal import Result
+from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started
 from attnforge.runtime.search.timing import Timing
 from attnforge.runtime.search.worker import Outcome, Worker
 from attnforge.runtime.tables import device_name
@@ -176,20 +182,66 @@ def test_a_real_search_and_its_winner(tmp_path: Path) -> None:
     assert winner.tflops == pytest.approx(case.flops(FORWARD) / winner.ms / 1e9)
     assert 0 < winner.limit_used < 1
 
-    table, source = winners.keep(finished, target[1], {"torch": "x"}, tmp_path)
-    assert json.loads(table.read_text())[0]["spec"] == winner.spec.to_json()
-    assert winners.differences(tmp_path) == []
-    source.write_text(source.read_text().replace("const", "CONST", 1))
-    (tmp_path / "stale.cpp").write_text("// attnforge_stale\nint x;\n")
-    (tmp_path / "mine.cpp").write_bytes(b"// somebody's own, \xff\n")
-    changed = "".join(winners.differences(tmp_path))
-    assert "+++" in changed
-    assert "CONST" in changed
-    assert "-int x;" in changed
-    assert sorted(path.name for path in winners.write(tmp_path)) == sorted([source.name, "stale.cpp"])
-    assert winners.differences(tmp_path) == []
-    assert not (tmp_path / "stale.cpp").exists()
-    assert (tmp_path / "mine.cpp").exists()
+    kept = winners.keep(finished, target[1], {"torch": "x"}, tmp_path)
+    assert kept.table.parent == tmp_path
+    assert json.loads(kept.table.read_text())[0]["spec"] == winner.spec.to_json()
+    assert kept.source is not None
+    assert kept.source.read_text() == render(winner.spec).text
+
+
+def finished_with(*results: Result) -> Finished:
+    return Finished(small_case(), FORWARD, results, (), 1.0)
+
+
+def test_a_worse_winner_never_replaces_a_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the search has timed the better one's kernel too: then both were measured in one run."""
+    packaged, mine = tmp_path / "packaged", tmp_path / "mine"
+    monkeypatch.setattr(tables, "PACKAGED", packaged)
+    monkeypatch.setenv(TABLES, str(mine))
+    first, second, *_ = candidates(small_case().problem(FORWARD, Arch.CPU))
+    fast, slow = Result(first, "ok", ms=1.0, tflops=9.0), Result(second, "ok", ms=2.0, tflops=4.5)
+    assert winners.keep(finished_with(fast), "dev", {}, mine).stays is None
+    kept = winners.keep(finished_with(slow), "dev", {}, mine)
+    assert kept.stays is not None
+    assert kept.stays.spec == first
+    assert [entry.spec for entry in tables.known("dev")] == [first]
+    again = finished_with(replace(slow, tflops=5.0), replace(fast, tflops=4.0))
+    assert winners.keep(again, "dev", {}, mine).stays is None
+    assert [entry.spec for entry in tables.known("dev")] == [second]
+
+    # What the package brings counts likewise, and is never written.
+    mine.joinpath("dev.json").rename(mine / "moved.json")
+    winners.keep(finished_with(fast), "dev", {}, mine)
+    packaged.mkdir()
+    mine.joinpath("dev.json").rename(packaged / "dev.json")
+    assert winners.keep(finished_with(slow), "dev", {}, mine).stays is not None
+    assert not mine.joinpath("dev.json").exists()
+    faster = winners.keep(finished_with(replace(slow, tflops=10.0)), "dev", {}, mine)
+    assert faster.table == mine / "dev.json"
+    assert [entry.spec for entry in tables.known("dev")] == [second], "the user's folder comes first"
+    assert [entry.spec for entry in tables.load("dev", packaged)] == [first]
+
+
+def test_an_interrupted_search_keeps_its_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, specs = small_case(), list(candidates(small_case().problem(FORWARD, Arch.CPU)))
+
+    def events(*_: object) -> Iterator[Event]:
+        yield Started(case, FORWARD, 3, 3)
+        yield Measured(Result(specs[0], "ok", ms=2.0, tflops=1.0), resumed=False)
+        yield Measured(Result(specs[1], "ok", ms=1.0, tflops=2.0), resumed=False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # the signal comes first
+
+    monkeypatch.setattr(search_screen, "search", events)
+    options = search_screen.Options(Budget(), out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        search_screen.run_search(case, FORWARD, (Arch.CPU, "dev"), options)
+    assert [entry.spec for entry in tables.load("dev", tmp_path)] == [specs[1]]
+    said = capsys.readouterr().out
+    assert "interrupted; the best so far" in said
+    assert "run the same command to resume from" in said
 
 
 def test_a_dying_process_is_one_failure() -> None:

@@ -1,0 +1,51 @@
+"""The terminal: one console, one way to build a table, one way to write JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# A pipe or a log file has no width of its own.
+console = Console(width=None if sys.stdout.isatty() else 140)
+
+
+def say(text: str) -> None:
+    """Print plain text: no markup, no highlighting, no wrapping of long paths."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def make_table(
+    title: str, words: Sequence[str], numbers: Sequence[str] = (), notes: Sequence[str] = ()
+) -> Table:
+    """An empty table with columns of text, then right-aligned columns of numbers, then columns of text."""
+    table = Table(title=title, title_justify="left")
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for name in notes:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def facts_line(facts: dict[str, str]) -> str:
+    """A machine on one line: `device NVIDIA H200, torch 2.11.0`."""
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def short_path(path: Path) -> str:
+    """Relative to the working directory if it is inside."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def write_json(path: Path | None, data: Any) -> None:
+    """Write `data` to `path`; nothing if there is no path."""
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n")

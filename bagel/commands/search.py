@@ -1,0 +1,65 @@
+"""The command `search`: finds the fastest kernels for a pack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attnforge.bagel.commands.console import console, facts_line, write_json
+from attnforge.bagel.commands.options import file_option, number, out_option, selecting, workers_option
+
+if TYPE_CHECKING:
+    from attnforge.bagel.commands.selection import Selection
+
+
+@click.command(short_help="Find the fastest kernels for a pack.")
+@selecting
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0),
+    metavar="S",
+    help="Time per pack and pass.  [default: 50 on a CPU, 180 on a GPU]",
+)
+@click.option("--variants", **number(), help="At most N variants per pack and pass.")
+@file_option("--log", help="Append each result to this JSONL file, and resume from it.")
+@click.option(
+    "--table-out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write the winners to DIR.  [default: the first folder of `tables list`]",
+)
+@click.option("--no-peers", is_flag=True, help="Do not time torch's attention.")
+@workers_option()
+@out_option("--json", "json_out", help="Write the results to this file.")
+def search(
+    selection: Selection,
+    seconds: float | None,
+    variants: int | None,
+    log: Path | None,
+    table_out: Path | None,
+    no_peers: bool,
+    workers: int | None,
+    json_out: Path | None,
+) -> None:
+    """Find the fastest kernels for a pack and add them to the tuned table.
+
+    `attnforge.attention` uses the winners from then on. Tables are read from the folders of ATTNFORGE_TABLES
+    (default: the user's data folder), then from the package; winners are written to the first one.
+    """
+    from attnforge.bagel.commands.search_screen import Options, run_search
+    from attnforge.bagel.measure.bench import machine
+    from attnforge.runtime.search.search import Budget
+
+    if seconds is None and variants is None:
+        seconds = 50.0 if selection.device.type == "cpu" else 180.0
+    options = Options(Budget(seconds, variants), log, table_out, workers, not no_peers)
+    facts = machine(selection.device)
+    console.print(facts_line(facts), style="dim")
+    found = []
+    for case in selection.cases():
+        for direction in selection.directions:
+            for target in selection.targets(direction):
+                found.append(run_search(case, direction, target, options))
+                write_json(json_out, {"machine": facts, "searches": found})

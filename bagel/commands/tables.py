@@ -1,0 +1,124 @@
+"""Commands `tables list | show | diff | merge`: the tuned tables that dispatch reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attnforge.bagel.commands.console import console, make_table, say
+
+if TYPE_CHECKING:  # torch takes a second to import
+    from attnforge.runtime.tables import Tuned
+
+FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
+
+
+@click.group(short_help="List, compare and merge tuned tables.")
+def tables() -> None:
+    """Tuned tables: which kernel is fastest on which device.
+
+    They are read from the folders of ATTNFORGE_TABLES (default: the user's data folder), then from the package.
+    """
+
+
+@tables.command("list")
+def list_tables() -> None:
+    """List the folders in reading order."""
+    from attnforge.runtime.tables import MODELLED, folders, load
+
+    written = folders()[0]
+    for place in folders():
+        say(f"{place}{'  (searches write here)' if place == written else ''}")
+        for path in sorted((*place.glob("*.json"), *(place / MODELLED).glob("*.json"))):
+            words = "modelled, not measured" if path.parent.name == MODELLED else "measured"
+            say(f"  {path.stem}: {len(load(path.stem, path.parent))} entries, {words}")
+
+
+@tables.command()
+@click.argument("device", required=False)
+def show(device: str | None) -> None:
+    """Show the entries for a device.
+
+    DEVICE is a name as `list` prints it; the default is this machine's device.
+    """
+    from attnforge.runtime.tables import known
+
+    name = device or _here()
+    entries = known(name)
+    if not entries:
+        raise click.ClickException(f"no table is for {name}; `attnforge tables list` shows what there is")
+    table = make_table(name, ("class",), ("GQA", "rows", "visible keys", "TFLOP/s"), ("kernel",))
+    for entry in sorted(entries, key=lambda entry: entry.spec.slug):
+        table.add_row(*_cells(entry))
+    console.print(table)
+
+
+@tables.command()
+@click.argument("first", type=FOLDER)
+@click.argument("second", type=FOLDER)
+def diff(first: Path, second: Path) -> None:
+    """Compare two folders.
+
+    Prints the problem classes whose winners differ, with both speeds.
+    """
+    from attnforge.runtime.tables import load
+
+    table = make_table("different winners", ("device", "class", str(first), str(second)))
+    for name in sorted({path.stem for place in (first, second) for path in place.glob("*.json")}):
+        one, other = ({str(e.cls): e for e in load(name, place)} for place in (first, second))
+        for cls in sorted(one.keys() | other.keys()):
+            a, b = one.get(cls), other.get(cls)
+            if a is None or b is None or a.spec != b.spec:
+                table.add_row(name, _class(next(e for e in (a, b) if e)), _speed(a), _speed(b))
+    console.print(table if table.row_count else "no difference")
+
+
+@tables.command()
+@click.argument("sources", type=FOLDER, nargs=-1, required=True)
+@click.option(
+    "--into", type=click.Path(path_type=Path, file_okay=False), help="[default: where searches write]"
+)
+def merge(sources: tuple[Path, ...], into: Path | None) -> None:
+    """Merge folders into one.
+
+    Of two entries of one problem class the faster stays.
+    """
+    from attnforge.runtime.tables import folders, load, save, writable
+
+    target = writable(into or folders()[0])
+    for source in sources:
+        for path in sorted(source.glob("*.json")):
+            entries = load(path.stem, source)
+            before = {str(e.cls): e for e in load(path.stem, target)}
+            save(path.stem, entries, target, beside=())
+            changed = sum(before.get(str(e.cls)) != e for e in load(path.stem, target))
+            console.print(
+                f"{path.stem}: {changed} of {len(entries)} entries taken from {source}", soft_wrap=True
+            )
+
+
+def _here() -> str:
+    import torch
+
+    from attnforge.runtime.tables import device_name
+
+    return device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _cells(entry: Tuned) -> Iterable[str]:
+    seen = str(entry.visible_keys or "")
+    return (_class(entry), str(entry.group), str(entry.size), seen, f"{entry.tflops:.1f}", entry.spec.slug)
+
+
+def _class(entry: Tuned) -> str:
+    problem: Any = entry.spec.problem
+    dims = f"{problem.head_dim}" + (f"/{problem.dim_v}" if problem.dim_v else "")
+    words = (problem.direction.value, problem.arch.value, problem.dtype.value, dims, problem.mask.value)
+    return " ".join(words)
+
+
+def _speed(entry: Tuned | None) -> str:
+    return f"{entry.tflops:.1f} TFLOP/s, {entry.spec.slug}" if entry else "-"

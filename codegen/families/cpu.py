@@ -1,0 +1,237 @@
+"""The CPU kernels, both passes: register blocks of vectors, scratch of a thread, and why a spec does not fit."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from attnforge.codegen.families.family import Family
+from attnforge.codegen.plan import Infeasible, Launch, Plan
+from attnforge.codegen.spec import DType, Mask, Problem, Spec, Tuning, knob
+
+# Vector registers by float lanes: SSE/NEON (the larger of the two), AVX2, AVX-512.
+REGISTERS = {4: 32, 8: 16, 16: 32}
+SCRATCH_LIMIT = 1 << 20  # bytes on the stack of a thread; beyond it the tiles leave any L2 anyway
+HEAD_DIM_LIMIT = 256
+
+# 2^f on [-1/2, 1/2], minimax in relative error with the constant term 1; highest power first.
+# Relative errors 2e-9 (below half an ulp of fp32) and 2.8e-6 (weights are then rounded to bf16, 2e-3).
+EXP2_FP32 = (
+    "1.5353362e-4",
+    "1.3398875e-3",
+    "9.6184374e-3",
+    "5.5503325e-2",
+    "2.4022648e-1",
+    "6.9314720e-1",
+    "1.0",
+)
+EXP2_BF16 = ("9.5828532e-3", "5.5906426e-2", "2.4024099e-1", "6.9312419e-1", "1.0")
+
+
+@dataclass(frozen=True)
+class CpuForward(Tuning):
+    """Tuning of the CPU forward kernel."""
+
+    tile_m: int = knob("m", "query rows per tile, a multiple of lanes * cols")
+    tile_n: int = knob("n", "keys per tile")
+    heads: int = knob("h", "query heads of one kv head that share each packed K and V tile")
+    lanes: int = knob("l", "float lanes of one vector register")
+    rows: int = knob("r", "rows of the register block")
+    cols: int = knob("c", "vector registers per row of the register block")
+    pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
+
+
+@dataclass(frozen=True)
+class CpuBackward(Tuning):
+    """Tuning of the CPU backward kernel."""
+
+    tile_m: int = knob("m", "query rows per tile")
+    tile_n: int = knob("n", "keys per tile, a multiple of lanes * cols")
+    lanes: int = knob("l", "float lanes of one vector register")
+    rows: int = knob("r", "rows of the register block")
+    cols: int = knob("c", "vector registers per row of the register block")
+    pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
+
+
+# ---- Plan
+
+
+def plan(spec: Spec) -> Plan:
+    """Plan of a CPU spec, or `Infeasible`."""
+    t = spec.tuning
+    assert isinstance(t, (CpuForward, CpuBackward))
+    _require_problem(spec.problem, t)
+    _require_blocks(spec, t)
+    forward = isinstance(t, CpuForward)
+    scratch = _forward_scratch(spec, t) if isinstance(t, CpuForward) else _backward_scratch(spec, t)
+    if scratch > SCRATCH_LIMIT:
+        raise Infeasible(f"scratch: {scratch} bytes of a thread, {scratch - SCRATCH_LIMIT} too many")
+    schedule = spec.problem.mask.listed
+    return Plan(
+        spec=spec,
+        template=f"cpu/{'forward' if forward else 'backward'}.cpp.jinja",
+        suffix=".cpp",
+        launches=(Launch(spec.symbol, (), 0),),
+        schedule=(Launch(f"{spec.symbol}_schedule", (), 0),) if schedule else (),
+        owner="m" if forward else "n",
+        registers=0,
+        dq_accum=not forward,
+        ordered=not forward,
+        deterministic=True,
+        bits=("q" if forward else "k") if spec.problem.mask is Mask.DENSE else "",
+        constants=_constants(spec, t, scratch),
+    )
+
+
+def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[str, Any]:
+    forward = isinstance(t, CpuForward)
+    cols_dq, width_dq = (0, 0) if isinstance(t, CpuForward) else _dq_blocks(spec.problem.head_dim, t)
+    includes = {"cmath"} if forward else {"algorithm", "cmath", "thread"}
+    if spec.problem.mask.listed:
+        includes |= {"algorithm", "numeric"} if forward else {"numeric", "vector"}
+    # vdpbf16ps exists for 8 and 16 lanes; other widths multiply the halves one by one.
+    dot = {16: "_mm512_dpbf16_ps", 8: "_mm256_dpbf16_ps"}.get(t.lanes) if t.pairs else None
+    return {
+        "pairs": t.pairs,
+        "dot": dot,
+        "bits": t.lanes * 32,
+        "exp2": EXP2_BF16 if t.pairs else EXP2_FP32,
+        "exp2_error": "3e-6" if t.pairs else "2e-7",
+        "includes": sorted(includes),
+        "scratch_bytes": scratch,
+        "value_functions": not forward and bool(spec.problem.dim_v),
+        "cols_dq": cols_dq,
+        "width_dq": width_dq,
+    }
+
+
+def _require_problem(p: Problem, t: CpuForward | CpuBackward) -> None:
+    for dim in (p.head_dim, p.head_dim_v):
+        if not 1 <= dim <= HEAD_DIM_LIMIT:
+            raise Infeasible(f"head_dim {dim}: the cpu kernels take 1 to {HEAD_DIM_LIMIT}")
+    if p.align < p.dtype.bytes:
+        raise Infeasible(f"align {p.align}: elements of {p.dtype.value} are aligned to {p.dtype.bytes} bytes")
+    if t.pairs and p.dtype is not DType.BFLOAT16:
+        raise Infeasible(f"pairs: only for bf16, not {p.dtype.value}")
+
+
+def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
+    if t.lanes not in REGISTERS:
+        raise Infeasible(f"lanes {t.lanes}: one of {', '.join(map(str, REGISTERS))}")
+    if min(t.tile_m, t.tile_n, t.rows, t.cols, getattr(t, "heads", 1)) < 1:
+        raise Infeasible("tile_m, tile_n, heads, rows and cols must be at least 1")
+    needed = t.rows * t.cols + t.cols + 1
+    if needed > REGISTERS[t.lanes]:
+        over = needed - REGISTERS[t.lanes]
+        raise Infeasible(f"registers: rows x cols needs {needed}, {over} more than there are")
+    panel = t.lanes * t.cols
+    in_lanes, in_rows = ("tile_m", "tile_n") if isinstance(t, CpuForward) else ("tile_n", "tile_m")
+    if getattr(t, in_lanes) % panel:
+        raise Infeasible(f"{in_lanes} {getattr(t, in_lanes)} is not a multiple of lanes * cols = {panel}")
+    if getattr(t, in_rows) % t.rows or getattr(t, in_rows) % 2:
+        raise Infeasible(f"{in_rows} {getattr(t, in_rows)} is not an even multiple of rows = {t.rows}")
+
+
+def _columns(head_dim: int, t: CpuForward | CpuBackward) -> int:
+    """Columns in whole register blocks: kColumns of templates/cpu/constants.h.jinja."""
+    return -(-head_dim // t.rows) * t.rows
+
+
+def _words(head_dim: int, t: CpuForward | CpuBackward) -> int:
+    """Words of one row, kDepth there: see `word` in templates/cpu/vector.h.jinja."""
+    return -(-head_dim // 2) if t.pairs else _columns(head_dim, t)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _forward_scratch(spec: Spec, t: CpuForward) -> int:
+    """sizeof(Scratch) of templates/cpu/forward.cpp.jinja."""
+    words, width = _words(spec.problem.head_dim, t), t.lanes * t.cols
+    columns = _columns(spec.problem.head_dim_v, t)
+    panel = _aligned(4 * width * (words + columns + 2) + 12)
+    weights = t.tile_n // 2 * width if t.pairs else 0
+    values = t.tile_n // (2 if t.pairs else 1) * columns
+    tiles = 4 * (t.tile_n * (width + words) + values + weights)
+    return t.heads * t.tile_m // width * panel + _aligned(tiles)
+
+
+def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
+    """sizeof(Scratch) of templates/cpu/backward_task.h.jinja."""
+    dims = (spec.problem.head_dim, spec.problem.head_dim_v)
+    width, pairs = t.lanes * t.cols, int(t.pairs)
+    words, columns = (sum(size(dim, t) for dim in dims) for size in (_words, _columns))
+    _, width_dq = _dq_blocks(dims[0], t)
+    queries = t.tile_m * (words + 2 * width + width_dq + 3)
+    queries += pairs * t.tile_m // 2 * (columns + 3 * width)
+    spans = 0 if spec.problem.mask is Mask.DENSE else 2  # starts and ends
+    panel = width * (words + columns + spans) + width * width_dq // (1 + pairs) + 2
+    return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel)
+
+
+def _dq_blocks(head_dim: int, t: CpuBackward) -> tuple[int, int]:
+    """Vectors per row of dq's register block, and head_dim in whole blocks: least padding, then widest."""
+    vectors = -(-head_dim // t.lanes)
+    _, cols = min((-(-vectors // cols) * cols, -cols) for cols in range(1, t.cols + 1))
+    return -cols, -(-vectors // -cols) * -cols * t.lanes
+
+
+# ---- Spaces
+
+# (rows, cols) of register blocks by float lanes: as many sums as leave room for one row of operands.
+BLOCKS = {
+    16: ((8, 3), (8, 2), (4, 6)),  # AVX-512: 32 registers
+    8: ((4, 3), (4, 2)),  # AVX2: 16 registers
+    4: ((8, 3), (4, 3)),  # NEON: 32 registers, SSE: 16
+}
+
+
+# Forward: (panels per tile, keys per tile, heads). More panels share a packed K and V tile, fewer fit L2.
+FORWARD_SHAPES = ((1, 64, 8), (1, 128, 8), (1, 64, 4), (1, 64, 1), (2, 64, 8), (2, 64, 1))
+# Backward: (query rows per tile, panels of keys per tile).
+BACKWARD_SHAPES = ((48, 2), (64, 2), (96, 2), (48, 1), (64, 3), (128, 1))
+
+
+def forward_tunings(problem: Problem) -> Iterator[CpuForward]:
+    """Forward tunings of `problem`."""
+    for pairs, lanes, rows, cols, shapes in _blocks(problem):
+        for panels, tile_n, heads in FORWARD_SHAPES[:shapes]:
+            yield CpuForward(panels * lanes * cols, tile_n, heads, lanes, rows, cols, pairs)
+
+
+def backward_tunings(problem: Problem) -> Iterator[CpuBackward]:
+    """Backward tunings of `problem`."""
+    for pairs, lanes, rows, cols, shapes in _blocks(problem):
+        for tile_m, panels in BACKWARD_SHAPES[:shapes]:
+            yield CpuBackward(tile_m, panels * lanes * cols, lanes, rows, cols, pairs)
+
+
+def _blocks(problem: Problem) -> Iterator[tuple[bool, int, int, int, int]]:
+    """(pairs, lanes, rows, cols, tile shapes to try): all shapes for this machine's vectors, else one."""
+    width = host_lanes()
+    pairs = problem.dtype is DType.BFLOAT16
+    for rows, cols in BLOCKS[width]:
+        yield pairs, width, rows, cols, len(FORWARD_SHAPES)
+    for lanes, blocks in BLOCKS.items():
+        if pairs or lanes < width:
+            yield False, lanes, *blocks[0], 1
+
+
+@cache
+def host_lanes() -> int:
+    """Float lanes of the widest vectors of the machine that runs this, which compiles for itself too."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return 4
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    return 16 if "avx512f" in flags else 8 if "avx2" in flags or not flags else 4
+
+
+HONOURED = frozenset({"align", "dim_v"})
+FORWARD = Family(CpuForward, plan, forward_tunings, HONOURED)
+BACKWARD = Family(CpuBackward, plan, backward_tunings, HONOURED)

@@ -1,0 +1,75 @@
+"""What the Hopper kernels share: registers of warpgroups, swizzles, alignment, and checks of what fits."""
+
+from __future__ import annotations
+
+from attnforge.codegen.families.limits import SHARED_LIMIT
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.spec import Arch, DType, Problem
+
+# Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
+# 65536 / threads (rounded down to 8) each; setmaxnreg moves what the producer frees to the consumers.
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+# With a tile counter or a cluster, whose producers spill with 24.
+REGISTERS_BUSY = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+# Registers of a consumer thread beyond its tiles: addresses, loop counters, row statistics, operands in flight. An
+# estimate; tests/kernels/test_nvcc.py compiles the first guesses and asserts that none spills.
+REGISTERS_BESIDES = 28
+# Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
+SWIZZLE_CODE = {128: 1, 64: 2, 32: 3}
+ALIGNMENT = 1024  # of every tile: the period of the widest swizzle
+# Why the 16-bit kernels refuse values of fields that they do not honour.
+REASONS = {
+    "align": "TMA needs rows that start at multiples of 16 bytes; sm90 takes this call",
+    "dim_v": "the sm90a kernels need the head_dim of q and k",
+}
+
+
+def consumer_warpgroups(tile_m: int, tile_n: int, stages: int, ping_pong: bool) -> int:
+    """Consumer warpgroups of a forward kernel, or `Infeasible` if they do not make these tiles."""
+    consumers = tile_m // 64
+    if tile_m % 64 or consumers not in REGISTERS:
+        raise Infeasible(f"tile_m {tile_m}: must be 64, 128 or 192")
+    if tile_n % 16 or not 16 <= tile_n <= 256:
+        raise Infeasible(f"tile_n {tile_n}: must be a multiple of 16 up to 256")
+    if not 1 <= stages <= 4:
+        raise Infeasible(f"stages {stages}: must be 1 to 4")
+    if ping_pong and consumers < 2:
+        raise Infeasible("ping_pong: takes at least two consumer warpgroups, tile_m 128 or more")
+    return consumers
+
+
+def require_hopper(p: Problem, name: str, limit: int) -> None:
+    """Infeasible for what the mma.sync family alone computes; the pass called `name` takes head dims up to `limit`."""
+    if p.dtype is DType.FLOAT32:
+        raise Infeasible("dtype fp32: the sm90a kernels take bf16 or fp16")
+    if p.head_dim % 8 or not 16 <= p.head_dim <= limit:
+        raise Infeasible(
+            f"head_dim {p.head_dim}: the sm90a {name} kernel takes multiples of 8 from 16 to {limit}"
+        )
+
+
+def require_tiles(*sizes: int) -> None:
+    """Infeasible if a tile of one of these sizes, in bytes, leaves what follows it misaligned."""
+    if any(size % ALIGNMENT for size in sizes):
+        raise Infeasible(
+            f"tiles of {' and '.join(map(str, sizes))} bytes: must be multiples of {ALIGNMENT} bytes"
+        )
+
+
+def require_shared(size: int) -> None:
+    """Infeasible if a block may not have `size` bytes of shared memory."""
+    limit = SHARED_LIMIT[Arch.SM90]
+    if size > limit:
+        raise Infeasible(f"shared memory: {size} bytes, {size - limit} more than sm90a has ({limit})")
+
+
+def require_registers(live: int, has: int, tiles: str) -> None:
+    """Infeasible if `tiles`, which take `live` registers of a consumer thread, do not fit in the `has` it has."""
+    over = live + REGISTERS_BESIDES - has
+    if over > 0:
+        raise Infeasible(f"registers: {tiles} take {live} of a consumer thread, {over} more than fit")
+
+
+def wgmma_type(dtype: DType) -> str:
+    """What PTX calls the elements of q, k and v."""
+    return "bf16" if dtype is DType.BFLOAT16 else "f16"

@@ -1,0 +1,30 @@
+"""The launches that list the tiles of a mask (templates/common/schedule.cuh.jinja), the same for all GPU families."""
+
+from __future__ import annotations
+
+from attnforge.codegen.plan import Launch
+from attnforge.codegen.spec import Mask, Spec
+
+SCHEDULE_THREADS = 128  # kScheduleThreads in templates/common/schedule.cuh.jinja
+
+
+def schedule_launches(
+    spec: Spec, tiles: str, ordered: bool = False, descending: bool = False
+) -> tuple[Launch, ...]:
+    """Launches that fill the lists of a mask, one block for each owned tile (`tiles`); none for other masks.
+
+    Lists of query tiles begin with a launch over the key tiles. `ordered` (deterministic sums) adds one over the query
+    tiles; `descending` work is not sorted and takes one less.
+    """
+    if not spec.problem.mask.listed:
+        return ()
+    dense = spec.problem.mask is Mask.DENSE
+    kernels: list[tuple[str, tuple[str, ...]]] = [("pack", ("tiles_n", "tiles_m"))] if dense else []
+    kernels += [("kinds", ("tiles_n",))] if not dense and tiles == "tiles_m" else []
+    kernels += [("schedule", (tiles,))]
+    kernels += [] if descending else [("order", (tiles,))]
+    kernels += [("turns", ("tiles_m",))] if ordered else []
+    planes = ("mask_planes",) if dense else ()
+    return tuple(
+        Launch(f"{spec.symbol}_{name}", (*grid, *planes), SCHEDULE_THREADS) for name, grid in kernels
+    )

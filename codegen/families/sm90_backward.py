@@ -1,0 +1,228 @@
+"""The Hopper backward in 16 bits: a block of two consumer warpgroups owns a key tile and walks the query tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.hopper import (
+    REASONS,
+    REGISTERS,
+    REGISTERS_BESIDES,
+    SWIZZLE_CODE,
+    require_hopper,
+    require_registers,
+    require_shared,
+    require_tiles,
+    wgmma_type,
+)
+from attnforge.codegen.families.schedule import schedule_launches
+from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
+from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
+
+CONSUMERS = 2  # warpgroups, 64 keys each
+STATISTICS = 8  # floats of row statistics: lse and delta, as 8 bf16 each
+HELPER_THREADS = 256  # of a block of _preprocess, _postprocess and _postprocess_dkv
+
+
+@dataclass(frozen=True)
+class Sm90Backward(Tuning):
+    """Tuning of the Hopper backward kernel (one block owns a key tile and walks the query tiles)."""
+
+    tile_m: int = knob("m", "query rows per step of the main loop; always 64, the rows of a product for dQ")
+    tile_n: int = knob("n", "keys per block; always 128, 64 for each of two consumer warpgroups")
+    stages: int = knob("s", "shared-memory buffers for Q")
+    stages_dout: int = knob("t", "shared-memory buffers for dO")
+    lag: bool = knob(
+        "l", "dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart"
+    )
+    in_regs: int = knob("r", "operands that consumers keep in registers: 0 none, 1 K, 2 K and V")
+    split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
+    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
+    descending: bool = knob(
+        "d", "blocks start with the last key tile, not the one with most work (ordered ones always do)"
+    )
+
+
+# ---- Plan
+
+
+def panel_columns(head_dim: int) -> int:
+    """Columns of a panel: the widest swizzle whose panels tile the row (72 is stored as 80, its tail zero)."""
+    padded = -(-head_dim // 16) * 16
+    return next(columns for columns in (64, 32, 16) if padded % columns == 0)
+
+
+def plan(spec: Spec) -> Plan:
+    """Plan of a Hopper backward spec, or `Infeasible`."""
+    p, t = spec.problem, spec.tuning
+    assert isinstance(t, Sm90Backward)
+    require_hopper(p, "backward", 128)
+    if p.mask is Mask.DENSE and not t.split_heads:
+        raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
+    if t.tile_m != 64:
+        raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
+    if t.tile_n != 64 * CONSUMERS:
+        raise Infeasible(f"tile_n {t.tile_n}: must be {64 * CONSUMERS}, 64 keys for each consumer warpgroup")
+    for name in ("stages", "stages_dout"):
+        if not 1 <= getattr(t, name) <= 4:
+            raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
+    if t.stages < 2:
+        raise Infeasible("stages 1: the next tile of Q arrives while this one is in use, which takes 2")
+    if not 0 <= t.in_regs <= 2:
+        raise Infeasible(f"in_regs {t.in_regs}: must be 0, 1 (K) or 2 (K and V)")
+    if t.lag and t.stages_dout < 2:
+        raise Infeasible("stages_dout 1: with lag the next dO is in use while this one is, which takes 2")
+    if t.ordered and not t.split_heads and p.mask is not Mask.FULL:
+        raise Infeasible(
+            "ordered: a block per kv head waits longer for dq_semaphore than it saves, but for mask full"
+        )
+    if t.descending and p.mask is Mask.FULL:
+        raise Infeasible("descending: without a mask all key tiles have the same work")
+    return _plan(spec, t)
+
+
+def dq_columns(head_dim: int) -> int:
+    """Columns of dQ that one consumer computes, a multiple of 8.
+
+    They are shared where a panel starts (an operand must not run across panels from within one); one panel is halved.
+    """
+    columns = panel_columns(head_dim)
+    panels = -(-head_dim // 16) * 16 // columns
+    return -(-panels // 2) * columns if panels > 1 else columns // 2
+
+
+def live_registers(t: Sm90Backward, head_dim: int) -> int:
+    """Registers of a consumer thread that tiles take where most are live: in one of three places of a step."""
+    scores, packed = t.tile_m // 2, t.tile_m // 4
+    dq = (head_dim if t.lag else dq_columns(head_dim)) // 2
+    throughout = head_dim + -(-head_dim // 16) * 4 * t.in_regs  # dK and dV; K and V as fragments
+    gradient = 2 * scores + packed  # P and dP, and P packed, as dV is running
+    # The next S, and P and dS packed; with lag also the next dP, or dQ, and what ptxas needs beside these so as not to
+    # serialise the products (C7512): more than 8 registers, at most 20, as found by trying.
+    issue = scores + 2 * packed + (max(scores, dq) + packed if t.lag else 0)
+    return throughout + max(gradient, issue, scores + dq)  # the last: the next P and dQ
+
+
+def _plan(spec: Spec, t: Sm90Backward) -> Plan:
+    d, mask = spec.problem.head_dim, spec.problem.mask
+    shared = _shared_bytes(t, d)
+    require_shared(shared)
+    producer_registers, consumer_registers = REGISTERS[CONSUMERS]
+    live = live_registers(t, d)
+    require_registers(live, consumer_registers, "the tiles")
+    descending = t.descending or (t.ordered and mask is not Mask.FULL)
+    return Plan(
+        spec=spec,
+        template="sm90a/backward.cu.jinja",
+        suffix=".cu",
+        launches=_launches(spec, t, shared),
+        schedule=schedule_launches(spec, "tiles_n", t.ordered, descending),
+        owner="n",
+        registers=live + REGISTERS_BESIDES,
+        bits="q" if mask is Mask.DENSE else "",
+        statistics=STATISTICS,
+        dq_accum=True,
+        dkv_accum=t.split_heads,
+        ordered=t.ordered,
+        descending=descending,
+        deterministic=t.ordered,
+        tensor_maps=_tensor_maps(t, d),
+        constants=_constants(t, d)
+        | {
+            "type": wgmma_type(spec.problem.dtype),
+            "shared_bytes": shared,
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+        },
+    )
+
+
+def _buffers_ds(t: Sm90Backward) -> int:
+    """Buffers of dS; why these do: kBuffersDs in the kernel."""
+    return 4 if t.lag else 2
+
+
+def _dq_by_step(t: Sm90Backward) -> bool:
+    """Do the two warps that add dQ take every other step, and not a consumer each?"""
+    return t.ordered and not t.lag
+
+
+def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
+    """Shared memory of a block, in the order in which it lies there."""
+    padded = -(-head_dim // 16) * 16
+    q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
+    require_tiles(q_bytes, kv_bytes)
+    ds_bytes = t.tile_m * t.tile_n * 2
+    dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
+    stat_bytes = t.tile_m * STATISTICS * 4 + 8  # of each row; the visit
+    barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_step(t) else 2) * CONSUMERS
+    tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
+    return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers
+
+
+def _tensor_maps(t: Sm90Backward, head_dim: int) -> tuple[TensorMap, ...]:
+    columns = panel_columns(head_dim)
+    whole = 1 if head_dim % 16 else head_dim // columns  # a row that is padded must be copied panel by panel
+    rows = {"q": t.tile_m, "dout": t.tile_m, "k": t.tile_n, "v": t.tile_n}
+    if not t.split_heads:
+        rows |= {"dk": 64, "dv": 64}
+    return tuple(TensorMap(name, columns, count, whole) for name, count in rows.items())
+
+
+def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
+    """Constants about the tiles and who computes what."""
+    columns = panel_columns(head_dim)
+    panels = -(-head_dim // 16) * 16 // columns
+    dq_part = head_dim if t.lag else dq_columns(head_dim)
+    return {
+        "columns": columns,
+        "panels": panels,
+        "tail": 0,
+        "copies": panels if head_dim % 16 else 1,
+        "swizzle": SWIZZLE_CODE[columns * 2],
+        "dq_columns": dq_part,
+        "buffers_ds": _buffers_ds(t),
+        "uneven": not t.lag and 2 * dq_part != head_dim,
+        "dq_by_step": _dq_by_step(t),
+        "loaders": 2 if t.lag or t.ordered else 1,  # warps
+        "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
+        "helper_threads": HELPER_THREADS,
+    }
+
+
+def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
+    queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
+    launches = [
+        Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
+        Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
+        Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
+    ]
+    if t.split_heads:
+        keys = ("tiles_n", "batch", "heads_kv")
+        launches.append(Launch(f"{spec.symbol}_postprocess_dkv", keys, HELPER_THREADS, overlaps=True))
+    return tuple(launches)
+
+
+# ---- Space
+
+
+def tunings(problem: Problem) -> Iterator[Sm90Backward]:
+    """What a search tries, best guess first; deterministic ones last, for those who ask for them take the first."""
+    # Narrow heads have registers for lag and for K and V; what does not fit is left out by the plan.
+    narrow = problem.head_dim <= 80
+    stages = ((4, 4), (4, 3), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
+    for ordered, lag, in_regs, (of_q, of_dout), split in product(
+        (False, True),
+        (True, False) if narrow else (False,),
+        (2, 1, 0) if narrow else (0, 1),
+        stages,
+        (False, True) if narrow else (True, False),
+    ):
+        for descending in (False,) if ordered else (False, True):
+            yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, ordered, descending)
+
+
+BACKWARD = Family(Sm90Backward, plan, tunings, reasons=REASONS)

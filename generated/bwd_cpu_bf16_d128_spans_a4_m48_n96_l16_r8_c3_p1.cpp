@@ -1,0 +1,664 @@
+// attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1
+// Generated from templates/cpu/backward.cpp.jinja; do not edit.
+// Regenerate: python cli.py render --direction bwd --arch cpu --dtype bf16 --head-dim 128 --mask spans --align 4
+//     --set tile_m=48 --set tile_n=96 --set lanes=16 --set rows=8 --set cols=3 --set
+//     pairs=1
+//
+//   tile_m        48   query rows per tile
+//   tile_n        96   keys per tile, a multiple of lanes * cols
+//   lanes         16   float lanes of one vector register
+//   rows           8   rows of the register block
+//   cols           3   vector registers per row of the register block
+//   pairs          1   multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+struct Params {
+    void* q;  // (batch, heads, seq, head_dim), strides below
+    void* k;  // (batch, heads, seq, head_dim), strides below
+    void* v;  // (batch, heads, seq, head_dim), strides below
+    void* out;  // (batch, heads, seq, head_dim), strides below
+    void* dout;  // (batch, heads, seq, head_dim), strides below
+    void* dq;  // (batch, heads, seq, head_dim), strides below
+    void* dk;  // (batch, heads, seq, head_dim), strides below
+    void* dv;  // (batch, heads, seq, head_dim), strides below
+    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
+    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
+    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
+    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
+    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
+    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
+    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
+    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
+    long long q_batch;  // stride of q along batch, in elements
+    long long q_head;  // stride of q along heads, in elements
+    long long q_row;  // stride of q along the sequence, in elements
+    long long k_batch;  // stride of k along batch, in elements
+    long long k_head;  // stride of k along heads, in elements
+    long long k_row;  // stride of k along the sequence, in elements
+    long long v_batch;  // stride of v along batch, in elements
+    long long v_head;  // stride of v along heads, in elements
+    long long v_row;  // stride of v along the sequence, in elements
+    long long out_batch;  // stride of out along batch, in elements
+    long long out_head;  // stride of out along heads, in elements
+    long long out_row;  // stride of out along the sequence, in elements
+    long long dout_batch;  // stride of dout along batch, in elements
+    long long dout_head;  // stride of dout along heads, in elements
+    long long dout_row;  // stride of dout along the sequence, in elements
+    long long dq_batch;  // stride of dq along batch, in elements
+    long long dq_head;  // stride of dq along heads, in elements
+    long long dq_row;  // stride of dq along the sequence, in elements
+    long long dk_batch;  // stride of dk along batch, in elements
+    long long dk_head;  // stride of dk along heads, in elements
+    long long dk_row;  // stride of dk along the sequence, in elements
+    long long dv_batch;  // stride of dv along batch, in elements
+    long long dv_head;  // stride of dv along heads, in elements
+    long long dv_row;  // stride of dv along the sequence, in elements
+    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
+    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
+    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
+    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has its own dense mask, else 1
+    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
+    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
+    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
+    int bits_row;  // words per row of bits
+    int padded_q;  // tiles_m * tile_m
+    int padded_k;  // tiles_n * tile_n
+    int threads;  // CPU threads to use
+    float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
+    float scale_log2;  // scale * log2(e)
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 128;  // columns of q and k
+constexpr int kHeadDimV = 128;  // columns of v and out
+constexpr int kTileM = 48;  // queries of a tile
+constexpr int kTileN = 96;  // keys of a tile
+constexpr int kLanes = 16;  // floats of a vector
+constexpr int kRows = 8;  // register block: kRows x kCols vectors
+constexpr int kCols = 3;
+constexpr int kPanel = kCols * kLanes;  // owned rows of a panel: one per vector lane
+constexpr int kColumns = (kHeadDim + kRows - 1) / kRows * kRows;  // in whole register blocks; what is beyond is 0
+constexpr int kColumnsV = (kHeadDimV + kRows - 1) / kRows * kRows;
+constexpr int kDepth = (kHeadDim + 1) / 2;  // words of a row: pairs of bf16
+constexpr int kDepthV = (kHeadDimV + 1) / 2;
+constexpr int kPanels = kTileN / kPanel;
+constexpr int kColsDq = 2;  // register block of dQ: kRows x kColsDq vectors, lanes along head_dim
+constexpr int kWidth = 128;  // head_dim rounded up to whole blocks
+constexpr int kScratchBytes = 279488;  // of a thread
+
+// ---- Vectors -------------------------------------------------------------------------------------------------------
+
+// Vectors may be wider than this CPU's: only static functions pass them, so their calling convention is our own affair.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+typedef float vec __attribute__((vector_size(kLanes * 4), may_alias));
+typedef int ivec __attribute__((vector_size(kLanes * 4), may_alias));
+typedef unsigned word;  // two bf16 adjacent in depth, the first one in the low half
+typedef unsigned wvec __attribute__((vector_size(kLanes * 4), may_alias));
+
+constexpr float kInfinity = __builtin_inff();
+
+// Scores S carry the sign of the scale only; the rest of it multiplies what is left after the maximum or lse is taken
+// off, which rounds less. The rest is not 0, so that -inf stays -inf.
+static inline float sign_of(const Params* p) { return p->scale < 0.0f ? -1.0f : 1.0f; }
+static inline float rest_of(const Params* p) { return std::fmax(std::fabs(p->scale_log2), 1e-37f); }
+
+static inline vec splat(float x) { return x - vec{}; }
+static inline vec load(const float* x) { return *reinterpret_cast<const vec*>(x); }
+static inline void store(float* x, vec y) { *reinterpret_cast<vec*>(x) = y; }
+static inline vec max(vec a, vec b) { return a > b ? a : b; }  // b if one is NaN
+static inline vec min(vec a, vec b) { return a < b ? a : b; }  // b if one is NaN
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
+
+// 2^x for x < 128, relative error below 3e-6; exactly 0 from x = -127 down, -inf included; NaN for NaN.
+static inline vec exp2(vec x) {
+    x = max(splat(-127.0f), x);
+    const vec shifted = x + 12582912.0f;  // 1.5 * 2^23: the sum has round(x) in its low bits
+    const vec f = x - (shifted - 12582912.0f);
+    vec y = f * 9.5828532e-3f + 5.5906426e-2f;  // minimax on [-1/2, 1/2]
+    y = y * f + 2.4024099e-1f;
+    y = y * f + 6.9312419e-1f;
+    y = y * f + 1.0f;
+    return reinterpret_cast<vec>(reinterpret_cast<ivec>(y) + (reinterpret_cast<ivec>(shifted) << 23));
+}
+
+// acc += both products of the pairs.
+static inline void multiply_add(vec& acc, word a, wvec b) {
+#ifdef __AVX512BF16__
+    acc = (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(a - wvec{}), (__m512bh)b);
+    return;
+#endif
+    const float low = __builtin_bit_cast(float, a << 16);
+    const float high = __builtin_bit_cast(float, a & 0xffff0000u);
+    acc += low * reinterpret_cast<vec>(b << 16);
+    acc += high * reinterpret_cast<vec>(b & 0xffff0000u);
+}
+
+// The nearest bf16 in the high halves, ties away from zero.
+static inline wvec round_high(vec x) { return reinterpret_cast<wvec>(x) + 0x8000u; }
+
+static inline wvec pair(vec low, vec high) {
+    return round_high(low) >> 16 | (round_high(high) & 0xffff0000u);
+}
+
+// ---- Products of packed rows with one panel: kRows x kCols vectors of sums stay in registers -----------------------
+
+// out[row][lane] = sign * sum over d of x[row][d] * panel[d][lane], kDepth words deep. Rows are computed kRows at a
+// time: up to kRows - 1 beyond `rows` are written, their values mean nothing.
+static inline void product(const word* x, int rows, const word* panel, float sign, float* out) {
+    for (int row = 0; row < rows; row += kRows) {
+        vec acc[kRows][kCols] = {};
+        const word* a = x + row * kDepth;
+        for (int d = 0; d < kDepth; ++d) {
+            const wvec* b = reinterpret_cast<const wvec*>(panel + d * kPanel);
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+                for (int i = 0; i < kCols; ++i) {
+                    multiply_add(acc[r][i], a[r * kDepth + d], b[i]);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+            for (int i = 0; i < kCols; ++i) {
+                store(out + (row + r) * kPanel + i * kLanes, acc[r][i] * sign);
+            }
+        }
+    }
+}
+
+// sum[d][lane] += sum over steps of x[step][d] * weight[step][lane], d below kColumns.
+static inline void accumulate(const word* x, int steps, const word* weight, float* sum) {
+    for (int d = 0; d < kColumns; d += kRows) {
+        vec acc[kRows][kCols] = {};  // of this tile alone: short sums added to the long one round less
+        for (int step = 0; step < steps; ++step) {
+            const word* a = x + step * kColumns + d;
+            const wvec* b = reinterpret_cast<const wvec*>(weight + step * kPanel);
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+                for (int i = 0; i < kCols; ++i) {
+                    multiply_add(acc[r][i], a[r], b[i]);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+            for (int i = 0; i < kCols; ++i) {
+                float* at = sum + (d + r) * kPanel + i * kLanes;
+                store(at, load(at) + acc[r][i]);
+            }
+        }
+    }
+}
+
+// sum[row][d] += sum over lanes of x[row][lane] * y[lane][d]: here the lanes of the vectors lie along head_dim.
+// Writes up to kRows - 1 rows beyond `rows`, as `product` does.
+static inline void project(const word* x, int rows, const word* y, float* sum) {
+    constexpr int kSteps = kPanel / 2;
+    for (int row = 0; row < rows; row += kRows) {
+        for (int d = 0; d < kWidth; d += kColsDq * kLanes) {
+            float* at = sum + row * kWidth + d;
+            vec acc[kRows][kColsDq];
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+                for (int i = 0; i < kColsDq; ++i) {
+                    acc[r][i] = load(at + r * kWidth + i * kLanes);
+                }
+            }
+            for (int step = 0; step < kSteps; ++step) {
+                const word* a = x + row * kSteps + step;
+                const wvec* b = reinterpret_cast<const wvec*>(y + step * kWidth + d);
+#pragma GCC unroll 16
+                for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+                    for (int i = 0; i < kColsDq; ++i) {
+                        multiply_add(acc[r][i], a[r * kSteps], b[i]);
+                    }
+                }
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+                for (int i = 0; i < kColsDq; ++i) {
+                    store(at + r * kWidth + i * kLanes, acc[r][i]);
+                }
+            }
+        }
+    }
+}
+
+// Adjacent rows of x[row][lane] as words for `accumulate`; the partner of a last odd row is 0.
+static inline void pair_rows(const float* x, int rows, word* out) {
+    for (int row = 0; row < rows; row += 2) {
+        for (int i = 0; i < kPanel; i += kLanes) {
+            const vec high = row + 1 < rows ? load(x + (row + 1) * kPanel + i) : vec{};
+            *reinterpret_cast<wvec*>(out + row / 2 * kPanel + i) = pair(load(x + row * kPanel + i), high);
+        }
+    }
+}
+
+// Adjacent lanes of x[row][lane] as words for `project`.
+static inline void pair_columns(const float* x, int rows, word* out) {
+    typedef unsigned short halves __attribute__((vector_size(kLanes * 2), may_alias));
+    for (int at = 0; at < rows * kPanel; at += kLanes) {
+        *reinterpret_cast<halves*>(out + at / 2) = __builtin_convertvector(round_high(load(x + at)) >> 16, halves);
+    }
+}
+
+// ---- Packing -------------------------------------------------------------------------------------------------------
+
+typedef unsigned short element;  // bits of a bf16
+
+static inline float widen(element x) { return __builtin_bit_cast(float, static_cast<unsigned>(x) << 16); }
+
+// Rounds to nearest even; NaN stays NaN.
+static inline element narrow(float x) {
+    const unsigned bits = __builtin_bit_cast(unsigned, x);
+    const unsigned rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return static_cast<element>(x != x ? 0x7fffu : rounded);
+}
+
+// Rows of `columns` elements as operands of `product`: out[row][depth], `width` words apart, zeros behind the row.
+static inline void pack_rows(const element* x, long long stride, int rows, int columns, int width, word* out) {
+    for (int row = 0; row < rows; ++row) {
+        const element* from = x + row * stride;
+        __builtin_memcpy(out + row * width, from, columns / 2 * sizeof(word));
+        if (columns % 2 != 0) {
+            out[row * width + columns / 2] = from[columns - 1];
+        }
+    }
+}
+
+// Rows as operands of `accumulate`: out[row / 2][d] pairs two rows, `width` words apart, zeros behind them; a last odd
+// row pairs with 0.
+static inline void pack_row_pairs(const element* x, long long stride, int rows, int columns, int width, word* out) {
+    for (int row = 0; row < rows; row += 2) {
+        const element* low = x + row * stride;
+        const element* high = low + (row + 1 < rows ? stride : 0);
+        const word keep = row + 1 < rows ? 0xffff0000u : 0u;
+        for (int d = 0; d < columns; ++d) {
+            out[row / 2 * width + d] = low[d] | (static_cast<word>(high[d]) << 16 & keep);
+        }
+        for (int d = columns; d < width; ++d) {
+            out[row / 2 * width + d] = 0;
+        }
+    }
+}
+
+// Owned rows of `columns` elements as a panel: out[depth][lane], 0 in lanes from `rows` on and behind the row.
+static inline void pack_panel(const element* x, long long stride, int rows, int columns, int depth, word* out) {
+    for (int lane = 0; lane < kPanel; ++lane) {
+        const element* from = x + lane * stride;
+        for (int d = 0; d < depth; ++d) {
+            const word high = lane < rows && 2 * d + 1 < columns ? static_cast<word>(from[2 * d + 1]) << 16 : 0;
+            out[d * kPanel + lane] = lane < rows ? from[2 * d] | high : 0;
+        }
+    }
+}
+
+// The first `rows` lanes of panel[d][lane] * factor as rows of `columns` elements.
+static inline void unpack_panel(const float* panel, float factor, int rows, int columns, element* out,
+                                long long stride) {
+    for (int lane = 0; lane < rows; ++lane) {
+        for (int d = 0; d < columns; ++d) {
+            out[lane * stride + d] = narrow(panel[d * kPanel + lane] * factor);
+        }
+    }
+}
+
+// ---- Mask: spans ---------------------------------------------------------------------------------------------------
+
+// Tile lists: what each owned tile visits.
+struct Walk {
+    const int* count;
+    const int* order;
+    const int* list;
+    int stride;
+};
+
+static inline Walk walk_of(const Params* p) { return {p->tile_count, p->tile_order, p->tile_list, p->list_stride}; }
+
+// The key tile of this rank, most work first; how many tiles it visits; visit `index` as tile * 2 + masked.
+static inline int key_tile(const Walk& w, int rank) { return w.order[rank]; }
+static inline int key_visits(const Walk& w, int tile) { return w.count[tile]; }
+static inline int key_visit(const Walk& w, int tile, int index) {
+    return w.list[static_cast<long long>(tile) * w.stride + index];
+}
+
+// scores[row][lane] = -inf where query `first_query + row` does not see the key of the lane.
+static inline void hide_from_keys(const int* starts, const int* ends, int first_query, int rows, float* scores) {
+    for (int i = 0; i < kCols; ++i) {
+        const ivec from = *reinterpret_cast<const ivec*>(starts + i * kLanes);
+        const ivec to = *reinterpret_cast<const ivec*>(ends + i * kLanes);
+        for (int row = 0; row < rows; ++row) {
+            float* at = scores + row * kPanel + i * kLanes;
+            const ivec seen = (from <= first_query + row) & (to > first_query + row);
+            store(at, seen ? load(at) : splat(-kInfinity));
+        }
+    }
+}
+
+// ---- Tile schedule from starts/ends: built once per mask, shared by all layers and heads ---------------------------
+
+// 0 if no pair of (query tile, key tile) is visible, 1 if some, 2 if all.
+static int classify(const Params* p, int query_tile, int key_tile) {
+    const int first = query_tile * kTileM;
+    const int last = min(first + kTileM, p->seq_q);
+    int some = 0;
+    int all = (key_tile + 1) * kTileN <= p->seq_k;
+    for (int j = key_tile * kTileN; j < min((key_tile + 1) * kTileN, p->seq_k); ++j) {
+        some |= max(p->starts[j], first) < min(p->ends[j], last);
+        all &= (p->starts[j] <= first) & (p->ends[j] >= last);
+    }
+    return some + (some & all);
+}
+
+// Fills tile_count, tile_list, tile_order and turn for the key tiles.
+extern "C" void attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1_schedule(const Params* p) {
+#pragma omp parallel for num_threads(p->threads) schedule(dynamic)
+    for (int tile = 0; tile < p->tiles_n; ++tile) {
+        int* list = p->tile_list + static_cast<long long>(tile) * p->list_stride;
+        int count = 0;
+        for (int other = 0; other < p->tiles_m; ++other) {
+            const int kind = classify(p, other, tile);
+            if (kind != 0) {
+                list[count++] = other * 2 + (kind == 1);
+            }
+        }
+        p->tile_count[tile] = count;
+    }
+    std::iota(p->tile_order, p->tile_order + p->tiles_n, 0);
+    std::stable_sort(p->tile_order, p->tile_order + p->tiles_n,
+                     [p](int a, int b) { return p->tile_count[a] > p->tile_count[b]; });
+    std::vector<int> before(p->tiles_m);  // how many tiles of lower rank visit each query tile
+    for (int rank = 0; rank < p->tiles_n; ++rank) {
+        const long long list = static_cast<long long>(p->tile_order[rank]) * p->list_stride;
+        for (int index = 0; index < p->tile_count[p->tile_order[rank]]; ++index) {
+            p->turn[list + index] = before[p->tile_list[list + index] / 2]++;
+        }
+    }
+}
+
+// ---- Before and after: delta, and dq_accum to dq -------------------------------------------------------------------
+
+// First row of one head of a tensor of Params.
+#define HEAD(name, batch, head) \
+    (static_cast<element*>(p->name) + (batch) * p->name##_batch + (head) * p->name##_head)
+
+static inline long long plane(const Params* p, int batch, int head) {
+    return static_cast<long long>(batch) * p->heads_q + head;
+}
+
+// Dot product of two rows of out or dout.
+static inline float dot(const element* x, const element* y) {
+    constexpr int whole = kHeadDimV / 8 * 8;
+    float partial[8] = {};
+    for (int d = 0; d < whole; d += 8) {
+        for (int i = 0; i < 8; ++i) {
+            partial[i] += widen(x[d + i]) * widen(y[d + i]);
+        }
+    }
+    float sum = 0.0f;
+    for (int i = 0; i < 8; ++i) {
+        sum += partial[i];
+    }
+    return sum;
+}
+
+// Writes delta less the gradient of lse, clears dq_accum and turns_taken of one query tile.
+static void prepare(const Params* p, int tile, int batch, int head) {
+    const element* out = HEAD(out, batch, head);
+    const element* dout = HEAD(dout, batch, head);
+    p->turns_taken[plane(p, batch, head) * p->tiles_m + tile] = 0;
+    const float* dlse = p->dlse == nullptr ? nullptr : p->dlse + plane(p, batch, head) * p->seq_q;
+    const long long first = plane(p, batch, head) * p->padded_q;
+    for (int row = tile * kTileM; row < min((tile + 1) * kTileM, p->seq_q); ++row) {
+        const float sum = dot(out + row * p->out_row, dout + row * p->dout_row);
+        p->delta[first + row] = dlse == nullptr ? sum : sum - dlse[row];
+        for (int d = 0; d < kHeadDim; ++d) {
+            p->dq_accum[(first + row) * kHeadDim + d] = 0.0f;
+        }
+    }
+}
+
+// Writes dq of one query tile.
+static void finish(const Params* p, int tile, int batch, int head) {
+    const long long first = plane(p, batch, head) * p->padded_q;
+    for (int row = tile * kTileM; row < min((tile + 1) * kTileM, p->seq_q); ++row) {
+        element* dq = HEAD(dq, batch, head) + row * p->dq_row;
+        for (int d = 0; d < kHeadDim; ++d) {
+            dq[d] = narrow(p->dq_accum[(first + row) * kHeadDim + d] * p->scale);
+        }
+    }
+}
+
+// ---- Task: dK and dV of a key tile, and its part of dQ -------------------------------------------------------------
+
+struct alignas(64) KeyPanel {
+    word k[kDepth * kPanel];
+    word v[kDepthV * kPanel];
+    float dk[kColumns * kPanel];
+    float dv[kColumnsV * kPanel];
+    word k_rows[kPanel / 2 * kWidth];  // for dQ: lanes along head_dim
+    int starts[kPanel];  // the key of the lane is visible to queries starts <= i < ends
+    int ends[kPanel];
+    int row;             // first key
+    int rows;            // keys, at most kPanel
+};
+
+// A packed query tile and what it gives with one panel. What is read as vectors comes first, where it is aligned.
+struct alignas(64) Queries {
+    float weights[kTileM * kPanel];  // S, then P
+    float slopes[kTileM * kPanel];   // dP, then dS
+    float dq[kTileM * kWidth];
+    word weight_pairs[kTileM / 2 * kPanel];
+    word slope_pairs[kTileM / 2 * kPanel];
+    word slope_words[kTileM * kPanel / 2];  // dS paired along keys
+    word q_pairs[kTileM / 2 * kColumns];
+    word dout_pairs[kTileM / 2 * kColumnsV];
+    word q[kTileM * kDepth];
+    word dout[kTileM * kDepthV];
+    float lse[kTileM];       // times log2(e); +inf for a query without gradients
+    float lse_rest[kTileM];  // what rounding `lse` lost
+    float delta[kTileM];
+};
+
+// Queries with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
+constexpr float kMaxLse = 4194304.0f;  // 2^22
+
+struct Scratch {
+    Queries queries;
+    KeyPanel panels[kPanels];
+};
+static_assert(sizeof(Scratch) == kScratchBytes, "codegen/plan_cpu.py disagrees");
+
+// Panel with the key rows from `row` on.
+static void start(const Params* p, int batch, int head_kv, int row, KeyPanel& panel) {
+    panel.row = row;
+    panel.rows = min(kPanel, p->seq_k - row);
+    const element* k = HEAD(k, batch, head_kv) + row * p->k_row;
+    const element* v = HEAD(v, batch, head_kv) + row * p->v_row;
+    pack_panel(k, p->k_row, panel.rows, kHeadDim, kDepth, panel.k);
+    pack_panel(v, p->v_row, panel.rows, kHeadDimV, kDepthV, panel.v);
+    std::fill_n(panel.dk, kColumns * kPanel, 0.0f);
+    std::fill_n(panel.dv, kColumnsV * kPanel, 0.0f);
+    std::fill_n(panel.k_rows, sizeof(panel.k_rows) / sizeof(word), word{0});
+    pack_row_pairs(k, p->k_row, panel.rows, kHeadDim, kWidth, panel.k_rows);
+    for (int i = 0; i < kPanel; ++i) {
+        const bool inside = i < panel.rows;  // other lanes are visible to nobody
+        panel.starts[i] = inside ? p->starts[row + i] : 0;
+        panel.ends[i] = inside ? p->ends[row + i] : 0;
+    }
+}
+
+// Packs q, dout, lse and delta of one query tile; returns how many queries it has.
+static int pack_queries(const Params* p, int batch, int head, int first_query, Queries& t) {
+    const int queries = min(kTileM, p->seq_q - first_query);
+    const element* q = HEAD(q, batch, head) + first_query * p->q_row;
+    const element* dout = HEAD(dout, batch, head) + first_query * p->dout_row;
+    pack_rows(q, p->q_row, queries, kHeadDim, kDepth, t.q);
+    pack_rows(dout, p->dout_row, queries, kHeadDimV, kDepthV, t.dout);
+    pack_row_pairs(q, p->q_row, queries, kHeadDim, kColumns, t.q_pairs);
+    pack_row_pairs(dout, p->dout_row, queries, kHeadDimV, kColumnsV, t.dout_pairs);
+    const float* lse = p->lse + plane(p, batch, head) * p->seq_q + first_query;
+    const float* delta = p->delta + plane(p, batch, head) * p->padded_q + first_query;
+    for (int i = 0; i < queries; ++i) {
+        const double base_two = lse[i] * 1.4426950408889634;
+        const bool empty = std::fabs(lse[i]) > kMaxLse;  // or sees nothing: its lse is -inf
+        t.lse[i] = empty ? kInfinity : static_cast<float>(base_two);
+        t.lse_rest[i] = empty ? 0.0f : static_cast<float>(base_two - t.lse[i]);
+        t.delta[i] = delta[i];
+    }
+    return queries;
+}
+
+// S and dP become P and dS. P is at most 1, also where rounding of large S and lse says otherwise.
+static void differentiate(int queries, float scale_log2, Queries& t) {
+    for (int row = 0; row < queries; ++row) {
+        if (t.lse[row] == kInfinity) {
+            std::fill_n(t.weights + row * kPanel, kPanel, 0.0f);
+            std::fill_n(t.slopes + row * kPanel, kPanel, 0.0f);
+            continue;
+        }
+        for (int at = row * kPanel; at < (row + 1) * kPanel; at += kLanes) {
+            const vec power = load(t.weights + at) * scale_log2 - t.lse[row] - t.lse_rest[row];
+            const vec weight = exp2(min(vec{}, power));
+            store(t.weights + at, weight);
+            store(t.slopes + at, weight * (load(t.slopes + at) - t.delta[row]));
+        }
+    }
+}
+
+// One panel of keys meets one packed query tile: adds to dK and dV, and to t.dq.
+static void attend(const Params* p, KeyPanel& panel, int first_query, int queries, bool masked, Queries& t) {
+    product(t.q, queries, panel.k, sign_of(p), t.weights);
+    product(t.dout, queries, panel.v, 1.0f, t.slopes);
+    if (masked) {
+        hide_from_keys(panel.starts, panel.ends, first_query, queries, t.weights);
+    }
+    differentiate(queries, rest_of(p), t);
+    pair_rows(t.weights, queries, t.weight_pairs);
+    pair_rows(t.slopes, queries, t.slope_pairs);
+    pair_columns(t.slopes, queries, t.slope_words);
+    accumulate(t.dout_pairs, (queries + 1) / 2, t.weight_pairs, panel.dv);
+    accumulate(t.q_pairs, (queries + 1) / 2, t.slope_pairs, panel.dk);
+    project(t.slope_words, queries, panel.k_rows, t.dq);
+}
+
+// Which turn visit `index` of key tile `tile` has among the tasks that visit the same query tile.
+static inline int turn_of(const Params* p, int tile, int index) {
+    return p->turn[static_cast<long long>(tile) * p->list_stride + index];
+}
+
+// Adds t.dq to dq_accum after `turn` others. The wait is short: the one before is about one query tile ahead.
+static void add_dq(const Queries& t, int queries, float* sum, int* turns_taken, int turn) {
+    for (int tries = 0; __atomic_load_n(turns_taken, __ATOMIC_ACQUIRE) != turn; ++tries) {
+        if (tries > 1000) {
+            std::this_thread::yield();
+        }
+    }
+    for (int row = 0; row < queries; ++row) {
+        for (int d = 0; d < kHeadDim; ++d) {
+            sum[row * kHeadDim + d] += t.dq[row * kWidth + d];
+        }
+    }
+    __atomic_store_n(turns_taken, turn + 1, __ATOMIC_RELEASE);
+}
+
+// One key tile of one kv head meets all query heads that share it.
+static void run(const Params* p, const Walk& walk, int tile, int batch, int head_kv, Scratch& s) {
+    int panels = 0;
+    for (int row = tile * kTileN; row < min((tile + 1) * kTileN, p->seq_k); row += kPanel) {
+        start(p, batch, head_kv, row, s.panels[panels++]);
+    }
+    const int group = p->heads_q / p->heads_kv;
+    const int count = key_visits(walk, tile);
+    for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+        for (int index = 0; index < count; ++index) {
+            const int visit = key_visit(walk, tile, index);
+            const int first_query = visit / 2 * kTileM;
+            const int queries = pack_queries(p, batch, head, first_query, s.queries);
+            std::fill_n(s.queries.dq, queries * kWidth, 0.0f);
+            for (int i = 0; i < panels; ++i) {
+                attend(p, s.panels[i], first_query, queries, visit % 2, s.queries);
+            }
+            float* sum = p->dq_accum + (plane(p, batch, head) * p->padded_q + first_query) * kHeadDim;
+            int* turns_taken = p->turns_taken + plane(p, batch, head) * p->tiles_m + visit / 2;
+            add_dq(s.queries, queries, sum, turns_taken, turn_of(p, tile, index));
+        }
+    }
+    for (int i = 0; i < panels; ++i) {
+        const KeyPanel& panel = s.panels[i];
+        element* dk = HEAD(dk, batch, head_kv) + panel.row * p->dk_row;
+        element* dv = HEAD(dv, batch, head_kv) + panel.row * p->dv_row;
+        unpack_panel(panel.dk, p->scale, panel.rows, kHeadDim, dk, p->dk_row);
+        unpack_panel(panel.dv, 1.0f, panel.rows, kHeadDimV, dv, p->dv_row);
+    }
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------------------
+
+static inline long long take(long long& next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
+
+extern "C" void attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1(const Params* p) {
+    const Walk& walk = walk_of(p);
+    const long long heads_q = static_cast<long long>(p->batch) * p->heads_q;
+    const long long heads_kv = static_cast<long long>(p->batch) * p->heads_kv;
+    long long next = 0;
+#pragma omp parallel num_threads(p->threads)
+    {
+        Scratch s;
+#pragma omp for schedule(static)
+        for (long long i = 0; i < p->tiles_m * heads_q; ++i) {
+            const int row = static_cast<int>(i / p->tiles_m);
+            prepare(p, static_cast<int>(i % p->tiles_m), row / p->heads_q, row % p->heads_q);
+        }
+        // Tasks by work: (tile rank, batch, kv head), the last one fastest. A task waits only for ones taken before it.
+        for (long long i = take(next); i < p->tiles_n * heads_kv; i = take(next)) {
+            const int row = static_cast<int>(i % heads_kv);
+            const int tile = key_tile(walk, static_cast<int>(i / heads_kv));
+            run(p, walk, tile, row / p->heads_kv, row % p->heads_kv, s);
+        }
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (long long i = 0; i < p->tiles_m * heads_q; ++i) {
+            const int row = static_cast<int>(i / p->tiles_m);
+            finish(p, static_cast<int>(i % p->tiles_m), row / p->heads_q, row % p->heads_q);
+        }
+    }
+}

@@ -1,0 +1,171 @@
+"""`attnforge.masks`: the masks that papers and trainers name, as `Spans`: one interval of queries for each key.
+
+Each function states its rule as "query i sees key j when ...". Its result holds two integers a key, never S x S of
+anything, so sequences of a million tokens are cheap. Sequences are self-attention (as many queries as keys) unless a
+function takes both lengths. Masks combine with `&`: documents(...) & window(...) is a window inside each document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnforge.runtime.inputs import expect_integers
+from attnforge.runtime.masks import Spans
+
+Device = torch.device | str
+Vector = npt.NDArray[np.int64]
+
+
+def documents(lengths: Sequence[int], device: Device, *, causal: bool = False) -> Spans:
+    """Documents packed end to end: query i sees key j when both are in one document (and j <= i if `causal`).
+
+    lengths: tokens of each document; 0 is allowed. A tensor of cu_seqlens that is on the device already goes to
+    `flash_attn_varlen_func`, which never reads it on the host.
+    """
+    starts, ends = _segments(lengths)
+    return _spans(_rows(starts) if causal else starts, ends, device)
+
+
+def window(seq_q: int, seq_k: int, left: int, right: int, device: Device) -> Spans:
+    """Sliding window: query i sees key j when p - left <= j <= p + right, where p = i + seq_k - seq_q.
+
+    left, right: keys before and after the query's own; -1: no limit on that side. (W - 1, 0) is the causal window of W
+    keys that Mistral and Gemma train with.
+    """
+    return window_with_sinks(seq_q, seq_k, left, right, 0, device)
+
+
+def window_with_sinks(seq_q: int, seq_k: int, left: int, right: int, sinks: int, device: Device) -> Spans:
+    """`window`, and the first `sinks` keys are seen by every query at or after them (StreamingLLM)."""
+    _expect("seq_q", seq_q)
+    key = np.arange(_expect("seq_k", seq_k), dtype=np.int64)
+    own = key - (seq_k - seq_q)  # the query at the key's own position
+    starts = own - _expect("right", right, -1) if right >= 0 else np.zeros_like(key)
+    ends = own + left + 1 if _expect("left", left, -1) >= 0 else np.full_like(key, seq_q)
+    ends = np.where(key < _expect("sinks", sinks), seq_q, ends)
+    return _spans(np.clip(starts, 0, seq_q), np.clip(ends, 0, seq_q), device, seq_q)
+
+
+def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], device: Device) -> Spans:
+    """Prefix LM: query i sees key j of its document when j <= i or j is in the document's prefix.
+
+    prefixes: tokens of each document's prefix, at most its length; lengths: tokens of each document.
+    """
+    expect_integers("prefixes", prefixes, "a list of lengths")
+    starts, ends = _segments(lengths)
+    if len(prefixes) != len(lengths):
+        raise ValueError(f"prefixes: got {len(prefixes)} entries for {len(lengths)} documents")
+    for index, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        if not 0 <= prefix <= length:
+            raise ValueError(
+                f"prefixes: entry {index} is {prefix}, expected 0 to the document's {length} tokens"
+            )
+    first_after = starts + np.repeat(np.asarray(prefixes, dtype=np.int64), lengths)
+    row = _rows(starts)
+    return _spans(np.where(row < first_after, starts, row), ends, device)
+
+
+def chunked_causal(length: int, chunk: int, device: Device) -> Spans:
+    """Chunked causal (Llama 4): query i sees key j when j <= i and both are in one chunk of `chunk` tokens."""
+    _expect("length", length)
+    _expect("chunk", chunk, 1)
+    row = np.arange(length, dtype=np.int64)
+    return _spans(row, np.minimum((row // chunk + 1) * chunk, length), device)
+
+
+def tree(parents: Sequence[int], lengths: Sequence[int], device: Device) -> Spans:
+    """A tree of token segments: query i sees key j when j <= i and j's segment is i's own or one of its ancestors.
+
+    What tree search and reinforcement learning pack: completions share the prefixes that they have in common.
+
+    parents: the parent of each segment, -1 for a root; segments are in depth-first preorder, so that each subtree is
+        contiguous. lengths: tokens of each segment, 0 is allowed.
+    Raises ValueError naming the first segment that is out of order.
+    """
+    expect_integers("parents", parents, "a list of segments")
+    starts, _ = _segments(lengths)
+    if len(parents) != len(lengths):
+        raise ValueError(f"parents: got {len(parents)} entries for {len(lengths)} segments")
+    subtree_ends = _subtree_ends(parents, [0, *accumulate(lengths)])
+    return _spans(_rows(starts), np.repeat(np.asarray(subtree_ends, dtype=np.int64), lengths), device)
+
+
+def shared_prefix(groups: Sequence[tuple[int, Sequence[int]]], device: Device) -> Spans:
+    """Completions that share a prompt: query i sees key j <= i of its group in the prompt and in its own completion.
+
+    groups: (prompt length, lengths of its completions) of each group, packed end to end: the prompt, then its
+    completions. It is a `tree` of depth two.
+    """
+    parents: list[int] = []
+    lengths: list[int] = []
+    for prompt, completions in groups:
+        root = len(parents)
+        parents += [-1, *(root for _ in completions)]
+        lengths += [prompt, *completions]
+    return tree(parents, lengths, device)
+
+
+def causal_or_image(lengths: Sequence[int], is_image: Sequence[bool], device: Device) -> Spans:
+    """Text and images in one sequence: query i sees key j when j <= i or both are in one image (Gemma 3, PaliGemma).
+
+    lengths: tokens of each segment; is_image: which segments are images.
+    """
+    if len(is_image) != len(lengths):
+        raise ValueError(f"is_image: got {len(is_image)} entries for {len(lengths)} segments")
+    starts, _ = _segments(lengths)
+    row = _rows(starts)
+    image = np.repeat(np.asarray(is_image, dtype=bool), lengths)
+    return _spans(np.where(image, starts, row), np.full_like(row, len(row)), device)
+
+
+def _expect(name: str, value: int, least: int = 0) -> int:
+    expect_integers(name, (value,), "an integer")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, expected {least} or more")
+    return value
+
+
+def _segments(lengths: Sequence[int]) -> tuple[Vector, Vector]:
+    """First row and end of each row's own segment, int64 (sum(lengths)) each."""
+    expect_integers("lengths", lengths, "a list of lengths")
+    for index, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"lengths: entry {index} is {length}; lengths must be 0 or more")
+    sizes = np.asarray(lengths, dtype=np.int64)
+    ends = np.cumsum(sizes)
+    return np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
+
+
+def _subtree_ends(parents: Sequence[int], bounds: Sequence[int]) -> list[int]:
+    """The row where each segment's subtree ends; segment n has the rows bounds[n] to bounds[n + 1]."""
+    ends = [0] * len(parents)
+    path: list[int] = []  # the open segments: each the parent of the next
+    for segment, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            ends[path.pop()] = bounds[segment]
+        if not path and parent != -1:
+            raise ValueError(
+                f"parents: segment {segment} has parent {parent}, whose subtree has ended or not begun; "
+                "order segments depth first, each right behind its parent or a sibling's subtree"
+            )
+        path.append(segment)
+    for segment in path:
+        ends[segment] = bounds[-1]
+    return ends
+
+
+def _rows(like: Vector) -> Vector:
+    return np.arange(len(like), dtype=np.int64)
+
+
+def _spans(starts: Vector, ends: Vector, device: Device, seq_q: int | None = None) -> Spans:
+    """Spans on `device` of int64 vectors; dispatch learns how many keys a query sees on average."""
+    queries = len(starts) if seq_q is None else seq_q
+    pairs = int(np.maximum(ends - starts, 0).sum())
+    both = torch.from_numpy(np.stack((starts, ends)).astype(np.int32)).to(device, non_blocking=True)
+    return Spans(both[0], both[1], visible_keys=pairs / queries if queries else None)

@@ -1,0 +1,74 @@
+"""generated/: which variants are shown there, and what `render --tuned` writes and removes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from attnforge.codegen.families import FAMILIES
+from attnforge.codegen.render import render
+from attnforge.runtime.search import examples
+from attnforge.runtime.search.winners import GENERATED, tuned_entries, tuned_specs
+
+
+def key(spec: object) -> tuple[object, ...]:
+    problem = spec.problem  # type: ignore[attr-defined]
+    return problem.family, problem.direction, problem.mask
+
+
+def test_one_example_for_each_family_pass_and_mask() -> None:
+    chosen = examples.examples()
+    assert len({key(spec) for spec in chosen}) == len(chosen)
+    tuned = [spec for spec in tuned_specs() if spec.problem.arch.is_gpu]
+    assert {key(spec) for spec in tuned} <= {key(spec) for spec in chosen}
+    assert {key(spec)[:2] for spec in chosen} == set(FAMILIES)
+    assert len(chosen) <= 20
+
+
+def test_examples_are_of_the_flagship_where_it_was_tuned() -> None:
+    largest = max(
+        (
+            e
+            for e in tuned_entries()
+            if e.spec.problem.arch.value == "sm90a" and e.notes["case"] == "pretrain/0 7B"
+        ),
+        key=lambda entry: entry.tflops,
+    )
+    assert largest.spec in examples.examples()
+    dims = {spec.problem.head_dim for spec in examples.examples() if spec.problem.family == "sm90a"}
+    assert dims == {examples.FLAGSHIP}
+
+
+def test_the_index_describes_every_source() -> None:
+    text = (GENERATED / examples.INDEX).read_text()
+    linked = set(re.findall(r"\(([\w.]+\.(?:cu|cpp))\)", text))
+    on_disk = {path.name for path in GENERATED.glob("*.c*")}
+    assert linked == on_disk == {render(spec).file_name for spec in examples.examples()}
+    assert not re.search(r"\|  ?\. Mask", text), "a family has no description"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "tuned").mkdir()
+    shutil.copy(GENERATED / "tuned" / "nvidia-h200.json", tmp_path / "tuned")
+    examples.write(tmp_path)
+    return tmp_path
+
+
+def test_write_repairs_and_removes_what_is_ours_only(directory: Path) -> None:
+    assert examples.differences(directory) == []
+    source = sorted(directory.glob("*.cu"))[0]
+    source.write_text(source.read_text().replace("const", "CONST", 1))
+    (directory / "stale.cpp").write_text("// attnforge_stale\nint x;\n")
+    (directory / "mine.cpp").write_bytes(b"// somebody's own, \xff\n")
+    changed = "".join(examples.differences(directory))
+    assert "+++" in changed
+    assert "CONST" in changed
+    assert "-int x;" in changed
+    assert sorted(path.name for path in examples.write(directory)) == sorted([source.name, "stale.cpp"])
+    assert examples.differences(directory) == []
+    assert not (directory / "stale.cpp").exists()
+    assert (directory / "mine.cpp").exists()

@@ -1,0 +1,128 @@
+"""Named masks against their rules written out for every pair, and through the operator on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnforge
+from attnforge import masks
+from attnforge.runtime.masks import Spans
+from attnforge.runtime.search.reference import reference
+
+Rule = Callable[[int, int], bool]
+
+
+def dense(rule: Rule, seq_q: int, seq_k: int) -> Tensor:
+    return torch.tensor([[rule(i, j) for j in range(seq_k)] for i in range(seq_q)])
+
+
+def belongs(lengths: list[int]) -> list[int]:
+    return [segment for segment, length in enumerate(lengths) for _ in range(length)]
+
+
+LENGTHS = [5, 0, 7, 1, 4]
+OF = belongs(LENGTHS)
+FIRST = [sum(LENGTHS[: OF[j]]) for j in range(17)]
+PREFIXES = [2, 0, 7, 0, 4]
+IMAGES = [False, True, True, False, True]
+PARENTS = [-1, 0, 1, 0, -1]  # 0 has the children 1 and 3; 2 is below 1; 4 is a tree of its own
+ANCESTORS = {0: {0}, 1: {0, 1}, 2: {0, 1, 2}, 3: {0, 3}, 4: {4}}
+
+CASES: dict[str, tuple[Callable[[], Spans], Rule]] = {
+    "documents": (lambda: masks.documents(LENGTHS, "cpu"), lambda i, j: OF[i] == OF[j]),
+    "causal documents": (
+        lambda: masks.documents(LENGTHS, "cpu", causal=True),
+        lambda i, j: OF[i] == OF[j] and j <= i,
+    ),
+    "causal window": (lambda: masks.window(17, 17, 4, 0, "cpu"), lambda i, j: i - 4 <= j <= i),
+    "two-sided window": (lambda: masks.window(17, 17, 2, 3, "cpu"), lambda i, j: i - 2 <= j <= i + 3),
+    "no limit left": (lambda: masks.window(17, 17, -1, 3, "cpu"), lambda i, j: j <= i + 3),
+    "no limit right": (lambda: masks.window(17, 17, 3, -1, "cpu"), lambda i, j: i - 3 <= j),
+    "sinks": (
+        lambda: masks.window_with_sinks(17, 17, 3, 0, 2, "cpu"),
+        lambda i, j: j <= i and (j < 2 or i - 3 <= j),
+    ),
+    "prefix": (
+        lambda: masks.prefix_lm(PREFIXES, LENGTHS, "cpu"),
+        lambda i, j: OF[i] == OF[j] and (j <= i or j - FIRST[j] < PREFIXES[OF[j]]),
+    ),
+    "chunks": (lambda: masks.chunked_causal(17, 5, "cpu"), lambda i, j: j <= i and i // 5 == j // 5),
+    "tree": (
+        lambda: masks.tree(PARENTS, LENGTHS, "cpu"),
+        lambda i, j: j <= i and OF[j] in ANCESTORS[OF[i]],
+    ),
+    "shared prefix": (
+        lambda: masks.shared_prefix([(3, [2, 4]), (0, [5]), (2, [1, 0])], "cpu"),
+        lambda i, j: j <= i and shared(i, j),
+    ),
+    "images": (
+        lambda: masks.causal_or_image(LENGTHS, IMAGES, "cpu"),
+        lambda i, j: j <= i or (OF[i] == OF[j] and IMAGES[OF[i]]),
+    ),
+    "window in documents": (
+        lambda: masks.documents(LENGTHS, "cpu") & masks.window(17, 17, 2, 1, "cpu"),
+        lambda i, j: OF[i] == OF[j] and i - 2 <= j <= i + 1,
+    ),
+}
+GROUPS = [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+PARTS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0, 1]  # 0 is the prompt
+
+
+def shared(i: int, j: int) -> bool:
+    return GROUPS[i] == GROUPS[j] and PARTS[j] in (0, PARTS[i])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule(name: str) -> None:
+    make, rule = CASES[name]
+    mask = make()
+    expected = dense(rule, 17, 17)
+    assert torch.equal(mask.visible(17, 17), expected)
+    if "in documents" not in name:
+        assert mask.visible_keys == pytest.approx(expected.sum().item() / 17)
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(5, 9), (9, 5)])
+def test_windows_of_other_lengths_are_bottom_right_aligned(seq_q: int, seq_k: int) -> None:
+    far = seq_k - seq_q
+    mask = masks.window_with_sinks(seq_q, seq_k, 2, 1, 1, "cpu")
+    rule = dense(lambda i, j: j <= i + far + 1 and (j < 1 or i + far - 2 <= j), seq_q, seq_k)
+    assert torch.equal(mask.visible(seq_q, seq_k), rule)
+
+
+def test_attention_with_a_tree() -> None:
+    q, k, v = (torch.randn(1, 2, 17, 16) for _ in range(3))
+    mask = masks.tree(PARENTS, LENGTHS, "cpu")
+    out = attnforge.attention(q, k, v, mask)
+    torch.testing.assert_close(out, reference(q, k, v, mask)[0].to(out.dtype))
+
+
+def test_a_million_tokens_take_no_square() -> None:
+    mask = masks.documents([600_000, 400_000], "cpu", causal=True) & masks.window(
+        10**6, 10**6, 4095, 0, "cpu"
+    )
+    assert mask.data.numel() == 2 * 10**6
+    assert mask.ends[[0, 599_999, 999_999]].tolist() == [4096, 600_000, 1_000_000]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: masks.tree([-1, 0, 0, 1], [1] * 4, "cpu"), "parents: segment 3 has parent 1"),
+        (lambda: masks.tree([1, -1], [1, 1], "cpu"), "parents: segment 0 has parent 1"),
+        (lambda: masks.tree([-1], [1, 1], "cpu"), "parents: got 1 entries for 2 segments"),
+        (lambda: masks.documents([3, -1], "cpu"), "lengths: entry 1 is -1"),
+        (lambda: masks.prefix_lm([4], [3], "cpu"), "prefixes: entry 0 is 4"),
+        (lambda: masks.chunked_causal(8, 0, "cpu"), "chunk: got 0, expected 1 or more"),
+        (lambda: masks.window(8, 8, -2, 0, "cpu"), "left: got -2"),
+        (lambda: masks.causal_or_image([2, 3], [True], "cpu"), "is_image: got 1 entries for 2 segments"),
+        (lambda: masks.documents([2], "cpu") & masks.documents([3], "cpu"), "2 keys on cpu and 3 keys"),
+    ],
+)
+def test_errors(call: Callable[[], Spans], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
