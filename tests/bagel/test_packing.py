@@ -26,7 +26,7 @@ def visible(mask: PackedMask) -> torch.Tensor:
     return (mask.starts[None] <= row) & (row < mask.ends[None])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(packs)
 def test_spans_equal_the_definition(samples: list[list[tuple[int, str]]]) -> None:
     args = lists(samples)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-import subprocess
 from pathlib import Path
 
+import gxx
 import torch
 from cpu_kernel import Params
 from emulator import FLAGS
@@ -44,9 +44,7 @@ class EmulatedSchedule:
         self.spec, self.plan = spec, render(spec).plan
         path = directory / f"{spec.slug}.cpp"
         path.write_text(schedule_text(spec))
-        library = path.with_suffix(".so")
-        subprocess.run(["g++", *FLAGS, "-DEMULATED_FP16=0", str(path), "-o", str(library)], check=True)
-        self.library = ctypes.CDLL(str(library))
+        self.library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0")
 
     def run(self, mask: Tensor, ends: Tensor | None, seq_q: int, seq_k: int) -> dict[str, Tensor]:
         """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k)."""

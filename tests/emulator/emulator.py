@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import gxx
 import torch
 from cpu_kernel import Params
-from gxx import HERE
 from torch import Tensor
 
 import attnforge
@@ -34,7 +33,7 @@ FLAGS = (
     "-w",
     "-fPIC",
     "-shared",
-    f"-I{HERE}",
+    f"-I{gxx.HERE}",
 )
 MULTIPROCESSORS = 3
 # New bodies of the functions of templates/sm80/ptx.cuh.jinja and of the few beside them that hold PTX.
@@ -132,10 +131,8 @@ class Emulated:
         self.plan = source.plan
         path = directory / f"{spec.slug}.cpp"
         path.write_text(translate(source))
-        library = path.with_suffix(".so")
         half = f"-DEMULATED_FP16={int(spec.problem.dtype is DType.FLOAT16)}"
-        subprocess.run(["g++", *FLAGS, half, str(path), "-o", str(library)], check=True)
-        self.library = ctypes.CDLL(str(library))
+        self.library = gxx.library(path, *FLAGS, half)
         self.held: list[Tensor] = []  # memory that Params point to
         self.scale: float | None = None
 

@@ -33,7 +33,9 @@ static void copy_async(unsigned to, const void* from, int width, int bytes) {
     if (bytes < 0 || bytes > width || (bytes > 0 && reinterpret_cast<uintptr_t>(from) % width != 0)) {
         stop("bad copy of bytes", bytes);
     }
-    async_copies[threadIdx.x].open.push_back({shared_at(to, width), from, width, bytes});
+    unsigned char* target = shared_at(to, width);
+    std::memset(target, 0xff, width);  // NaN: who still reads what was there, or does not wait, notices
+    async_copies[threadIdx.x].open.push_back({target, from, width, bytes});
 }
 
 static void copies_commit() {

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from pathlib import Path
 
+import gxx
 from cpu_kernel import Params
-from gxx import HERE
 
 from attnforge.codegen.render import Source
 from attnforge.runtime.search.case import Case
@@ -45,9 +44,8 @@ class WorkOrder:
         text += CALLS + (rounds + TURN if "work_index" in rounds else "")
         path = directory / f"{source.spec.slug}.cpp"
         path.write_text(text)
-        flags = ("-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}")
-        subprocess.run(["g++", *flags, str(path), "-o", str(path.with_suffix(".so"))], check=True)
-        self.library = ctypes.CDLL(str(path.with_suffix(".so")))
+        flags = ("-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{gxx.HERE}")
+        self.library = gxx.library(path, *flags)
         self.forward = source.plan.owner == "m"
         self.tile_m, self.tile_n = source.spec.tuning.tile_m, source.spec.tuning.tile_n
         self.per_kv_head = not self.forward and not getattr(source.spec.tuning, "split_heads", True)

@@ -10,14 +10,13 @@ import ctypes
 import platform
 import random
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import gxx
 import pytest
 from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, Break
 from cpu_kernel import Params
-from gxx import HERE
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import Source, render
@@ -25,7 +24,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
-FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{HERE}")
+FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
 REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results", "Preprocess")
 KINDS = {"q": 1, "dout": 2, "k": 3, "v": 4, "dk": 5, "dv": 6}  # enum Kind
 FAKE = 1 << 40  # where device memory would be that nothing touches here
@@ -130,8 +129,7 @@ class Simulated:
         self.plan = source.plan
         path = directory / "kernel.cpp"
         path.write_text(translate(source, breaks))
-        subprocess.run(["g++", *FLAGS, str(path), "-o", str(path.with_suffix(".so"))], check=True)
-        self.library = ctypes.CDLL(str(path.with_suffix(".so")))
+        self.library = gxx.library(path, *FLAGS)
         self.library.run.restype = ctypes.c_char_p
         self.words = (ctypes.c_ulonglong * (16 * len(self.plan.tensor_maps) + 8))()
         start = -ctypes.addressof(self.words) % 64 // 8

@@ -6,10 +6,10 @@ import ctypes
 import math
 import platform
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import gxx
 import pytest
 import torch
 from cpu_kernel import Params
@@ -92,8 +92,7 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     assert "asm" not in text
     path = directory / "softmax.cpp"
     path.write_text(PRELUDE + text.replace("#pragma unroll", "//") + harness)
-    subprocess.run(["g++", *FLAGS, str(path), "-o", str(path.with_suffix(".so"))], check=True)
-    return ctypes.CDLL(str(path.with_suffix(".so")))
+    return gxx.library(path, *FLAGS)
 
 
 @pytest.fixture(scope="module")

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
+import gxx
 import pytest
 from cpu_kernel import Params
-from gxx import HERE
 
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
-FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{HERE}")
+FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
 SEEDS = 4
 # What pipeline.h stands in for.
 REPLACED = ("PTX", "Softmax", "Results", "Products")
@@ -65,8 +64,7 @@ def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -
     path.write_text(text.replace(*change) if change[0] else text)
     words = [f"-DCLUSTER={plan.cluster}"] if plan.cluster > 1 else []
     words.append(f"-DkCausal={int(plan.from_end)}")
-    subprocess.run(["g++", *FLAGS, *words, str(path), "-o", str(path.with_suffix(".so"))], check=True)
-    library = ctypes.CDLL(str(path.with_suffix(".so")))
+    library = gxx.library(path, *FLAGS, *words)
     library.run.restype = ctypes.c_char_p
     per_tensor = len(plan.tensor_maps) // len(TENSORS)
     boxes = (ctypes.c_ulonglong * (16 * len(plan.tensor_maps) + 8))()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gxx
 import torch
 
 from attnforge.codegen import params
@@ -50,9 +50,7 @@ class Kernel:
         source = render(spec)
         path = directory / source.file_name
         path.write_text(source.text)
-        library = path.with_suffix(".so")
-        subprocess.run(["g++", *flags, str(path), "-o", str(library)], check=True)
-        self.library = ctypes.CDLL(str(library))
+        self.library = gxx.library(path, *flags)
 
     def forward(self, x: Inputs, threads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         """out like q, lse (B, Hq, Sq) fp32."""
