@@ -84,8 +84,8 @@ def test_every_template_is_used(templates: Path) -> None:
 BF16, SPANS = DType.BFLOAT16, Mask.SPANS
 CASES = [
     ("sm80/forward_loop.cuh.jinja", (FORWARD, Arch.SM80, BF16, SPANS), (BACKWARD, Arch.SM80, BF16, SPANS)),
-    ("sm80/hide.cuh.jinja", (BACKWARD, Arch.SM89, DType.FLOAT32, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
-    ("sm80/hide.cuh.jinja", (FORWARD, Arch.SM90, BF16, SPANS), (FORWARD, Arch.SM90, BF16, Mask.DENSE)),
+    ("sm80/apply_mask.cuh.jinja", (BACKWARD, Arch.SM89, DType.FLOAT32, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
+    ("common/schedule.cuh.jinja", (FORWARD, Arch.SM90, BF16, Mask.DENSE), (FORWARD, Arch.SM90, BF16, Mask.FULL)),
     ("common/mask.cuh.jinja", (FORWARD, Arch.SM90A, BF16, SPANS), (FORWARD, Arch.CPU, BF16, SPANS)),
     ("cpu/pack.h.jinja", (BACKWARD, Arch.CPU, BF16, SPANS), (BACKWARD, Arch.SM90A, BF16, SPANS)),
 ]
