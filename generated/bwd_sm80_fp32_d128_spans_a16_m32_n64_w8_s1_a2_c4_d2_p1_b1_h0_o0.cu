@@ -125,10 +125,10 @@ constexpr int kDvFragsD = 8;
 constexpr int kDqM = 2;
 constexpr int kDqFragsM = kTileM / kDqM / 16;
 constexpr int kDqFragsD = 4;
-// Fragments of a row of dK, dV and dQ that are summed at a time.
-constexpr int kDkApart = 8;
-constexpr int kDvApart = 8;
-constexpr int kDqApart = 4;
+// Fragments of a row of dK, dV and dQ in a split of their columns: those are summed at a time.
+constexpr int kDkSplit = 8;
+constexpr int kDvSplit = 8;
+constexpr int kDqSplit = 4;
 // Shared memory. What lies behind a tile may be read as columns past head_dim, whose results are dropped.
 constexpr int kOffsetK = 0;
 constexpr int kOffsetV = kOffsetK + kTileN * kPitch * 4;
@@ -318,14 +318,14 @@ constexpr int kTerms = 3;
 constexpr int kChain = 2;  // k8 steps of S and dP that tensor cores sum on their own
 
 struct Left {  // 16 x 8: big, small
-    unsigned part[2][4];
+    unsigned split[2][4];
 };
 
 struct Right {  // 8 x 8: big, small
-    unsigned part[2][2];
+    unsigned split[2][2];
 };
 
-// Thread: both parts of x. The tensor cores cut off what tf32 has no bits for.
+// Thread: big and small of x. The tensor cores cut off what tf32 has no bits for.
 __device__ __forceinline__ void split(float x, unsigned& big, unsigned& small) {
     big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));
@@ -333,23 +333,97 @@ __device__ __forceinline__ void split(float x, unsigned& big, unsigned& small) {
 
 __device__ __forceinline__ Left split_left(float x0, float x1, float x2, float x3) {
     Left a;
-    split(x0, a.part[0][0], a.part[1][0]);
-    split(x1, a.part[0][1], a.part[1][1]);
-    split(x2, a.part[0][2], a.part[1][2]);
-    split(x3, a.part[0][3], a.part[1][3]);
+    split(x0, a.split[0][0], a.split[1][0]);
+    split(x1, a.split[0][1], a.split[1][1]);
+    split(x2, a.split[0][2], a.split[1][2]);
+    split(x3, a.split[0][3], a.split[1][3]);
     return a;
 }
 
 __device__ __forceinline__ Right split_right(float x0, float x1) {
     Right b;
-    split(x0, b.part[0][0], b.part[1][0]);
-    split(x1, b.part[0][1], b.part[1][1]);
+    split(x0, b.split[0][0], b.split[1][0]);
+    split(x1, b.split[0][1], b.split[1][1]);
     return b;
 }
 
 // Warp: d += the products of one term; see kTerms.
 __device__ __forceinline__ void multiply(float (&d)[4], const Left& a, const Right& b, int term) {
-    mma(d, a.part[term == 2], b.part[term == 1]);
+    mma(d, a.split[term == 2], b.split[term == 1]);
+}
+
+// Warp: sum[i][j] + rest[i][j] += a[i] b[j]: big * big goes to `sum`, the small terms to `rest`. Term after term, so
+// that no product waits for the one before.
+template <int rows, int columns>
+__device__ __forceinline__ void add_products(float (&sum)[rows][columns][4], float (&rest)[rows][columns][4],
+                                             const Left (&a)[rows], const Right (&b)[columns]) {
+#pragma unroll
+    for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+        for (int i = 0; i < rows; ++i) {
+#pragma unroll
+            for (int j = 0; j < columns; ++j) {
+                multiply(term == 0 ? sum[i][j] : rest[i][j], a[i], b[j], term);
+            }
+        }
+    }
+}
+
+// Warp: acc = left right^T, for S and dP; `acc` comes in as zeros. Both operands lie row after row in shared memory,
+// `pitch` floats apart, `steps` k8 steps long; `left` and `right` are the warp's ldmatrix addresses. What kChain steps
+// give is summed from zero, the small terms first, so that it is cut off only as often and while it is small; `acc` is
+// rounded. What is cut off of S matters most: it comes back as a factor of P.
+template <int steps, int pitch, int rows, int columns>
+__device__ __forceinline__ void multiply_rows(float (&acc)[rows][columns][4], unsigned left, unsigned right) {
+    constexpr int pair = columns == 1 ? 1 : 2;  // n8 fragments that are read at a time
+#pragma unroll
+    for (int first = 0; first < steps; first += kChain) {
+        Left a[kChain][rows];
+#pragma unroll
+        for (int c = 0; c < kChain && first + c < steps; ++c) {
+#pragma unroll
+            for (int i = 0; i < rows; ++i) {
+                float x[4];
+                ldmatrix(x, left + (first + c) * 32 + i * 16 * pitch * 4);
+                a[c][i] = split_left(x[0], x[1], x[2], x[3]);
+            }
+        }
+#pragma unroll
+        for (int j0 = 0; j0 < columns; j0 += pair) {
+            Right b[kChain][2];
+#pragma unroll
+            for (int c = 0; c < kChain && first + c < steps; ++c) {
+                float x[4];
+                ldmatrix(x, right + (first + c) * 32 + j0 * 8 * pitch * 4);
+                b[c][0] = split_right(x[0], x[1]);
+                b[c][1] = split_right(x[2], x[3]);
+            }
+            float sum[rows][pair][4] = {};
+#pragma unroll
+            for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+                for (int c = 0; c < kChain && first + c < steps; ++c) {
+#pragma unroll
+                    for (int i = 0; i < rows; ++i) {
+#pragma unroll
+                        for (int j = 0; j < pair; ++j) {
+                            multiply(sum[i][j], a[c][i], b[c][j], term);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < rows; ++i) {
+#pragma unroll
+                for (int j = 0; j < pair; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        acc[i][j0 + j][e] += sum[i][j][e];
+                    }
+                }
+            }
+        }
+    }
 }
 
 // ---- Mask: spans ---------------------------------------------------------------------------------------------------
@@ -404,10 +478,10 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // of a query tile
+constexpr int kParts = 1;  // row groups of a query tile
 constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // nobody reads the last votes any more
@@ -424,7 +498,7 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kUnit = kTileM / kParts;  // query rows of a row group
 constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
 
 // The keys of a tile, as the threads of a block hold them.
@@ -465,11 +539,11 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
     return keys;
 }
 
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
 __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
     constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
     __shared__ int sums[kScheduleThreads / 32];
     for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
         changes[i] = 0;
@@ -559,122 +633,98 @@ attnforge_bwd_sm80_fp32_d128_spans_a16_m32_n64_w8_s1_a2_c4_d2_p1_b1_h0_o0_order(
     }
 }
 
+// ---- Work of a block -----------------------------------------------------------------------------------------------
+
+// A key tile of a kv head, for all q heads that share it.
+struct Work {
+    int batch, head_kv, tile;
+    int group;  // q heads of the kv head
+    int visits;  // query tiles of each q head
+    int steps;  // query tiles to visit, head after head
+};
+
+__device__ __forceinline__ Work work_at(const Params& p, int index) {
+    const Place place = place_of(p, index);
+    Work work;
+    work.batch = place.batch;
+    work.head_kv = place.head;
+    work.group = p.heads_q / p.heads_kv;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
+    work.steps = work.visits * work.group;
+    return work;
+}
+
+// What a step visits.
+struct QueryTile {
+    int head, tile;
+    bool masked;  // does the mask hide some pairs?
+};
+
+__device__ __forceinline__ QueryTile query_tile_at(const Params& p, const Work& work, int step) {
+    QueryTile query;
+    const int index = step % work.visits;
+    query.head = work.head_kv * work.group + step / work.visits;
+    const int entry = visit(p, work.tile, index);
+    query.tile = entry >> 1;
+    query.masked = entry & 1;
+    return query;
+}
+
+// Warp: dS = P * (dP - delta), in the registers of dP. `stats` holds (lse, delta) of the tile's rows.
+__device__ __forceinline__ void subtract_delta(float (&dp)[kSdpFragsM][kSdpFragsN][4],
+                                               const float (&p)[kSdpFragsM][kSdpFragsN][4], const float2* stats) {
+    const int row0 = threadIdx.x / 32 % kSdpM * kSdpFragsM * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < kSdpFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float delta = stats[row0 + i * 16 + half * 8].y;
+#pragma unroll
+            for (int j = 0; j < kSdpFragsN; ++j) {
+#pragma unroll
+                for (int e = half * 2; e < half * 2 + 2; ++e) {
+                    dp[i][j][e] = p[i][j][e] * (dp[i][j][e] - delta);
+                }
+            }
+        }
+    }
+}
+
+// Warp: set P to 0 where the mask hides a pair. `query0` is the thread's first query, `key0` the
+// warp's first key; `spans` are those of its keys, in shared memory.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kSdpFragsM][kSdpFragsN][4],
+                                           const int2* spans, int query0, int key0) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kSdpFragsN; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int column = j * 8 + lane % 4 * 2 + c;
+            const int2 span = spans[column];
+#pragma unroll
+            for (int i = 0; i < kSdpFragsM; ++i) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int query = query0 + i * 16 + half * 8;
+                    const bool seen = query >= span.x && query < span.y;
+                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : 0.0f;
+                }
+            }
+        }
+    }
+}
+
 // ---- Products of tiles ---------------------------------------------------------------------------------------------
-
-// Warp: S = Q K^T; it comes in as zeros. `left` and `right` are the warp's ldmatrix addresses in the two tiles.
-__device__ __forceinline__ void scores(float (&acc)[kSdpFragsM][kSdpFragsN][4], unsigned left, unsigned right) {
-    constexpr int pair = kSdpFragsN == 1 ? 1 : 2;  // n8 fragments that are read at a time
-#pragma unroll
-    for (int first = 0; first < kStepsD; first += kChain) {
-        Left a[kChain][kSdpFragsM];
-#pragma unroll
-        for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
-#pragma unroll
-            for (int i = 0; i < kSdpFragsM; ++i) {
-                float x[4];
-                ldmatrix(x, left + (first + c) * 32 + i * 16 * kPitch * 4);
-                a[c][i] = split_left(x[0], x[1], x[2], x[3]);
-            }
-        }
-#pragma unroll
-        for (int j0 = 0; j0 < kSdpFragsN; j0 += pair) {
-            Right b[kChain][2];
-#pragma unroll
-            for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
-                float x[4];
-                ldmatrix(x, right + (first + c) * 32 + j0 * 8 * kPitch * 4);
-                b[c][0] = split_right(x[0], x[1]);
-                b[c][1] = split_right(x[2], x[3]);
-            }
-            float sum[kSdpFragsM][pair][4] = {};
-#pragma unroll
-            for (int term = kTerms - 1; term >= 0; --term) {
-#pragma unroll
-                for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
-#pragma unroll
-                    for (int i = 0; i < kSdpFragsM; ++i) {
-#pragma unroll
-                        for (int j = 0; j < pair; ++j) {
-                            multiply(sum[i][j], a[c][i], b[c][j], term);
-                        }
-                    }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kSdpFragsM; ++i) {
-#pragma unroll
-                for (int j = 0; j < pair; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        acc[i][j0 + j][e] += sum[i][j][e];
-                    }
-                }
-            }
-        }
-    }
-}
-
-// Warp: dP = dO V^T; it comes in as zeros. `left` and `right` are the warp's ldmatrix addresses in the two tiles.
-__device__ __forceinline__ void multiply_dp(float (&acc)[kSdpFragsM][kSdpFragsN][4], unsigned left, unsigned right) {
-    constexpr int pair = kSdpFragsN == 1 ? 1 : 2;  // n8 fragments that are read at a time
-#pragma unroll
-    for (int first = 0; first < kStepsDV; first += kChain) {
-        Left a[kChain][kSdpFragsM];
-#pragma unroll
-        for (int c = 0; c < kChain && first + c < kStepsDV; ++c) {
-#pragma unroll
-            for (int i = 0; i < kSdpFragsM; ++i) {
-                float x[4];
-                ldmatrix(x, left + (first + c) * 32 + i * 16 * kPitchV * 4);
-                a[c][i] = split_left(x[0], x[1], x[2], x[3]);
-            }
-        }
-#pragma unroll
-        for (int j0 = 0; j0 < kSdpFragsN; j0 += pair) {
-            Right b[kChain][2];
-#pragma unroll
-            for (int c = 0; c < kChain && first + c < kStepsDV; ++c) {
-                float x[4];
-                ldmatrix(x, right + (first + c) * 32 + j0 * 8 * kPitchV * 4);
-                b[c][0] = split_right(x[0], x[1]);
-                b[c][1] = split_right(x[2], x[3]);
-            }
-            float sum[kSdpFragsM][pair][4] = {};
-#pragma unroll
-            for (int term = kTerms - 1; term >= 0; --term) {
-#pragma unroll
-                for (int c = 0; c < kChain && first + c < kStepsDV; ++c) {
-#pragma unroll
-                    for (int i = 0; i < kSdpFragsM; ++i) {
-#pragma unroll
-                        for (int j = 0; j < pair; ++j) {
-                            multiply(sum[i][j], a[c][i], b[c][j], term);
-                        }
-                    }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kSdpFragsM; ++i) {
-#pragma unroll
-                for (int j = 0; j < pair; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        acc[i][j0 + j][e] += sum[i][j][e];
-                    }
-                }
-            }
-        }
-    }
-}
 
 // Warp: dV += P^T dO. `left` and `right` are the thread's first elements of the two tiles: row lane % 4 * 2, and of the
 // first the column of key lane / 4, of the second column lane / 4. Index t of a product is query 2t, t + 4 is 2t + 1.
 __device__ __forceinline__ void add_dv(float (&acc)[kDkvFragsN][kDvFragsD][4], const float* left,
                                        const float* right) {
 #pragma unroll
-    for (int first = 0; first < kDvFragsD; first += kDvApart) {
-        float apart[kDkvFragsN][kDvApart][4] = {};
-        float rest[kDkvFragsN][kDvApart][4] = {};
+    for (int first = 0; first < kDvFragsD; first += kDvSplit) {
+        float share[kDkvFragsN][kDvSplit][4] = {};
+        float rest[kDkvFragsN][kDvSplit][4] = {};
 #pragma unroll
         for (int step = 0; step < kTileM / 8; ++step) {
             Left a[kDkvFragsN];
@@ -683,30 +733,21 @@ __device__ __forceinline__ void add_dv(float (&acc)[kDkvFragsN][kDvFragsD][4], c
                 const float* x = left + step * 8 * kPitchS + i * 16;
                 a[i] = split_left(x[0], x[8], x[kPitchS], x[kPitchS + 8]);
             }
-            Right b[kDvApart];
+            Right b[kDvSplit];
 #pragma unroll
-            for (int j = 0; j < kDvApart; ++j) {
+            for (int j = 0; j < kDvSplit; ++j) {
                 const float* x = right + step * 8 * kPitchV + (first + j) * 8;
                 b[j] = split_right(x[0], x[kPitchV]);
             }
-#pragma unroll
-            for (int term = kTerms - 1; term >= 0; --term) {
-#pragma unroll
-                for (int i = 0; i < kDkvFragsN; ++i) {
-#pragma unroll
-                    for (int j = 0; j < kDvApart; ++j) {
-                        multiply(term == 0 ? apart[i][j] : rest[i][j], a[i], b[j], term);
-                    }
-                }
-            }
+            add_products(share, rest, a, b);
         }
 #pragma unroll
         for (int i = 0; i < kDkvFragsN; ++i) {
 #pragma unroll
-            for (int j = 0; j < kDvApart; ++j) {
+            for (int j = 0; j < kDvSplit; ++j) {
 #pragma unroll
                 for (int e = 0; e < 4 && first + j < kDvFragsD; ++e) {
-                    acc[i][first + j][e] += apart[i][j][e] + rest[i][j][e];
+                    acc[i][first + j][e] += share[i][j][e] + rest[i][j][e];
                 }
             }
         }
@@ -718,9 +759,9 @@ __device__ __forceinline__ void add_dv(float (&acc)[kDkvFragsN][kDvFragsD][4], c
 __device__ __forceinline__ void add_dk(float (&acc)[kDkvFragsN][kDkFragsD][4], const float* left,
                                        const float* right) {
 #pragma unroll
-    for (int first = 0; first < kDkFragsD; first += kDkApart) {
-        float apart[kDkvFragsN][kDkApart][4] = {};
-        float rest[kDkvFragsN][kDkApart][4] = {};
+    for (int first = 0; first < kDkFragsD; first += kDkSplit) {
+        float share[kDkvFragsN][kDkSplit][4] = {};
+        float rest[kDkvFragsN][kDkSplit][4] = {};
 #pragma unroll
         for (int step = 0; step < kTileM / 8; ++step) {
             Left a[kDkvFragsN];
@@ -729,30 +770,21 @@ __device__ __forceinline__ void add_dk(float (&acc)[kDkvFragsN][kDkFragsD][4], c
                 const float* x = left + step * 8 * kPitchS + i * 16;
                 a[i] = split_left(x[0], x[8], x[kPitchS], x[kPitchS + 8]);
             }
-            Right b[kDkApart];
+            Right b[kDkSplit];
 #pragma unroll
-            for (int j = 0; j < kDkApart; ++j) {
+            for (int j = 0; j < kDkSplit; ++j) {
                 const float* x = right + step * 8 * kPitch + (first + j) * 8;
                 b[j] = split_right(x[0], x[kPitch]);
             }
-#pragma unroll
-            for (int term = kTerms - 1; term >= 0; --term) {
-#pragma unroll
-                for (int i = 0; i < kDkvFragsN; ++i) {
-#pragma unroll
-                    for (int j = 0; j < kDkApart; ++j) {
-                        multiply(term == 0 ? apart[i][j] : rest[i][j], a[i], b[j], term);
-                    }
-                }
-            }
+            add_products(share, rest, a, b);
         }
 #pragma unroll
         for (int i = 0; i < kDkvFragsN; ++i) {
 #pragma unroll
-            for (int j = 0; j < kDkApart; ++j) {
+            for (int j = 0; j < kDkSplit; ++j) {
 #pragma unroll
                 for (int e = 0; e < 4 && first + j < kDkFragsD; ++e) {
-                    acc[i][first + j][e] += apart[i][j][e] + rest[i][j][e];
+                    acc[i][first + j][e] += share[i][j][e] + rest[i][j][e];
                 }
             }
         }
@@ -780,9 +812,9 @@ __device__ __forceinline__ void add_dq(float* dq, long long stride, int rows, fl
                                        const float* right, int row0, int column0) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int first = 0; first < kDqFragsD; first += kDqApart) {
-        float apart[kDqFragsM][kDqApart][4] = {};
-        float rest[kDqFragsM][kDqApart][4] = {};
+    for (int first = 0; first < kDqFragsD; first += kDqSplit) {
+        float share[kDqFragsM][kDqSplit][4] = {};
+        float rest[kDqFragsM][kDqSplit][4] = {};
 #pragma unroll
         for (int step = 0; step < kTileN / 8; ++step) {
             Left a[kDqFragsM];
@@ -792,22 +824,13 @@ __device__ __forceinline__ void add_dq(float* dq, long long stride, int rows, fl
                 ldmatrix(x, left + step * 32 + i * 16 * kPitchS * 4);
                 a[i] = split_left(x[0], x[1], x[2], x[3]);
             }
-            Right b[kDqApart];
+            Right b[kDqSplit];
 #pragma unroll
-            for (int j = 0; j < kDqApart; ++j) {
+            for (int j = 0; j < kDqSplit; ++j) {
                 const float* x = right + step * 8 * kPitch + (first + j) * 8;
                 b[j] = split_right(x[0], x[kPitch]);
             }
-#pragma unroll
-            for (int term = kTerms - 1; term >= 0; --term) {
-#pragma unroll
-                for (int i = 0; i < kDqFragsM; ++i) {
-#pragma unroll
-                    for (int j = 0; j < kDqApart; ++j) {
-                        multiply(term == 0 ? apart[i][j] : rest[i][j], a[i], b[j], term);
-                    }
-                }
-            }
+            add_products(share, rest, a, b);
         }
 #pragma unroll
         for (int i = 0; i < kDqFragsM; ++i) {
@@ -816,9 +839,9 @@ __device__ __forceinline__ void add_dq(float* dq, long long stride, int rows, fl
                 const int row = row0 + lane / 4 + i * 16 + half * 8;
                 if (row < rows) {
 #pragma unroll
-                    for (int j = 0; j < kDqApart && first + j < kDqFragsD; ++j) {
+                    for (int j = 0; j < kDqSplit && first + j < kDqFragsD; ++j) {
                         const int column = column0 + (first + j) * 8 + lane % 4 * 2;
-                        const float* x = apart[i][j] + half * 2;
+                        const float* x = share[i][j] + half * 2;
                         const float* y = rest[i][j] + half * 2;
                         add_pair(dq + row * stride, column, kHeadDim, (x[0] + y[0]) * scale, (x[1] + y[1]) * scale);
                     }
@@ -830,16 +853,15 @@ __device__ __forceinline__ void add_dq(float* dq, long long stride, int rows, fl
 
 // ---- Steps of the main loop ----------------------------------------------------------------------------------------
 
-// Warp: P = 2^(S - lse), hidden pairs 0. `stats` holds (lse, delta) of the tile's rows. Both S and lse are split into
+// Warp: P = 2^(S - lse), 0 where hidden. `stats` holds (lse, delta) of the tile's rows. Both S and lse are split into
 // whole powers of two, which are exact, and what remains: a float has no bits for the fractions of numbers near 10.
 // Where S is so large that it has none either, what remains is anything, and the bounds keep P finite.
 __device__ __forceinline__ void probabilities(const Params& p, float (&s)[kSdpFragsM][kSdpFragsN][4],
-                                              const float2* stats, const int2* spans, int query0, int key0,
-                                              bool masked) {
+                                              const QueryTile& query, const float2* stats,
+                                              const int2* spans, int key0) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int row0 = warp % kSdpM * kSdpFragsM * 16 + lane / 4;
-    const int col0 = warp / kSdpM * kSdpFragsN * 8 + lane % 4 * 2;
     const float log2e = 1.44269502f;
     const float log2e_rest = 1.92596303e-8f;
     const float rounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
@@ -850,7 +872,7 @@ __device__ __forceinline__ void probabilities(const Params& p, float (&s)[kSdpFr
             const float lse = stats[row0 + i * 16 + half * 8].x;
             const float whole = rintf(lse * log2e);
             const float rest = fmaf(lse, log2e, -whole) + lse * log2e_rest;
-            // Of a row without gradients (_prepare) P is 0 even where S is larger than what stands for its lse.
+            // Of a row without gradients (_preprocess) P is 0 even where S is larger than what stands for its lse.
             const float most = lse == kNoGradients ? __int_as_float(0xff800000) : 2.0f;
 #pragma unroll
             for (int j = 0; j < kSdpFragsN; ++j) {
@@ -864,25 +886,9 @@ __device__ __forceinline__ void probabilities(const Params& p, float (&s)[kSdpFr
             }
         }
     }
-    if (!masked) {
-        return;
-    }
-#pragma unroll
-    for (int j = 0; j < kSdpFragsN; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int col = col0 + j * 8 + c;
-            const int2 span = spans[col];
-#pragma unroll
-            for (int i = 0; i < kSdpFragsM; ++i) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int query = query0 + row0 + i * 16 + half * 8;
-                    const bool seen = query >= span.x && query < span.y;
-                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : 0.0f;
-                }
-            }
-        }
+    if (query.masked) {
+        const int column0 = warp / kSdpM * kSdpFragsN * 8;
+        apply_mask(p, s, spans + column0, query.tile * kTileM + row0, key0 + column0);
     }
 }
 
@@ -956,6 +962,117 @@ __device__ __forceinline__ void store_dv(float* out, long long stride, const flo
     }
 }
 
+// ---- Main loop -----------------------------------------------------------------------------------------------------
+
+// What a block keeps from step to step.
+struct Gradients {
+    float dk[kDkvFragsN][kDkFragsD][4];
+    float dv[kDkvFragsN][kDvFragsD][4];
+};
+
+// Where this warp reads the operands of the products, relative to the tiles: ldmatrix addresses, in bytes, or the
+// thread's first element, in floats.
+struct Operands {
+    unsigned q_left, do_left, k_right, v_right;  // S and dP: bytes
+    int dkv_left, do_right, q_right;             // dV and dK: floats
+    unsigned ds_left;                            // dQ: bytes
+    int dq_right, dq_row, dq_column;             // floats; where the warp's share of dQ begins
+};
+
+__device__ __forceinline__ Operands operands_of(int warp, int lane) {
+    const int left_row = warp % kSdpM * kSdpFragsM * 16 + (lane & 15);
+    const int right_row = warp / kSdpM * kSdpFragsN * 8 + (lane >> 4) * 8 + (lane & 7);
+    Operands at;
+    at.q_left = (left_row * kPitch + (lane >> 4) * 4) * 4;
+    at.do_left = (left_row * kPitchV + (lane >> 4) * 4) * 4;
+    at.k_right = (right_row * kPitch + (lane >> 3 & 1) * 4) * 4;
+    at.v_right = (right_row * kPitchV + (lane >> 3 & 1) * 4) * 4;
+    at.dkv_left = lane % 4 * 2 * kPitchS + warp % kDkvN * kDkvFragsN * 16 + score_column(lane / 4);
+    at.do_right = lane % 4 * 2 * kPitchV + warp / kDkvN * kDvFragsD * 8 + lane / 4;
+    at.q_right = lane % 4 * 2 * kPitch + warp / kDkvN * kDkFragsD * 8 + lane / 4;
+    at.dq_row = warp % kDqM * kDqFragsM * 16;
+    at.dq_column = warp / kDqM * kDqFragsD * 8;
+    at.ds_left = ((at.dq_row + (lane & 15)) * kPitchS + (lane >> 4) * 4) * 4;
+    at.dq_right = lane % 4 * 2 * kPitch + at.dq_column + lane / 4;
+    return at;
+}
+
+// Block: start copying Q, dO and their row statistics for step `step` into buffer `stage`.
+__device__ __forceinline__ void load_step(const Params& p, const Work& work, unsigned base, int step, int stage) {
+    const QueryTile query = query_tile_at(p, work, step);
+    const int query0 = query.tile * kTileM;
+    const float* q = static_cast<const float*>(p.q) + work.batch * p.q_batch + query.head * p.q_head;
+    const float* dout = static_cast<const float*>(p.dout) + work.batch * p.dout_batch + query.head * p.dout_head;
+    load_q_tile(base + kOffsetQ + stage * kQBytes, q + query0 * p.q_row, p.q_row, p.seq_q - query0);
+    load_do_tile(base + kOffsetDo + stage * kDoBytes, dout + query0 * p.dout_row, p.dout_row, p.seq_q - query0);
+    const long long plane = static_cast<long long>(work.batch) * p.heads_q + query.head;
+    const float* stats = p.delta + (plane * p.padded_q + query0) * 2;
+    for (int row = threadIdx.x; row < kTileM; row += kThreads) {
+        cp_async_stat(base + kOffsetStats + stage * kStatBytes + row * 8, stats + row * 2);
+    }
+}
+
+// Block: start copying K, V and the first step.
+__device__ __forceinline__ void load_first(const Params& p, const Work& work, unsigned base) {
+    if (work.steps > 0) {
+        const int key0 = work.tile * kTileN;
+        const float* k = static_cast<const float*>(p.k) + work.batch * p.k_batch + work.head_kv * p.k_head;
+        const float* v = static_cast<const float*>(p.v) + work.batch * p.v_batch + work.head_kv * p.v_head;
+        load_k_tile(base + kOffsetK, k + key0 * p.k_row, p.k_row, p.seq_k - key0);
+        load_v_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+        load_step(p, work, base, 0, 0);
+    }
+    cp_async_commit();
+}
+
+// Warp: its share of dQ = scale * dS K of this step, added in memory.
+__device__ __forceinline__ void step_dq(const Params& p, const Work& work, const QueryTile& query, unsigned ds,
+                                        const float* k, const Operands& at) {
+    const int query0 = query.tile * kTileM;
+    float* dq = static_cast<float*>(p.dq) + work.batch * p.dq_batch + query.head * p.dq_head + query0 * p.dq_row;
+    add_dq(dq, p.dq_row, p.seq_q - query0, p.scale, ds + at.ds_left, k + at.dq_right, at.dq_row, at.dq_column);
+}
+
+// Block: walk the query tiles. K, V and the first step are on their way.
+__device__ __forceinline__ void walk(const Params& p, const Work& work, unsigned char* shared, unsigned base,
+                                     const Operands& at, Gradients& sums) {
+    const float* k_tile = reinterpret_cast<const float*>(shared + kOffsetK);
+    float* p_tile = reinterpret_cast<float*>(shared + kOffsetP);
+    float* ds_tile = reinterpret_cast<float*>(shared + kOffsetDs);
+    const int2* spans = reinterpret_cast<const int2*>(shared + kOffsetSpans);
+    for (int step = 0; step < work.steps; ++step) {
+        const int stage = 0;
+        const QueryTile query = query_tile_at(p, work, step);
+        const float* q_tile = reinterpret_cast<const float*>(shared + kOffsetQ + stage * kQBytes);
+        const float* do_tile = reinterpret_cast<const float*>(shared + kOffsetDo + stage * kDoBytes);
+        const float2* stats = reinterpret_cast<const float2*>(shared + kOffsetStats + stage * kStatBytes);
+        cp_async_wait();
+        __syncthreads();  // Q and dO have arrived; nobody reads P, dS or the other stage any more
+
+        float s[kSdpFragsM][kSdpFragsN][4] = {};
+        multiply_rows<kStepsD, kPitch>(s, base + kOffsetQ + stage * kQBytes + at.q_left, base + kOffsetK + at.k_right);
+        probabilities(p, s, query, stats, spans, work.tile * kTileN);
+        store_scores(p_tile, s);
+
+        float dp[kSdpFragsM][kSdpFragsN][4] = {};
+        const unsigned do_left = base + kOffsetDo + stage * kDoBytes + at.do_left;
+        multiply_rows<kStepsDV, kPitchV>(dp, do_left, base + kOffsetV + at.v_right);
+        subtract_delta(dp, s, stats);
+        store_scores(ds_tile, dp);
+        __syncthreads();  // P and dS are complete
+
+        step_dq(p, work, query, base + kOffsetDs, k_tile, at);
+        add_dv(sums.dv, p_tile + at.dkv_left, do_tile + at.do_right);
+        add_dk(sums.dk, ds_tile + at.dkv_left, q_tile + at.q_right);
+
+        __syncthreads();  // nobody reads Q and dO any more
+        if (step + 1 < work.steps) {
+            load_step(p, work, base, step + 1, 0);
+        }
+        cp_async_commit();
+    }
+}
+
 // ---- Kernels -------------------------------------------------------------------------------------------------------
 
 // Rows with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
@@ -973,7 +1090,7 @@ __device__ __forceinline__ float2 row_stats(const Params& p, long long plane, in
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse, delta), and zeros where others add.
 extern "C" __global__ void __launch_bounds__(kThreads)
-attnforge_bwd_sm80_fp32_d128_spans_a16_m32_n64_w8_s1_a2_c4_d2_p1_b1_h0_o0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm80_fp32_d128_spans_a16_m32_n64_w8_s1_a2_c4_d2_p1_b1_h0_o0_preprocess(const __grid_constant__ Params p) {
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int tile = blockIdx.x / (p.heads_q * p.batch);
@@ -1011,118 +1128,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_bwd_sm80_fp32_d128_spans_a16_m32_n64_w8_s1_a2_c4_d2_p1_b1_h0_o0(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const Place place = place_of(p, blockIdx.x);
-    const int batch = place.batch;
-    const int head_kv = place.head;
-    const int group = p.heads_q / p.heads_kv;
-    const int tile = owned_tile(p, place.rank);
-    const int count = visits(p, tile);
-    const int steps = count * group;  // every visited query tile, head after head
-    const int key0 = tile * kTileN;
-
-    // Start copying Q, dO and their row statistics for step `step` into buffer `stage`.
-    const auto load_step = [&](int step, int stage) {
-        const int head = head_kv * group + step / count;
-        const int index = step % count;
-        const int query0 = (visit(p, tile, index) >> 1) * kTileM;
-        const float* q = static_cast<const float*>(p.q) + batch * p.q_batch + head * p.q_head;
-        const float* dout = static_cast<const float*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
-        load_q_tile(base + kOffsetQ + stage * kQBytes, q + query0 * p.q_row, p.q_row, p.seq_q - query0);
-        load_do_tile(base + kOffsetDo + stage * kDoBytes, dout + query0 * p.dout_row, p.dout_row, p.seq_q - query0);
-        const long long row0 = static_cast<long long>(batch) * p.heads_q + head;
-        const float* stats = p.delta + (row0 * p.padded_q + query0) * 2;
-        for (int row = threadIdx.x; row < kTileM; row += kThreads) {
-            cp_async_stat(base + kOffsetStats + stage * kStatBytes + row * 8, stats + row * 2);
-        }
-    };
-
-    float dk[kDkvFragsN][kDkFragsD][4] = {};
-    float dv[kDkvFragsN][kDvFragsD][4] = {};
-    if (steps > 0) {
-        const float* k = static_cast<const float*>(p.k) + batch * p.k_batch + head_kv * p.k_head;
-        const float* v = static_cast<const float*>(p.v) + batch * p.v_batch + head_kv * p.v_head;
-        load_k_tile(base + kOffsetK, k + key0 * p.k_row, p.k_row, p.seq_k - key0);
-        load_v_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
-        load_step(0, 0);
-    }
-    cp_async_commit();
-    int2* spans = reinterpret_cast<int2*>(shared + kOffsetSpans);
+    const Work work = work_at(p, blockIdx.x);
+    const int key0 = work.tile * kTileN;
+    Gradients sums = {};
+    load_first(p, work, base);
     for (int i = threadIdx.x; i < kTileN; i += kThreads) {
-        spans[i] = span_of(p, key0 + i);
+        reinterpret_cast<int2*>(shared + kOffsetSpans)[i] = span_of(p, key0 + i);
     }
-
-    // Where this warp reads the operands of the products: ldmatrix addresses, or the thread's first element.
-    const int sdp_row = warp % kSdpM * kSdpFragsM * 16;
-    const int left_row = sdp_row + (lane & 15);
-    const int right_row = warp / kSdpM * kSdpFragsN * 8 + (lane >> 4) * 8 + (lane & 7);
-    const unsigned q_left = (left_row * kPitch + (lane >> 4) * 4) * 4;
-    const unsigned do_left = (left_row * kPitchV + (lane >> 4) * 4) * 4;
-    const unsigned k_right = base + kOffsetK + (right_row * kPitch + (lane >> 3 & 1) * 4) * 4;
-    const unsigned v_right = base + kOffsetV + (right_row * kPitchV + (lane >> 3 & 1) * 4) * 4;
-    const int dkv_left = lane % 4 * 2 * kPitchS + warp % kDkvN * kDkvFragsN * 16 + score_column(lane / 4);
-    const int do_right = lane % 4 * 2 * kPitchV + warp / kDkvN * kDvFragsD * 8 + lane / 4;
-    const int q_right = lane % 4 * 2 * kPitch + warp / kDkvN * kDkFragsD * 8 + lane / 4;
-    const int dq_row = warp % kDqM * kDqFragsM * 16;
-    const int dq_column = warp / kDqM * kDqFragsD * 8;
-    const unsigned ds_left = base + kOffsetDs + ((dq_row + (lane & 15)) * kPitchS + (lane >> 4) * 4) * 4;
-    const int dq_right = lane % 4 * 2 * kPitch + dq_column + lane / 4;
-    const float* k_tile = reinterpret_cast<const float*>(shared + kOffsetK);
-    float* p_tile = reinterpret_cast<float*>(shared + kOffsetP);
-    float* ds_tile = reinterpret_cast<float*>(shared + kOffsetDs);
-
-    for (int step = 0; step < steps; ++step) {
-        const int stage = 0;
-        const int head = head_kv * group + step / count;
-        const int index = step % count;
-        const int entry = visit(p, tile, index);
-        const int query0 = (entry >> 1) * kTileM;
-        const float2* stats = reinterpret_cast<const float2*>(shared + kOffsetStats + stage * kStatBytes);
-        cp_async_wait();
-        __syncthreads();  // Q and dO have arrived; nobody reads P, dS or the other stage any more
-
-        float s[kSdpFragsM][kSdpFragsN][4] = {};
-        scores(s, base + kOffsetQ + stage * kQBytes + q_left, k_right);
-        probabilities(p, s, stats, spans, query0, key0, entry & 1);
-        store_scores(p_tile, s);
-
-        float dp[kSdpFragsM][kSdpFragsN][4] = {};
-        multiply_dp(dp, base + kOffsetDo + stage * kDoBytes + do_left, v_right);
-#pragma unroll
-        for (int i = 0; i < kSdpFragsM; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float delta = stats[sdp_row + lane / 4 + i * 16 + half * 8].y;
-#pragma unroll
-                for (int j = 0; j < kSdpFragsN; ++j) {
-#pragma unroll
-                    for (int e = half * 2; e < half * 2 + 2; ++e) {
-                        dp[i][j][e] = s[i][j][e] * (dp[i][j][e] - delta);
-                    }
-                }
-            }
-        }
-        store_scores(ds_tile, dp);
-        __syncthreads();  // P and dS are complete
-
-        float* dq = static_cast<float*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
-        add_dq(dq, p.dq_row, p.seq_q - query0, p.scale, ds_left, k_tile + dq_right, dq_row, dq_column);
-        const float* q_tile = reinterpret_cast<const float*>(shared + kOffsetQ + stage * kQBytes);
-        const float* do_tile = reinterpret_cast<const float*>(shared + kOffsetDo + stage * kDoBytes);
-        add_dv(dv, p_tile + dkv_left, do_tile + do_right);
-        add_dk(dk, ds_tile + dkv_left, q_tile + q_right);
-
-        __syncthreads();  // nobody reads Q and dO any more
-        if (step + 1 < steps) {
-            load_step(step + 1, 0);
-        }
-        cp_async_commit();
-    }
+    walk(p, work, shared, base, operands_of(threadIdx.x / 32, threadIdx.x % 32), sums);
     cp_async_wait_all();
-
-    float* dk_out = static_cast<float*>(p.dk) + batch * p.dk_batch + head_kv * p.dk_head + key0 * p.dk_row;
-    float* dv_out = static_cast<float*>(p.dv) + batch * p.dv_batch + head_kv * p.dv_head + key0 * p.dv_row;
-    store_dk(dk_out, p.dk_row, dk, p.scale, p.seq_k - key0);
-    store_dv(dv_out, p.dv_row, dv, 1.0f, p.seq_k - key0);
+    float* dk = static_cast<float*>(p.dk) + work.batch * p.dk_batch + work.head_kv * p.dk_head + key0 * p.dk_row;
+    float* dv = static_cast<float*>(p.dv) + work.batch * p.dv_batch + work.head_kv * p.dv_head + key0 * p.dv_row;
+    store_dk(dk, p.dk_row, sums.dk, p.scale, p.seq_k - key0);
+    store_dv(dv, p.dv_row, sums.dv, 1.0f, p.seq_k - key0);
 }

@@ -132,7 +132,7 @@ constexpr int kOffsetDs = kOffsetP + kScoreBytes;
 constexpr int kOffsetStats = kOffsetDs + kScoreBytes;
 constexpr int kOffsetSpans = kOffsetStats + kStages * kStatBytes;
 constexpr int kSharedBytes = kOffsetSpans + kTileN * 8;
-static_assert(kSharedBytes == 165888, "codegen/plan_sm80.py disagrees");
+static_assert(kSharedBytes == 165888, "codegen/plan_sm80_backward.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -330,10 +330,10 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // of a query tile
+constexpr int kParts = 1;  // row groups of a query tile
 constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // nobody reads the last votes any more
@@ -350,7 +350,7 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kUnit = kTileM / kParts;  // query rows of a row group
 constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
 
 // The keys of a tile, as the threads of a block hold them.
@@ -391,11 +391,11 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
     return keys;
 }
 
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
 __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
     constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
     __shared__ int sums[kScheduleThreads / 32];
     for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
         changes[i] = 0;
@@ -485,6 +485,62 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_order(const
     }
 }
 
+// ---- Work of a block -----------------------------------------------------------------------------------------------
+
+// A key tile of a kv head, for one of its q heads.
+struct Work {
+    int batch, head_kv, tile;
+    int head;   // the q head
+    int steps;  // query tiles to visit
+};
+
+__device__ __forceinline__ Work work_at(const Params& p, int index) {
+    const Place place = place_of(p, index);
+    Work work;
+    work.batch = place.batch;
+    work.head = place.head;
+    work.tile = owned_tile(p, place.rank);
+    work.head_kv = work.head / (p.heads_q / p.heads_kv);
+    work.steps = visits(p, work.tile);
+    return work;
+}
+
+// What a step visits.
+struct QueryTile {
+    int head, tile;
+    bool masked;  // does the mask hide some pairs?
+};
+
+__device__ __forceinline__ QueryTile query_tile_at(const Params& p, const Work& work, int step) {
+    QueryTile query;
+    const int index = step;
+    query.head = work.head;
+    const int entry = visit(p, work.tile, index);
+    query.tile = entry >> 1;
+    query.masked = entry & 1;
+    return query;
+}
+
+// Warp: dS = P * (dP - delta), in the registers of dP. `stats` holds (lse, delta) of the tile's rows.
+__device__ __forceinline__ void subtract_delta(float (&dp)[kSdpFragsM][kSdpFragsN][4],
+                                               const float (&p)[kSdpFragsM][kSdpFragsN][4], const float2* stats) {
+    const int row0 = threadIdx.x / 32 % kSdpM * kSdpFragsM * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < kSdpFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float delta = stats[row0 + i * 16 + half * 8].y;
+#pragma unroll
+            for (int j = 0; j < kSdpFragsN; ++j) {
+#pragma unroll
+                for (int e = half * 2; e < half * 2 + 2; ++e) {
+                    dp[i][j][e] = p[i][j][e] * (dp[i][j][e] - delta);
+                }
+            }
+        }
+    }
+}
+
 // ---- Products ------------------------------------------------------------------------------------------------------
 
 // Warp: acc = A B^T over head_dim, for S (Q, K) and dP (dO, V). `a` and `b` are the warp's operand addresses.
@@ -553,16 +609,39 @@ __device__ __forceinline__ void multiply_dq(float (&acc)[kDqFragsM][kDqFragsD][4
     }
 }
 
+// Warp: set P to 0 where the mask hides a pair. `query0` is the thread's first query, `key0` the
+// warp's first key; `spans` are those of its keys, in shared memory.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kSdpFragsM][kSdpFragsN][4],
+                                           const int2* spans, int query0, int key0) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kSdpFragsN; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int column = j * 8 + lane % 4 * 2 + c;
+            const int2 span = spans[column];
+#pragma unroll
+            for (int i = 0; i < kSdpFragsM; ++i) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int query = query0 + i * 16 + half * 8;
+                    const bool seen = query >= span.x && query < span.y;
+                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : 0.0f;
+                }
+            }
+        }
+    }
+}
+
 // ---- Steps of the main loop ----------------------------------------------------------------------------------------
 
-// Warp: P = 2^(S - lse), hidden pairs 0. `stats` holds (lse * log2 e, delta) of the tile's rows.
+// Warp: P = 2^(S - lse), 0 where the mask hides a pair. `stats` holds (lse * log2 e, delta) of the tile's rows.
 __device__ __forceinline__ void probabilities(const Params& p, float (&s)[kSdpFragsM][kSdpFragsN][4],
-                                              const float2* stats, const int2* spans, int query0, int key0,
-                                              bool masked) {
+                                              const QueryTile& query, const float2* stats,
+                                              const int2* spans, int key0) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int row0 = warp % kSdpM * kSdpFragsM * 16 + lane / 4;
-    const int col0 = warp / kSdpM * kSdpFragsN * 8 + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kSdpFragsM; ++i) {
 #pragma unroll
@@ -578,25 +657,9 @@ __device__ __forceinline__ void probabilities(const Params& p, float (&s)[kSdpFr
             }
         }
     }
-    if (!masked) {
-        return;
-    }
-#pragma unroll
-    for (int j = 0; j < kSdpFragsN; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int col = col0 + j * 8 + c;
-            const int2 span = spans[col];
-#pragma unroll
-            for (int i = 0; i < kSdpFragsM; ++i) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int query = query0 + row0 + i * 16 + half * 8;
-                    const bool seen = query >= span.x && query < span.y;
-                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : 0.0f;
-                }
-            }
-        }
+    if (query.masked) {
+        const int column0 = warp / kSdpM * kSdpFragsN * 8;
+        apply_mask(p, s, spans + column0, query.tile * kTileM + row0, key0 + column0);
     }
 }
 
@@ -688,6 +751,130 @@ __device__ __forceinline__ void store_dkv(element* out, long long stride,
     }
 }
 
+// Where the float32 sums of dK, and of dV, of the key tile begin: those of dV follow all of dK.
+__device__ __forceinline__ float* dk_sums(const Params& p, int batch, int head_kv, int key0) {
+    const long long plane = static_cast<long long>(batch) * p.heads_kv + head_kv;
+    return p.dkv_accum + (plane * p.padded_k + key0) * kColumns;
+}
+__device__ __forceinline__ float* dv_sums(const Params& p, int batch, int head_kv, int key0) {
+    const long long plane = static_cast<long long>(batch) * p.heads_kv + head_kv;
+    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
+    return p.dkv_accum + planes * p.padded_k * kColumns + (plane * p.padded_k + key0) * kColumns;
+}
+
+// Block: rows of dK and dV of the key tile that begins at `key0`, once they are complete.
+__device__ __forceinline__ void store_dk_dv(const Params& p, int batch, int head_kv, int key0,
+                                            const float (&dk)[kDkvFragsN][kDkvFragsD][4],
+                                            const float (&dv)[kDkvFragsN][kDkvFragsD][4]) {
+    element* dk_rows = static_cast<element*>(p.dk) + batch * p.dk_batch + head_kv * p.dk_head + key0 * p.dk_row;
+    element* dv_rows = static_cast<element*>(p.dv) + batch * p.dv_batch + head_kv * p.dv_head + key0 * p.dv_row;
+    store_dkv(dk_rows, p.dk_row, dk, p.scale, p.seq_k - key0);
+    store_dkv(dv_rows, p.dv_row, dv, 1.0f, p.seq_k - key0);
+}
+
+// ---- Main loop -----------------------------------------------------------------------------------------------------
+
+// What a block keeps from step to step.
+struct Gradients {
+    float dk[kDkvFragsN][kDkvFragsD][4];
+    float dv[kDkvFragsN][kDkvFragsD][4];
+};
+
+// Where this warp reads the operands of the products, relative to the tiles; see row_of_a.
+struct Operands {
+    unsigned sdp_left, sdp_right;  // Q and K
+    unsigned dkv_left, dkv_right;  // P and dS, and Q and dO
+    unsigned dq_left, dq_right;  // dS and K
+};
+
+__device__ __forceinline__ Operands operands_of(int warp, int lane) {
+    const int sdp_row = warp % kSdpM * kSdpFragsM * 16;
+    const int sdp_column = warp / kSdpM * kSdpFragsN * 8;
+    const int dkv_row = warp % kDkvN * kDkvFragsN * 16;
+    const int dkv_column = warp / kDkvN * kDkvFragsD * 8;
+    const int dq_row = warp % kDqM * kDqFragsM * 16;
+    const int dq_column = warp / kDqM * kDqFragsD * 8;
+    Operands at;
+    at.sdp_left = tile_offset(sdp_row + row_of_a(lane), chunk_of_a(lane));
+    at.sdp_right = tile_offset(sdp_column + row_of_b(lane), chunk_of_b(lane));
+    at.dkv_left = score_offset(row_of_b(lane), dkv_row / 8 + chunk_of_b(lane));
+    at.dkv_right = tile_offset(row_of_a(lane), dkv_column / 8 + chunk_of_a(lane));
+    at.dq_left = score_offset(dq_row + row_of_a(lane), chunk_of_a(lane));
+    at.dq_right = tile_offset(row_of_a(lane), dq_column / 8 + chunk_of_a(lane));
+    return at;
+}
+
+// Block: start copying Q, dO and their row statistics for step `step` into buffer `stage`.
+__device__ __forceinline__ void load_step(const Params& p, const Work& work, unsigned base, int step, int stage) {
+    const QueryTile query = query_tile_at(p, work, step);
+    const int query0 = query.tile * kTileM;
+    const element* q = static_cast<const element*>(p.q) + work.batch * p.q_batch + query.head * p.q_head;
+    const element* dout = static_cast<const element*>(p.dout) + work.batch * p.dout_batch + query.head * p.dout_head;
+    load_q_tile(base + kOffsetQ + stage * kTileBytesM, q + query0 * p.q_row, p.q_row, p.seq_q - query0);
+    load_q_tile(base + kOffsetDo + stage * kTileBytesM, dout + query0 * p.dout_row, p.dout_row, p.seq_q - query0);
+    const long long plane = static_cast<long long>(work.batch) * p.heads_q + query.head;
+    const float* stats = p.delta + (plane * p.padded_q + query0) * 2;
+    for (int row = threadIdx.x; row < kTileM; row += kThreads) {
+        cp_async_stat(base + kOffsetStats + stage * kStatBytes + row * 8, stats + row * 2);
+    }
+}
+
+// Block: start copying K, V and the first step.
+__device__ __forceinline__ void load_first(const Params& p, const Work& work, unsigned base) {
+    if (work.steps > 0) {
+        const int key0 = work.tile * kTileN;
+        const element* k = static_cast<const element*>(p.k) + work.batch * p.k_batch + work.head_kv * p.k_head;
+        const element* v = static_cast<const element*>(p.v) + work.batch * p.v_batch + work.head_kv * p.v_head;
+        load_kv_tile(base + kOffsetK, k + key0 * p.k_row, p.k_row, p.seq_k - key0);
+        load_kv_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+        load_step(p, work, base, 0, 0);
+    }
+    cp_async_commit();
+}
+
+// Warp: its share of dQ = dS K of this step, added to the sums in memory.
+__device__ __forceinline__ void step_dq(const Params& p, const Work& work, const QueryTile& query, unsigned base,
+                                        const Operands& at) {
+    float dq[kDqFragsM][kDqFragsD][4] = {};
+    multiply_dq(dq, base + kOffsetDs + at.dq_left, base + kOffsetK + at.dq_right);
+    const long long plane = static_cast<long long>(work.batch) * p.heads_q + query.head;
+    add_dq(p.dq_accum + (plane * p.padded_q + query.tile * kTileM) * kColumns, dq);
+}
+
+// Block: walk the query tiles. K, V and the first step are on their way.
+__device__ __forceinline__ void walk(const Params& p, const Work& work, unsigned char* shared, unsigned base,
+                                     const Operands& at, Gradients& sums) {
+    const int2* spans = reinterpret_cast<const int2*>(shared + kOffsetSpans);
+    for (int step = 0; step < work.steps; ++step) {
+        const int stage = step & 1;
+        const QueryTile query = query_tile_at(p, work, step);
+        const unsigned q_tile = base + kOffsetQ + stage * kTileBytesM;
+        const unsigned do_tile = base + kOffsetDo + stage * kTileBytesM;
+        const float2* stats = reinterpret_cast<const float2*>(shared + kOffsetStats + stage * kStatBytes);
+        cp_async_wait();
+        __syncthreads();  // Q and dO have arrived; nobody reads P, dS or the other stage any more
+        if (step + 1 < work.steps) {
+            load_step(p, work, base, step + 1, stage ^ 1);
+        }
+        cp_async_commit();
+
+        float s[kSdpFragsM][kSdpFragsN][4] = {};
+        multiply_sdp(s, q_tile + at.sdp_left, base + kOffsetK + at.sdp_right);
+        probabilities(p, s, query, stats, spans, work.tile * kTileN);
+        store_scores(shared + kOffsetP, s);
+
+        float dp[kSdpFragsM][kSdpFragsN][4] = {};
+        multiply_sdp(dp, do_tile + at.sdp_left, base + kOffsetV + at.sdp_right);
+        subtract_delta(dp, s, stats);
+        store_scores(shared + kOffsetDs, dp);
+        __syncthreads();  // P and dS are complete
+
+        step_dq(p, work, query, base, at);
+        multiply_dkv(sums.dv, base + kOffsetP + at.dkv_left, do_tile + at.dkv_right);
+        multiply_dkv(sums.dk, base + kOffsetDs + at.dkv_left, q_tile + at.dkv_right);
+    }
+}
+
 // ---- Kernels -------------------------------------------------------------------------------------------------------
 
 // Thread: dot product of 8 elements.
@@ -719,7 +906,7 @@ __device__ __forceinline__ float2 row_stats(const Params& p, long long plane, in
 
 // Grid: tiles_m x batch x heads_q. Row statistics (lse * log2 e, delta), and zeros for the dQ sums.
 extern "C" __global__ void __launch_bounds__(kThreads)
-attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_prepare(const __grid_constant__ Params p) {
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_preprocess(const __grid_constant__ Params p) {
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -764,137 +951,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const Place place = place_of(p, blockIdx.x);
-    const int head = place.head;
-    const int batch = place.batch;
-    const int tile = owned_tile(p, place.rank);
-    const int head_kv = head / (p.heads_q / p.heads_kv);
-    const int key0 = tile * kTileN;
-    const int steps = visits(p, tile);
-
-    // Start copying Q, dO and their row statistics for step `step` into buffer `stage`.
-    const auto load_step = [&](int step, int stage) {
-        const int query0 = (visit(p, tile, step) >> 1) * kTileM;
-        const element* q = static_cast<const element*>(p.q) + batch * p.q_batch + head * p.q_head;
-        const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
-        load_q_tile(base + kOffsetQ + stage * kTileBytesM, q + query0 * p.q_row, p.q_row, p.seq_q - query0);
-        load_q_tile(base + kOffsetDo + stage * kTileBytesM, dout + query0 * p.dout_row, p.dout_row, p.seq_q - query0);
-        const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-        const float* stats = p.delta + (plane * p.padded_q + query0) * 2;
-        for (int row = threadIdx.x; row < kTileM; row += kThreads) {
-            cp_async_stat(base + kOffsetStats + stage * kStatBytes + row * 8, stats + row * 2);
-        }
-    };
-
-    float dk[kDkvFragsN][kDkvFragsD][4] = {};
-    float dv[kDkvFragsN][kDkvFragsD][4] = {};
-    if (steps > 0) {
-        const element* k = static_cast<const element*>(p.k) + batch * p.k_batch + head_kv * p.k_head;
-        const element* v = static_cast<const element*>(p.v) + batch * p.v_batch + head_kv * p.v_head;
-        load_kv_tile(base + kOffsetK, k + key0 * p.k_row, p.k_row, p.seq_k - key0);
-        load_kv_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
-        load_step(0, 0);
-    }
-    cp_async_commit();
-    int2* spans = reinterpret_cast<int2*>(shared + kOffsetSpans);
+    const Work work = work_at(p, blockIdx.x);
+    const int key0 = work.tile * kTileN;
+    Gradients sums = {};
+    load_first(p, work, base);
     for (int i = threadIdx.x; i < kTileN; i += kThreads) {
-        spans[i] = span_of(p, key0 + i);
+        reinterpret_cast<int2*>(shared + kOffsetSpans)[i] = span_of(p, key0 + i);
     }
-
-    // Operand addresses of this warp in the three products.
-    const int sdp_row = warp % kSdpM * kSdpFragsM * 16;
-    const int sdp_col = warp / kSdpM * kSdpFragsN * 8;
-    const unsigned sdp_a = tile_offset(sdp_row + row_of_a(lane), chunk_of_a(lane));
-    const unsigned sdp_b = tile_offset(sdp_col + row_of_b(lane), chunk_of_b(lane));
-    const int dkv_row = warp % kDkvN * kDkvFragsN * 16;
-    const int dkv_col = warp / kDkvN * kDkvFragsD * 8;
-    const unsigned dkv_a = score_offset(row_of_b(lane), dkv_row / 8 + chunk_of_b(lane));
-    const unsigned dkv_b = tile_offset(row_of_a(lane), dkv_col / 8 + chunk_of_a(lane));
-    const int dq_row = warp % kDqM * kDqFragsM * 16;
-    const int dq_col = warp / kDqM * kDqFragsD * 8;
-    const unsigned dq_a = score_offset(dq_row + row_of_a(lane), chunk_of_a(lane));
-    const unsigned dq_b = tile_offset(row_of_a(lane), dq_col / 8 + chunk_of_a(lane));
-
-    for (int step = 0; step < steps; ++step) {
-        const int stage = step & 1;
-        const int entry = visit(p, tile, step);
-        const int query0 = (entry >> 1) * kTileM;
-        const unsigned q_tile = base + kOffsetQ + stage * kTileBytesM;
-        const unsigned do_tile = base + kOffsetDo + stage * kTileBytesM;
-        const float2* stats = reinterpret_cast<const float2*>(shared + kOffsetStats + stage * kStatBytes);
-        cp_async_wait();
-        __syncthreads();  // Q and dO have arrived; nobody reads P, dS or the other stage any more
-        if (step + 1 < steps) {
-            load_step(step + 1, stage ^ 1);
-        }
-        cp_async_commit();
-
-        float s[kSdpFragsM][kSdpFragsN][4] = {};
-        multiply_sdp(s, q_tile + sdp_a, base + kOffsetK + sdp_b);
-        probabilities(p, s, stats, spans, query0, key0, entry & 1);
-        store_scores(shared + kOffsetP, s);
-
-        float dp[kSdpFragsM][kSdpFragsN][4] = {};
-        multiply_sdp(dp, do_tile + sdp_a, base + kOffsetV + sdp_b);
-#pragma unroll
-        for (int i = 0; i < kSdpFragsM; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float delta = stats[sdp_row + lane / 4 + i * 16 + half * 8].y;
-#pragma unroll
-                for (int j = 0; j < kSdpFragsN; ++j) {
-#pragma unroll
-                    for (int e = half * 2; e < half * 2 + 2; ++e) {
-                        dp[i][j][e] = s[i][j][e] * (dp[i][j][e] - delta);
-                    }
-                }
-            }
-        }
-        store_scores(shared + kOffsetDs, dp);
-        __syncthreads();  // P and dS are complete
-
-        {
-            float dq[kDqFragsM][kDqFragsD][4] = {};
-            multiply_dq(dq, base + kOffsetDs + dq_a, base + kOffsetK + dq_b);
-            const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-            add_dq(p.dq_accum + (plane * p.padded_q + query0) * kColumns, dq);
-        }
-        multiply_dkv(dv, base + kOffsetP + dkv_a, do_tile + dkv_b);
-        multiply_dkv(dk, base + kOffsetDs + dkv_a, q_tile + dkv_b);
-    }
+    walk(p, work, shared, base, operands_of(threadIdx.x / 32, threadIdx.x % 32), sums);
     asm volatile("cp.async.wait_group 0;" ::: "memory");
-
-    if (steps > 0) {
-        const long long plane = static_cast<long long>(batch) * p.heads_kv + head_kv;
-        const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
-        add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kColumns, dk);
-        add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kColumns, dv);
+    if (work.steps > 0) {
+        add_dkv(dk_sums(p, work.batch, work.head_kv, key0), sums.dk);
+        add_dkv(dv_sums(p, work.batch, work.head_kv, key0), sums.dv);
     }
 }
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, back from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(kThreads)
-attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_finish_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_postprocess_dkv(const __grid_constant__ Params p) {
     const int head_kv = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
     const int key0 = blockIdx.x / (p.heads_kv * p.batch) * kTileN;
-    const long long plane = static_cast<long long>(batch) * p.heads_kv + head_kv;
-    const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
     float dk[kDkvFragsN][kDkvFragsD][4];
     float dv[kDkvFragsN][kDkvFragsD][4];
-    read_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kColumns, dk);
-    read_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kColumns, dv);
-    element* dk_out = static_cast<element*>(p.dk) + batch * p.dk_batch + head_kv * p.dk_head + key0 * p.dk_row;
-    element* dv_out = static_cast<element*>(p.dv) + batch * p.dv_batch + head_kv * p.dv_head + key0 * p.dv_row;
-    store_dkv(dk_out, p.dk_row, dk, p.scale, p.seq_k - key0);
-    store_dkv(dv_out, p.dv_row, dv, 1.0f, p.seq_k - key0);
+    read_dkv(dk_sums(p, batch, head_kv, key0), dk);
+    read_dkv(dv_sums(p, batch, head_kv, key0), dv);
+    store_dk_dv(p, batch, head_kv, key0, dk, dv);
 }
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums, back from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(kThreads)
-attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_finish(const __grid_constant__ Params p) {
+attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_postprocess(const __grid_constant__ Params p) {
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int query0 = blockIdx.x / (p.heads_q * p.batch) * kTileM;

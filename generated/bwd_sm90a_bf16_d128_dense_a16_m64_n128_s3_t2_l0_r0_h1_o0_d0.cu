@@ -470,10 +470,10 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // of a query tile
+constexpr int kParts = 1;  // row groups of a query tile
 constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // nobody reads the last votes any more
@@ -503,8 +503,8 @@ __device__ __forceinline__ bool pair_of(const Params& p, int plane, int query, i
     return mask[query * p.dense_row + key * p.dense_col] != 0;
 }
 
-// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and leaves in its
-// place of the list a bit for each part that sees some pair, then for each that misses some; or 0.
+// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
+// place of the list a bit for each row group that sees some pair, then for each that misses some; or 0.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_pack(const __grid_constant__ Params p) {
     const int key_tile = blockIdx.x % p.tiles_n;
@@ -546,7 +546,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_schedule(c
     int total = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _pack left in the list. It is overwritten only where every thread has read.
+        // What _pack wrote to the list. It is overwritten only where every thread has read.
         const unsigned kind = visited < p.tiles_m ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {

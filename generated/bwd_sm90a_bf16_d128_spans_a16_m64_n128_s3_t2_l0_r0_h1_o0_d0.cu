@@ -460,10 +460,10 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // of a query tile
+constexpr int kParts = 1;  // row groups of a query tile
 constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // nobody reads the last votes any more
@@ -480,7 +480,7 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kUnit = kTileM / kParts;  // query rows of a row group
 constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
 
 // The keys of a tile, as the threads of a block hold them.
@@ -521,11 +521,11 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
     return keys;
 }
 
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
 __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
     constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
     __shared__ int sums[kScheduleThreads / 32];
     for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
         changes[i] = 0;

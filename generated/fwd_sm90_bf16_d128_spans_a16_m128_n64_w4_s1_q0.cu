@@ -286,10 +286,10 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // of a query tile
+constexpr int kParts = 1;  // row groups of a query tile
 constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // nobody reads the last votes any more
@@ -306,7 +306,7 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kUnit = kTileM / kParts;  // query rows of a row group
 constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
 
 // The keys of a tile, as the threads of a block hold them.
@@ -347,11 +347,11 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
     return keys;
 }
 
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
 __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
     constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
     __shared__ int sums[kScheduleThreads / 32];
     for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
         changes[i] = 0;
@@ -403,7 +403,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     return kind & kSomeParts ? kind : 0;
 }
 
-// One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
+// One block per key tile: writes to the list of each query tile, at the place of the key tile, how it is seen.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
@@ -425,7 +425,7 @@ attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0_schedule(const __grid_c
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _kinds left in the list. It is overwritten only where every thread has read.
+        // What _kinds wrote to the list. It is overwritten only where every thread has read.
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
@@ -453,63 +453,52 @@ attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0_order(const __grid_cons
     }
 }
 
-// ---- Kernel --------------------------------------------------------------------------------------------------------
-
-// Warp: fragments of Q for k16 step `k`.
-__device__ __forceinline__ void load_q(unsigned (&a)[kFragsM][4], unsigned q, int k) {
-#pragma unroll
-    for (int i = 0; i < kFragsM; ++i) {
-        ldmatrix(a[i], tile_chunk(q, k * 2) + i * 16 * kPitch);
-    }
-}
-
-// Warp: S = Q K^T. `q` and `k` are the warp's A and B addresses in the two tiles.
-__device__ __forceinline__ void scores(float (&s)[kFragsM][kFragsN][4], unsigned q, unsigned k) {
-    unsigned a[2][kFragsM][4];
-    unsigned b[2][4];
-    load_q(a[0], q, 0);
-    ldmatrix(b[0], k);
-#pragma unroll
-    for (int step = 0; step < kStepsD; ++step) {
-#pragma unroll
-        for (int j = 0; j < kFragsN; j += 2) {
-            // Fetch the next operands before using these, so that the tensor cores need not wait for shared memory.
-            const int now = (step * kFragsN + j) / 2 & 1;
-            if (j + 2 < kFragsN) {
-                ldmatrix(b[now ^ 1], tile_chunk(k, step * 2) + (j + 2) * 8 * kPitch);
-            } else if (step + 1 < kStepsD) {
-                load_q(a[(step + 1) & 1], q, step + 1);
-                ldmatrix(b[now ^ 1], tile_chunk(k, step * 2 + 2));
-            }
-#pragma unroll
-            for (int i = 0; i < kFragsM; ++i) {
-                mma(s[i][j], a[step & 1][i], b[now][0], b[now][1]);
-                mma(s[i][j + 1], a[step & 1][i], b[now][2], b[now][3]);
-            }
-        }
-    }
-}
-
-// Warp: hide what the mask hides in the key tile that starts at `key0`; `row0` is the thread's first query.
-__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kFragsM][kFragsN][4], int row0, int key0) {
+// Warp: set S to -infinity where the mask hides a pair. `query0` is the thread's first query, `key0` the
+// warp's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kFragsM][kFragsN][4],
+                                           int query0, int key0) {
+    const int lane = threadIdx.x % 32;
     const float hidden = __int_as_float(0xff800000);
 #pragma unroll
     for (int j = 0; j < kFragsN; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            const int key = key0 + j * 8 + threadIdx.x % 4 * 2 + c;
-            const int2 span = span_of(p, key);
+            const int column = j * 8 + lane % 4 * 2 + c;
+            const int2 span = span_of(p, key0 + column);
 #pragma unroll
             for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int row = row0 + i * 16 + half * 8;
-                    const bool seen = row >= span.x && row < span.y;
+                    const int query = query0 + i * 16 + half * 8;
+                    const bool seen = query >= span.x && query < span.y;
                     s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : hidden;
                 }
             }
         }
     }
+}
+
+// ---- Softmax -------------------------------------------------------------------------------------------------------
+
+typedef float Scores[kFragsM][kFragsN][4];  // of S, then of P
+
+// What a thread keeps of its rows: [i][half] is query first + i * 16 + half * 8.
+struct Rows {
+    int first;
+    float o[kFragsM][kFragsD][4];
+    float row_max[kFragsM][2];  // of S so far
+    float row_sum[kFragsM][2];  // of P so far, this thread's columns only
+};
+
+// Thread: rows that have seen no key.
+__device__ __forceinline__ Rows empty_rows(int first) {
+    Rows rows = {};
+    rows.first = first;
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+        rows.row_max[i][0] = rows.row_max[i][1] = __int_as_float(0xff800000);
+    }
+    return rows;
 }
 
 // P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
@@ -532,23 +521,22 @@ __device__ __forceinline__ float rescale_of(float before, float row_max, bool la
 }
 
 // Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima.
-__device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (&o)[kFragsM][kFragsD][4],
-                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2],
-                                        float scale_log2) {
-    float top[kFragsM][2];
+__device__ __forceinline__ void softmax(Scores& s, Rows& rows, float scale_log2) {
+    float row_max[kFragsM][2];  // with this tile
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            top[i][half] = row_max[i][half];
+            float& most = row_max[i][half];
+            most = rows.row_max[i][half];
 #pragma unroll
             for (int j = 0; j < kFragsN; ++j) {
-                top[i][half] = fmaxf(top[i][half], fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
+                most = fmaxf(most, fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
             }
-            top[i][half] = fmaxf(top[i][half], __shfl_xor_sync(~0u, top[i][half], 1));
-            top[i][half] = fmaxf(top[i][half], __shfl_xor_sync(~0u, top[i][half], 2));
-            moved |= top[i][half] != row_max[i][half];
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            moved |= most != rows.row_max[i][half];
         }
     }
     bool some = false;
@@ -556,7 +544,7 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
     for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            some |= fabsf(finite(top[i][half]) * scale_log2) > kLarge;
+            some |= fabsf(finite(row_max[i][half]) * scale_log2) > kLarge;
         }
     }
     const bool large = __any_sync(~0u, some);  // then maxima are subtracted from S
@@ -567,22 +555,22 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
             float rescale[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                rescale[half] = rescale_of(row_max[i][half], top[i][half], large, scale_log2);
-                row_sum[i][half] *= rescale[half];
+                rescale[half] = rescale_of(rows.row_max[i][half], row_max[i][half], large, scale_log2);
+                rows.row_sum[i][half] *= rescale[half];
             }
 #pragma unroll
             for (int j = 0; j < kFragsD; ++j) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    o[i][j][e] *= rescale[e / 2];
+                    rows.o[i][j][e] *= rescale[e / 2];
                 }
             }
         }
     }
 #pragma unroll
     for (int i = 0; i < kFragsM; ++i) {
-        row_max[i][0] = top[i][0];
-        row_max[i][1] = top[i][1];
+        rows.row_max[i][0] = row_max[i][0];
+        rows.row_max[i][1] = row_max[i][1];
     }
     if (large) {
 #pragma unroll
@@ -611,14 +599,90 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
                     sum += value;
                 }
             }
-            row_sum[i][half] += sum;
+            rows.row_sum[i][half] += sum;
         }
     }
 }
 
-// Warp: O += P V. `v` is the warp's address in the V tile for transposed reads.
-__device__ __forceinline__ void accumulate(float (&o)[kFragsM][kFragsD][4], const float (&s)[kFragsM][kFragsN][4],
-                                           unsigned v) {
+// Warp: the epilogue. O divided by the row sums goes to `out`, the log-sum-exp of each row to `lse`.
+__device__ __forceinline__ void store(const Params& p, const Rows& rows, element* out, float* lse) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = rows.row_sum[i][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const int row = rows.first + i * 16 + half * 8;
+            if (row >= p.seq_q) {
+                continue;
+            }
+            if (lane % 4 == 0) {
+                const float ln2 = 0.6931471805599453f;
+                const float empty = __int_as_float(0xff800000);
+                lse[row] = sum == 0.0f ? empty : rows.row_max[i][half] * p.scale + log2_approx(sum) * ln2;
+            }
+            element* target = out + row * p.out_row;
+#pragma unroll
+            for (int j = 0; j < kFragsD; ++j) {
+                const float* x = rows.o[i][j] + half * 2;
+                store_pair(target, j * 8 + lane % 4 * 2, x[0] * inverse, x[1] * inverse);
+            }
+        }
+    }
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Where the products of a warp read Q, K and V: addresses for ldmatrix, of the first stage.
+struct Operands {
+    unsigned q;
+    unsigned k, v;
+};
+
+// Warp: fragments of Q for k16 step `k`.
+__device__ __forceinline__ void load_q(unsigned (&a)[kFragsM][4], unsigned q, int k) {
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+        ldmatrix(a[i], tile_chunk(q, k * 2) + i * 16 * kPitch);
+    }
+}
+
+// Warp: S = Q K^T, K of buffer `stage`.
+__device__ __forceinline__ void multiply_qk(Scores& s, const Operands& operands, int stage) {
+    const unsigned q = operands.q;
+    const unsigned k = operands.k + stage * kTileBytesN;
+    unsigned a[2][kFragsM][4];
+    unsigned b[2][4];
+    load_q(a[0], q, 0);
+    ldmatrix(b[0], k);
+#pragma unroll
+    for (int step = 0; step < kStepsD; ++step) {
+#pragma unroll
+        for (int j = 0; j < kFragsN; j += 2) {
+            // Fetch the next operands before using these, so that the tensor cores need not wait for shared memory.
+            const int now = (step * kFragsN + j) / 2 & 1;
+            if (j + 2 < kFragsN) {
+                ldmatrix(b[now ^ 1], tile_chunk(k, step * 2) + (j + 2) * 8 * kPitch);
+            } else if (step + 1 < kStepsD) {
+                load_q(a[(step + 1) & 1], q, step + 1);
+                ldmatrix(b[now ^ 1], tile_chunk(k, step * 2 + 2));
+            }
+#pragma unroll
+            for (int i = 0; i < kFragsM; ++i) {
+                mma(s[i][j], a[step & 1][i], b[now][0], b[now][1]);
+                mma(s[i][j + 1], a[step & 1][i], b[now][2], b[now][3]);
+            }
+        }
+    }
+}
+
+// Warp: O += P V, V of buffer `stage` transposed as it is read. Fragments of S are those of P as a left operand.
+__device__ __forceinline__ void multiply_pv(float (&o)[kFragsM][kFragsD][4], const Scores& s, const Operands& operands,
+                                            int stage) {
+    const unsigned v = operands.v + stage * kTileBytesN;
     unsigned b[2][4];
     ldmatrix_transposed(b[0], v);
 #pragma unroll
@@ -648,102 +712,95 @@ __device__ __forceinline__ void accumulate(float (&o)[kFragsM][kFragsD][4], cons
     }
 }
 
-// Warp: divide O by the row sums, write it and the log-sum-exp. `row0` is the thread's first query.
-__device__ __forceinline__ void store(const Params& p, const float (&o)[kFragsM][kFragsD][4],
-                                      const float (&row_max)[kFragsM][2], const float (&row_sum)[kFragsM][2],
-                                      element* out, float* lse, int row0) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kFragsM; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum = row_sum[i][half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-            const int row = row0 + i * 16 + half * 8;
-            if (row >= p.seq_q) {
-                continue;
-            }
-            if (lane % 4 == 0) {
-                const float ln2 = 0.6931471805599453f;
-                const float empty = __int_as_float(0xff800000);
-                lse[row] = sum == 0.0f ? empty : row_max[i][half] * p.scale + log2_approx(sum) * ln2;
-            }
-            element* target = out + row * p.out_row;
-#pragma unroll
-            for (int j = 0; j < kFragsD; ++j) {
-                store_pair(target, lane % 4 * 2 + j * 8, o[i][j][half * 2] * inverse, o[i][j][half * 2 + 1] * inverse);
-            }
+// ---- Main loop -----------------------------------------------------------------------------------------------------
+
+// A work tile: kTileM query rows of one head.
+struct Work {
+    int head, batch, tile;
+    int visits;  // how many key tiles its rows see
+    const element *q, *k, *v;  // the first row of the tile; the first rows of the kv head
+};
+
+// Work tile number `index`.
+__device__ __forceinline__ Work work_at(const Params& p, int index) {
+    const Place place = place_of(p, index);
+    Work work;
+    work.head = place.head;
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    const int head_kv = work.head / (p.heads_q / p.heads_kv);
+    const int query0 = work.tile * kTileM;
+    work.q = static_cast<const element*>(p.q) + work.batch * p.q_batch + work.head * p.q_head + query0 * p.q_row;
+    work.k = static_cast<const element*>(p.k) + work.batch * p.k_batch + head_kv * p.k_head;
+    work.v = static_cast<const element*>(p.v) + work.batch * p.v_batch + head_kv * p.v_head;
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// Block: start copying the keys from `key0` on to buffer `stage` of K, and the same rows of V.
+__device__ __forceinline__ void load_k(const Params& p, const Work& work, unsigned base, int stage, int key0) {
+    load_kv_tile(base + kOffsetK + stage * kTileBytesN, work.k + key0 * p.k_row, p.k_row, p.seq_k - key0);
+}
+__device__ __forceinline__ void load_v(const Params& p, const Work& work, unsigned base, int stage, int key0) {
+    load_kv_tile(base + kOffsetV + stage * kTileBytesN, work.v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+}
+
+// Block: add all key tiles that the rows of `work` see. V is copied while S is computed, and the next K during softmax.
+__device__ __forceinline__ void attend(const Params& p, const Work& work, unsigned base, const Operands& operands,
+                                       Rows& rows) {
+    int entry = work.visits > 0 ? visit(p, work.tile, 0) : 0;
+    if (work.visits > 0) {
+        load_k(p, work, base, 0, (entry >> 1) * kTileN);
+    }
+    cp_async_commit();
+    for (int index = 0; index < work.visits; ++index) {
+        const int key0 = (entry >> 1) * kTileN;
+        cp_async_wait();
+        __syncthreads();  // K has arrived; nobody reads V any more
+        load_v(p, work, base, 0, key0);
+        cp_async_commit();
+
+        Scores s = {};
+        multiply_qk(s, operands, 0);
+        if (entry & 1) {
+            apply_mask(p, s, rows.first, key0);
         }
+
+        cp_async_wait();
+        __syncthreads();  // V has arrived; nobody reads K any more
+        if (index + 1 < work.visits) {
+            entry = visit(p, work.tile, index + 1);
+            load_k(p, work, base, 0, (entry >> 1) * kTileN);
+        }
+        cp_async_commit();
+
+        softmax(s, rows, p.scale_log2);
+        multiply_pv(rows.o, s, operands, 0);
     }
 }
+
+// ---- Kernel --------------------------------------------------------------------------------------------------------
 
 // Grid: tiles_m x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int warp = threadIdx.x / 32;
+    const int warp_row = threadIdx.x / 32 * kFragsM * 16;  // of the tile, the warp's first
     const int lane = threadIdx.x % 32;
-    const Place place = place_of(p, blockIdx.x);
-    const int head = place.head;
-    const int batch = place.batch;
-    const int tile = owned_tile(p, place.rank);
-    const int head_kv = head / (p.heads_q / p.heads_kv);
-    const int query0 = tile * kTileM;
-    const element* q = static_cast<const element*>(p.q) + batch * p.q_batch + head * p.q_head + query0 * p.q_row;
-    const element* k = static_cast<const element*>(p.k) + batch * p.k_batch + head_kv * p.k_head;
-    const element* v = static_cast<const element*>(p.v) + batch * p.v_batch + head_kv * p.v_head;
+    const Work work = work_at(p, blockIdx.x);
 
-    const unsigned q_warp = base + kOffsetQ + tile_offset(warp * kFragsM * 16 + row_of_a(lane), chunk_of_a(lane));
-    const unsigned k_warp = base + kOffsetK + tile_offset(row_of_b(lane), chunk_of_b(lane));
-    const unsigned v_warp = base + kOffsetV + tile_offset(row_of_a(lane), chunk_of_a(lane));
-    const int row0 = query0 + warp * kFragsM * 16 + lane / 4;
-    const int count = visits(p, tile);
+    const unsigned q_warp = base + kOffsetQ + tile_offset(warp_row + row_of_a(lane), chunk_of_a(lane));
+    Operands operands;
+    operands.k = base + kOffsetK + tile_offset(row_of_b(lane), chunk_of_b(lane));
+    operands.v = base + kOffsetV + tile_offset(row_of_a(lane), chunk_of_a(lane));
+    Rows rows = empty_rows(work.tile * kTileM + warp_row + lane / 4);
 
-    float o[kFragsM][kFragsD][4] = {};
-    float row_sum[kFragsM][2] = {};
-    float row_max[kFragsM][2];
-#pragma unroll
-    for (int i = 0; i < kFragsM; ++i) {
-        row_max[i][0] = row_max[i][1] = __int_as_float(0xff800000);
-    }
-
-    load_q_tile(base + kOffsetQ, q, p.q_row, p.seq_q - query0);
-    int entry = count > 0 ? visit(p, tile, 0) : 0;
-    if (count > 0) {
-        const int first0 = (entry >> 1) * kTileN;
-        load_kv_tile(base + kOffsetK, k + first0 * p.k_row, p.k_row, p.seq_k - first0);
-    }
-    cp_async_commit();
-    for (int index = 0; index < count; ++index) {
-        const int key0 = (entry >> 1) * kTileN;
-        cp_async_wait();
-        __syncthreads();  // K has arrived; nobody reads V any more
-        load_kv_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
-        cp_async_commit();
-
-        float s[kFragsM][kFragsN][4] = {};
-        scores(s, q_warp, k_warp);
-        if (entry & 1) {
-            apply_mask(p, s, row0, key0);
-        }
-
-        cp_async_wait();
-        __syncthreads();  // V has arrived; nobody reads K any more
-        if (index + 1 < count) {
-            entry = visit(p, tile, index + 1);
-            const int next0 = (entry >> 1) * kTileN;
-            load_kv_tile(base + kOffsetK, k + next0 * p.k_row, p.k_row, p.seq_k - next0);
-        }
-        cp_async_commit();
-
-        softmax(s, o, row_max, row_sum, p.scale_log2);
-        accumulate(o, s, v_warp);
-    }
+    load_q_tile(base + kOffsetQ, work.q, p.q_row, p.seq_q - work.tile * kTileM);
+    operands.q = q_warp;
+    attend(p, work, base, operands, rows);
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 
-    element* out = static_cast<element*>(p.out) + batch * p.out_batch + head * p.out_head;
-    store(p, o, row_max, row_sum, out, p.lse + (static_cast<long long>(batch) * p.heads_q + head) * p.seq_q, row0);
+    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    store(p, rows, out, p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q);
 }

@@ -101,7 +101,7 @@ constexpr int kPitchV = 132;
 constexpr int kFragsM = kTileM / kWarps / 16;  // m16 fragments of a warp
 constexpr int kFragsN = kTileN / 8;            // n8 fragments of S
 constexpr int kFragsD = 16;  // n8 fragments of O
-constexpr int kFragsApart = 8;  // of them in a part; what exceeds the last part is dropped
+constexpr int kFragsSplit = 8;  // of them in each of the o_splits; what exceeds the last one is dropped
 constexpr int kTileBytesN = kTileN * kPitch * 4;
 constexpr int kTileBytesV = kTileN * kPitchV * 4;
 constexpr int kOffsetQ = 0;
@@ -250,14 +250,14 @@ constexpr int kTerms = 3;
 constexpr int kChain = 2;  // k8 steps of S and dP that tensor cores sum on their own
 
 struct Left {  // 16 x 8: big, small
-    unsigned part[2][4];
+    unsigned split[2][4];
 };
 
 struct Right {  // 8 x 8: big, small
-    unsigned part[2][2];
+    unsigned split[2][2];
 };
 
-// Thread: both parts of x. The tensor cores cut off what tf32 has no bits for.
+// Thread: big and small of x. The tensor cores cut off what tf32 has no bits for.
 __device__ __forceinline__ void split(float x, unsigned& big, unsigned& small) {
     big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));
@@ -265,23 +265,97 @@ __device__ __forceinline__ void split(float x, unsigned& big, unsigned& small) {
 
 __device__ __forceinline__ Left split_left(float x0, float x1, float x2, float x3) {
     Left a;
-    split(x0, a.part[0][0], a.part[1][0]);
-    split(x1, a.part[0][1], a.part[1][1]);
-    split(x2, a.part[0][2], a.part[1][2]);
-    split(x3, a.part[0][3], a.part[1][3]);
+    split(x0, a.split[0][0], a.split[1][0]);
+    split(x1, a.split[0][1], a.split[1][1]);
+    split(x2, a.split[0][2], a.split[1][2]);
+    split(x3, a.split[0][3], a.split[1][3]);
     return a;
 }
 
 __device__ __forceinline__ Right split_right(float x0, float x1) {
     Right b;
-    split(x0, b.part[0][0], b.part[1][0]);
-    split(x1, b.part[0][1], b.part[1][1]);
+    split(x0, b.split[0][0], b.split[1][0]);
+    split(x1, b.split[0][1], b.split[1][1]);
     return b;
 }
 
 // Warp: d += the products of one term; see kTerms.
 __device__ __forceinline__ void multiply(float (&d)[4], const Left& a, const Right& b, int term) {
-    mma(d, a.part[term == 2], b.part[term == 1]);
+    mma(d, a.split[term == 2], b.split[term == 1]);
+}
+
+// Warp: sum[i][j] + rest[i][j] += a[i] b[j]: big * big goes to `sum`, the small terms to `rest`. Term after term, so
+// that no product waits for the one before.
+template <int rows, int columns>
+__device__ __forceinline__ void add_products(float (&sum)[rows][columns][4], float (&rest)[rows][columns][4],
+                                             const Left (&a)[rows], const Right (&b)[columns]) {
+#pragma unroll
+    for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+        for (int i = 0; i < rows; ++i) {
+#pragma unroll
+            for (int j = 0; j < columns; ++j) {
+                multiply(term == 0 ? sum[i][j] : rest[i][j], a[i], b[j], term);
+            }
+        }
+    }
+}
+
+// Warp: acc = left right^T, for S and dP; `acc` comes in as zeros. Both operands lie row after row in shared memory,
+// `pitch` floats apart, `steps` k8 steps long; `left` and `right` are the warp's ldmatrix addresses. What kChain steps
+// give is summed from zero, the small terms first, so that it is cut off only as often and while it is small; `acc` is
+// rounded. What is cut off of S matters most: it comes back as a factor of P.
+template <int steps, int pitch, int rows, int columns>
+__device__ __forceinline__ void multiply_rows(float (&acc)[rows][columns][4], unsigned left, unsigned right) {
+    constexpr int pair = columns == 1 ? 1 : 2;  // n8 fragments that are read at a time
+#pragma unroll
+    for (int first = 0; first < steps; first += kChain) {
+        Left a[kChain][rows];
+#pragma unroll
+        for (int c = 0; c < kChain && first + c < steps; ++c) {
+#pragma unroll
+            for (int i = 0; i < rows; ++i) {
+                float x[4];
+                ldmatrix(x, left + (first + c) * 32 + i * 16 * pitch * 4);
+                a[c][i] = split_left(x[0], x[1], x[2], x[3]);
+            }
+        }
+#pragma unroll
+        for (int j0 = 0; j0 < columns; j0 += pair) {
+            Right b[kChain][2];
+#pragma unroll
+            for (int c = 0; c < kChain && first + c < steps; ++c) {
+                float x[4];
+                ldmatrix(x, right + (first + c) * 32 + j0 * 8 * pitch * 4);
+                b[c][0] = split_right(x[0], x[1]);
+                b[c][1] = split_right(x[2], x[3]);
+            }
+            float sum[rows][pair][4] = {};
+#pragma unroll
+            for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+                for (int c = 0; c < kChain && first + c < steps; ++c) {
+#pragma unroll
+                    for (int i = 0; i < rows; ++i) {
+#pragma unroll
+                        for (int j = 0; j < pair; ++j) {
+                            multiply(sum[i][j], a[c][i], b[c][j], term);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < rows; ++i) {
+#pragma unroll
+                for (int j = 0; j < pair; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        acc[i][j0 + j][e] += sum[i][j][e];
+                    }
+                }
+            }
+        }
+    }
 }
 
 // ---- Mask: full ----------------------------------------------------------------------------------------------------
@@ -331,82 +405,51 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Kernel --------------------------------------------------------------------------------------------------------
-
-// Warp: S = Q K^T; it comes in as zeros. `left` and `right` are the warp's ldmatrix addresses in the two tiles.
-__device__ __forceinline__ void scores(float (&acc)[kFragsM][kFragsN][4], unsigned left, unsigned right) {
-    constexpr int pair = kFragsN == 1 ? 1 : 2;  // n8 fragments that are read at a time
+// Warp: set S to -infinity where the mask hides a pair. `query0` is the thread's first query, `key0` the
+// warp's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kFragsM][kFragsN][4],
+                                           int query0, int key0) {
+    const int lane = threadIdx.x % 32;
+    const float hidden = __int_as_float(0xff800000);
 #pragma unroll
-    for (int first = 0; first < kStepsD; first += kChain) {
-        Left a[kChain][kFragsM];
+    for (int j = 0; j < kFragsN; ++j) {
 #pragma unroll
-        for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
-#pragma unroll
-            for (int i = 0; i < kFragsM; ++i) {
-                float x[4];
-                ldmatrix(x, left + (first + c) * 32 + i * 16 * kPitch * 4);
-                a[c][i] = split_left(x[0], x[1], x[2], x[3]);
-            }
-        }
-#pragma unroll
-        for (int j0 = 0; j0 < kFragsN; j0 += pair) {
-            Right b[kChain][2];
-#pragma unroll
-            for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
-                float x[4];
-                ldmatrix(x, right + (first + c) * 32 + j0 * 8 * kPitch * 4);
-                b[c][0] = split_right(x[0], x[1]);
-                b[c][1] = split_right(x[2], x[3]);
-            }
-            float sum[kFragsM][pair][4] = {};
-#pragma unroll
-            for (int term = kTerms - 1; term >= 0; --term) {
-#pragma unroll
-                for (int c = 0; c < kChain && first + c < kStepsD; ++c) {
-#pragma unroll
-                    for (int i = 0; i < kFragsM; ++i) {
-#pragma unroll
-                        for (int j = 0; j < pair; ++j) {
-                            multiply(sum[i][j], a[c][i], b[c][j], term);
-                        }
-                    }
-                }
-            }
+        for (int c = 0; c < 2; ++c) {
+            const int key = key0 + j * 8 + lane % 4 * 2 + c;
 #pragma unroll
             for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
-                for (int j = 0; j < pair; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        acc[i][j0 + j][e] += sum[i][j][e];
-                    }
+                for (int half = 0; half < 2; ++half) {
+                    const int query = query0 + i * 16 + half * 8;
+                    const bool seen = visible(p, query, key);
+                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : hidden;
                 }
             }
         }
     }
 }
 
-// Warp: hide what the mask hides in the key tile that starts at `key0`; `row0` is the thread's first query.
-__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kFragsM][kFragsN][4],
-                                           int row0, int key0) {
-    const float hidden = __int_as_float(0xff800000);
-    const int key1 = threadIdx.x % 4 * 2;  // the thread's first key of each 8
+// ---- Softmax -------------------------------------------------------------------------------------------------------
+
+typedef float Scores[kFragsM][kFragsN][4];  // of S, then of P
+
+// What a thread keeps of its rows: [i][half] is query first + i * 16 + half * 8.
+struct Rows {
+    int first;
+    float o[kFragsM][kFragsD][4];
+    float row_max[kFragsM][2];  // of S so far
+    float row_sum[kFragsM][2];  // of P so far, this thread's columns only
+};
+
+// Thread: rows that have seen no key.
+__device__ __forceinline__ Rows empty_rows(int first) {
+    Rows rows = {};
+    rows.first = first;
 #pragma unroll
-    for (int j = 0; j < kFragsN; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int key = key0 + j * 8 + key1 + c;
-#pragma unroll
-            for (int i = 0; i < kFragsM; ++i) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = row0 + i * 16 + half * 8;
-                    const bool seen = visible(p, row, key);
-                    s[i][j][half * 2 + c] = seen ? s[i][j][half * 2 + c] : hidden;
-                }
-            }
-        }
+    for (int i = 0; i < kFragsM; ++i) {
+        rows.row_max[i][0] = rows.row_max[i][1] = __int_as_float(0xff800000);
     }
+    return rows;
 }
 
 // P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
@@ -431,23 +474,22 @@ __device__ __forceinline__ float rescale_of(float before, float row_max, bool la
 }
 
 // Warp: online softmax step. S becomes P; O and the row sums are rescaled to the new row maxima.
-__device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (&o)[kFragsM][kFragsD][4],
-                                        float (&row_max)[kFragsM][2], float (&row_sum)[kFragsM][2],
-                                        float scale_log2) {
-    float top[kFragsM][2];
+__device__ __forceinline__ void softmax(Scores& s, Rows& rows, float scale_log2) {
+    float row_max[kFragsM][2];  // with this tile
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            top[i][half] = row_max[i][half];
+            float& most = row_max[i][half];
+            most = rows.row_max[i][half];
 #pragma unroll
             for (int j = 0; j < kFragsN; ++j) {
-                top[i][half] = fmaxf(top[i][half], fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
+                most = fmaxf(most, fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
             }
-            top[i][half] = fmaxf(top[i][half], __shfl_xor_sync(~0u, top[i][half], 1));
-            top[i][half] = fmaxf(top[i][half], __shfl_xor_sync(~0u, top[i][half], 2));
-            moved |= top[i][half] != row_max[i][half];
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            moved |= most != rows.row_max[i][half];
         }
     }
     bool some = false;
@@ -455,7 +497,7 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
     for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            some |= fabsf(finite(top[i][half]) * scale_log2) > kLarge;
+            some |= fabsf(finite(row_max[i][half]) * scale_log2) > kLarge;
         }
     }
     const bool large = __any_sync(~0u, some);  // then maxima are subtracted from S
@@ -466,22 +508,22 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
             float rescale[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                rescale[half] = rescale_of(row_max[i][half], top[i][half], large, scale_log2);
-                row_sum[i][half] *= rescale[half];
+                rescale[half] = rescale_of(rows.row_max[i][half], row_max[i][half], large, scale_log2);
+                rows.row_sum[i][half] *= rescale[half];
             }
 #pragma unroll
             for (int j = 0; j < kFragsD; ++j) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    o[i][j][e] *= rescale[e / 2];
+                    rows.o[i][j][e] *= rescale[e / 2];
                 }
             }
         }
     }
 #pragma unroll
     for (int i = 0; i < kFragsM; ++i) {
-        row_max[i][0] = top[i][0];
-        row_max[i][1] = top[i][1];
+        rows.row_max[i][0] = row_max[i][0];
+        rows.row_max[i][1] = row_max[i][1];
     }
     if (large) {
 #pragma unroll
@@ -510,19 +552,64 @@ __device__ __forceinline__ void softmax(float (&s)[kFragsM][kFragsN][4], float (
                     sum += value;
                 }
             }
-            row_sum[i][half] += sum;
+            rows.row_sum[i][half] += sum;
         }
     }
 }
 
-// Warp: O += P V. `v` is the thread's first element of the V tile: row lane % 4 * 2, column lane / 4. The k index t of
-// a product stands for key 2t and t + 4 for key 2t + 1: so the fragments of S are those of P as a left operand.
-__device__ __forceinline__ void accumulate(float (&o)[kFragsM][kFragsD][4], const float (&s)[kFragsM][kFragsN][4],
-                                           const float* v) {
+// Warp: the epilogue. O divided by the row sums goes to `out`, the log-sum-exp of each row to `lse`.
+__device__ __forceinline__ void store(const Params& p, const Rows& rows, float* out, float* lse) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int first = 0; first < kFragsD; first += kFragsApart) {
-        float apart[kFragsM][kFragsApart][4] = {};
-        float rest[kFragsM][kFragsApart][4] = {};
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = rows.row_sum[i][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const int row = rows.first + i * 16 + half * 8;
+            if (row >= p.seq_q) {
+                continue;
+            }
+            if (lane % 4 == 0) {
+                const float ln2 = 0.6931471805599453f;
+                const float empty = __int_as_float(0xff800000);
+                lse[row] = sum == 0.0f ? empty : __fmul_rn(rows.row_max[i][half], p.scale_log2) * ln2 + logf(sum);
+            }
+            float* target = out + row * p.out_row;
+#pragma unroll
+            for (int j = 0; j < kFragsD; ++j) {
+                const float* x = rows.o[i][j] + half * 2;
+                store_pair(target, j * 8 + lane % 4 * 2, kHeadDimV, x[0] * inverse, x[1] * inverse);
+            }
+        }
+    }
+}
+
+// ---- Products of tiles ---------------------------------------------------------------------------------------------
+
+// Where the products of a warp read the first stage: addresses for ldmatrix, of a left operand 16 rows x 8 columns, of
+// a right one two tiles of 8 rows x 8 columns; of V the thread's first element, row lane % 4 * 2, column lane / 4.
+struct Operands {
+    unsigned q, k;
+    const float* v;
+};
+
+// Warp: S = Q K^T, K of buffer `stage`; `s` comes in as zeros.
+__device__ __forceinline__ void multiply_qk(Scores& s, const Operands& operands, int stage) {
+    multiply_rows<kStepsD, kPitch>(s, operands.q, operands.k + stage * kTileBytesN);
+}
+
+// Warp: O += P V, V of buffer `stage`. The k index t of a product stands for key 2t and t + 4 for key 2t + 1: so the
+// fragments of S are those of P as a left operand.
+__device__ __forceinline__ void multiply_pv(float (&o)[kFragsM][kFragsD][4], const Scores& s, const Operands& operands,
+                                            int stage) {
+    const float* v = operands.v + stage * (kTileBytesV / 4);
+#pragma unroll
+    for (int first = 0; first < kFragsD; first += kFragsSplit) {
+        float share[kFragsM][kFragsSplit][4] = {};
+        float rest[kFragsM][kFragsSplit][4] = {};
 #pragma unroll
         for (int step = 0; step < kFragsN; ++step) {
             Left a[kFragsM];
@@ -530,134 +617,115 @@ __device__ __forceinline__ void accumulate(float (&o)[kFragsM][kFragsD][4], cons
             for (int i = 0; i < kFragsM; ++i) {
                 a[i] = split_left(s[i][step][0], s[i][step][2], s[i][step][1], s[i][step][3]);
             }
-            Right b[kFragsApart];
+            Right b[kFragsSplit];
 #pragma unroll
-            for (int j = 0; j < kFragsApart; ++j) {
+            for (int j = 0; j < kFragsSplit; ++j) {
                 const float* x = v + step * 8 * kPitchV + (first + j) * 8;
                 b[j] = split_right(x[0], x[kPitchV]);
             }
-#pragma unroll
-            for (int term = kTerms - 1; term >= 0; --term) {
-#pragma unroll
-                for (int i = 0; i < kFragsM; ++i) {
-#pragma unroll
-                    for (int j = 0; j < kFragsApart; ++j) {
-                        multiply(term == 0 ? apart[i][j] : rest[i][j], a[i], b[j], term);
-                    }
-                }
-            }
+            add_products(share, rest, a, b);
         }
 #pragma unroll
         for (int i = 0; i < kFragsM; ++i) {
 #pragma unroll
-            for (int j = 0; j < kFragsApart; ++j) {
+            for (int j = 0; j < kFragsSplit; ++j) {
 #pragma unroll
                 for (int e = 0; e < 4 && first + j < kFragsD; ++e) {
-                    o[i][first + j][e] += apart[i][j][e] + rest[i][j][e];
+                    o[i][first + j][e] += share[i][j][e] + rest[i][j][e];
                 }
             }
         }
     }
 }
 
-// Warp: divide O by the row sums, write it and the log-sum-exp. `row0` is the thread's first query.
-__device__ __forceinline__ void store(const Params& p, const float (&o)[kFragsM][kFragsD][4],
-                                      const float (&row_max)[kFragsM][2], const float (&row_sum)[kFragsM][2],
-                                      float* out, float* lse, int row0) {
-    const int column0 = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kFragsM; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum = row_sum[i][half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-            const int row = row0 + i * 16 + half * 8;
-            if (row >= p.seq_q) {
-                continue;
-            }
-            if (column0 == 0) {
-                const float ln2 = 0.6931471805599453f;
-                const float empty = __int_as_float(0xff800000);
-                lse[row] = sum == 0.0f ? empty : __fmul_rn(row_max[i][half], p.scale_log2) * ln2 + logf(sum);
-            }
-            float* target = out + row * p.out_row;
-#pragma unroll
-            for (int j = 0; j < kFragsD; ++j) {
-                const float* x = o[i][j] + half * 2;
-                store_pair(target, j * 8 + column0, kHeadDimV, x[0] * inverse, x[1] * inverse);
-            }
+// ---- Main loop -----------------------------------------------------------------------------------------------------
+
+// A work tile: kTileM query rows of one head.
+struct Work {
+    int head, batch, tile;
+    int visits;  // how many key tiles its rows see
+    const float *q, *k, *v;  // the first row of the tile; the first rows of the kv head
+};
+
+// Work tile number `index`.
+__device__ __forceinline__ Work work_at(const Params& p, int index) {
+    const Place place = place_of(p, index);
+    Work work;
+    work.head = place.head;
+    work.batch = place.batch;
+    work.tile = owned_tile(p, place.rank);
+    const int head_kv = work.head / (p.heads_q / p.heads_kv);
+    const int query0 = work.tile * kTileM;
+    work.q = static_cast<const float*>(p.q) + work.batch * p.q_batch + work.head * p.q_head + query0 * p.q_row;
+    work.k = static_cast<const float*>(p.k) + work.batch * p.k_batch + head_kv * p.k_head;
+    work.v = static_cast<const float*>(p.v) + work.batch * p.v_batch + head_kv * p.v_head;
+    work.visits = visits(p, work.tile);
+    return work;
+}
+
+// Block: start copying the keys from `key0` on to buffer `stage` of K, and the same rows of V.
+__device__ __forceinline__ void load_k(const Params& p, const Work& work, unsigned base, int stage, int key0) {
+    load_k_tile(base + kOffsetK + stage * kTileBytesN, work.k + key0 * p.k_row, p.k_row, p.seq_k - key0);
+}
+__device__ __forceinline__ void load_v(const Params& p, const Work& work, unsigned base, int stage, int key0) {
+    load_v_tile(base + kOffsetV + stage * kTileBytesV, work.v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+}
+
+// Block: add all key tiles that the rows of `work` see. V is copied while S is computed, and the next K during softmax.
+__device__ __forceinline__ void attend(const Params& p, const Work& work, unsigned base, const Operands& operands,
+                                       Rows& rows) {
+    int entry = work.visits > 0 ? visit(p, work.tile, 0) : 0;
+    if (work.visits > 0) {
+        load_k(p, work, base, 0, (entry >> 1) * kTileN);
+    }
+    cp_async_commit();
+    for (int index = 0; index < work.visits; ++index) {
+        const int key0 = (entry >> 1) * kTileN;
+        cp_async_wait();
+        __syncthreads();  // K has arrived; nobody reads V any more
+        load_v(p, work, base, 0, key0);
+        cp_async_commit();
+
+        Scores s = {};
+        multiply_qk(s, operands, 0);
+        if (entry & 1) {
+            apply_mask(p, s, rows.first, key0);
         }
+
+        cp_async_wait();
+        __syncthreads();  // V has arrived; nobody reads K any more
+        if (index + 1 < work.visits) {
+            entry = visit(p, work.tile, index + 1);
+            load_k(p, work, base, 0, (entry >> 1) * kTileN);
+        }
+        cp_async_commit();
+
+        softmax(s, rows, p.scale_log2);
+        multiply_pv(rows.o, s, operands, 0);
     }
 }
+
+// ---- Kernel --------------------------------------------------------------------------------------------------------
 
 // Grid: tiles_m x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_fwd_sm90_fp32_d128_full_a16_m64_n32_w4_s1_p2_b1(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int warp = threadIdx.x / 32;
+    const int warp_row = threadIdx.x / 32 * kFragsM * 16;  // of the tile, the warp's first
     const int lane = threadIdx.x % 32;
-    const Place place = place_of(p, blockIdx.x);
-    const int head = place.head;
-    const int batch = place.batch;
-    const int tile = owned_tile(p, place.rank);
-    const int head_kv = head / (p.heads_q / p.heads_kv);
-    const int query0 = tile * kTileM;
-    const float* q = static_cast<const float*>(p.q) + batch * p.q_batch + head * p.q_head + query0 * p.q_row;
-    const float* k = static_cast<const float*>(p.k) + batch * p.k_batch + head_kv * p.k_head;
-    const float* v = static_cast<const float*>(p.v) + batch * p.v_batch + head_kv * p.v_head;
+    const Work work = work_at(p, blockIdx.x);
 
-    // Addresses for ldmatrix: of a left operand 16 rows x 8 columns, of a right one two tiles of 8 rows x 8 columns.
-    const unsigned q_warp = base + kOffsetQ + ((warp * kFragsM * 16 + (lane & 15)) * kPitch + (lane >> 4) * 4) * 4;
-    const unsigned k_warp = base + kOffsetK + (((lane >> 4) * 8 + (lane & 7)) * kPitch + (lane >> 3 & 1) * 4) * 4;
-    const float* v_warp = reinterpret_cast<const float*>(shared + kOffsetV) + lane % 4 * 2 * kPitchV + lane / 4;
-    const int row0 = query0 + warp * kFragsM * 16 + lane / 4;
-    const int count = visits(p, tile);
+    Operands operands;
+    operands.q = base + kOffsetQ + ((warp_row + (lane & 15)) * kPitch + (lane >> 4) * 4) * 4;
+    operands.k = base + kOffsetK + (((lane >> 4) * 8 + (lane & 7)) * kPitch + (lane >> 3 & 1) * 4) * 4;
+    operands.v = reinterpret_cast<const float*>(shared + kOffsetV) + lane % 4 * 2 * kPitchV + lane / 4;
+    Rows rows = empty_rows(work.tile * kTileM + warp_row + lane / 4);
 
-    float o[kFragsM][kFragsD][4] = {};
-    float row_sum[kFragsM][2] = {};
-    float row_max[kFragsM][2];
-#pragma unroll
-    for (int i = 0; i < kFragsM; ++i) {
-        row_max[i][0] = row_max[i][1] = __int_as_float(0xff800000);
-    }
-
-    load_q_tile(base + kOffsetQ, q, p.q_row, p.seq_q - query0);
-    int entry = count > 0 ? visit(p, tile, 0) : 0;
-    if (count > 0) {
-        const int first0 = (entry >> 1) * kTileN;
-        load_k_tile(base + kOffsetK, k + first0 * p.k_row, p.k_row, p.seq_k - first0);
-    }
-    cp_async_commit();
-    for (int index = 0; index < count; ++index) {
-        const int key0 = (entry >> 1) * kTileN;
-        cp_async_wait();
-        __syncthreads();  // K has arrived; nobody reads V any more
-        load_v_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
-        cp_async_commit();
-
-        float s[kFragsM][kFragsN][4] = {};
-        scores(s, q_warp, k_warp);
-        if (entry & 1) {
-            apply_mask(p, s, row0, key0);
-        }
-
-        cp_async_wait();
-        __syncthreads();  // V has arrived; nobody reads K any more
-        if (index + 1 < count) {
-            entry = visit(p, tile, index + 1);
-            const int next0 = (entry >> 1) * kTileN;
-            load_k_tile(base + kOffsetK, k + next0 * p.k_row, p.k_row, p.seq_k - next0);
-        }
-        cp_async_commit();
-
-        softmax(s, o, row_max, row_sum, p.scale_log2);
-        accumulate(o, s, v_warp);
-    }
+    load_q_tile(base + kOffsetQ, work.q, p.q_row, p.seq_q - work.tile * kTileM);
+    attend(p, work, base, operands, rows);
     cp_async_wait_all();
 
-    float* out = static_cast<float*>(p.out) + batch * p.out_batch + head * p.out_head;
-    store(p, o, row_max, row_sum, out, p.lse + (static_cast<long long>(batch) * p.heads_q + head) * p.seq_q, row0);
+    float* out = static_cast<float*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    store(p, rows, out, p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q);
 }

@@ -395,7 +395,7 @@ __device__ __forceinline__ int whole_tiles(const Params& p, int query) {
 }
 
 // How many key tiles query tile `tile` visits: those before the last query's diagonal, the nearest one first, as masked
-// visits should be among the first ones, in which row maxima are followed anyway.
+// visits should be among the first ones, in which row maxima are updated anyway.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
     return tiles_before(p, first_query(p, tile) + kTileM);
 }
@@ -413,8 +413,8 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
-// Every other section begins with its smallest tiles, so that where two meet in a round, all blocks get pieces of about
-// the same size; the last section ends with its smallest ones.
+// Every other section begins with its smallest tiles, so that where two meet in a round, all blocks get work tiles of
+// about the same size; the last section ends with its smallest ones.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
     const int together = heads / p.heads_kv;  // q heads with the same K and V

@@ -350,12 +350,12 @@ __device__ __forceinline__ int visits(const Params& p, int plane, int tile) {
     return __ldg(p.tile_count + entry_of(p, plane, tile));
 }
 
-// Visit number `index`: key tile << kParts, and a bit for each part of the query tile that does not see all its pairs.
+// Visit number `index`: key tile << kParts, and a bit for each row group of the query tile that misses some pairs.
 __device__ __forceinline__ int visit(const Params& p, int plane, int tile, int index) {
     return __ldg(p.tile_list + entry_of(p, plane, tile) * p.list_stride + index);
 }
 
-// The visits that show part `part` of the tile anything: [x, y).
+// The visits in which row group `part` of the tile sees some pair: [x, y).
 __device__ __forceinline__ int2 reach_of(const Params& p, int plane, int tile, int part) {
     return __ldg(reinterpret_cast<const int2*>(p.reach) + entry_of(p, plane, tile) * 4 + part);
 }
@@ -392,7 +392,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 constexpr int kScheduleThreads = 128;
 constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // nobody reads the last votes any more
@@ -422,8 +422,8 @@ __device__ __forceinline__ bool pair_of(const Params& p, int plane, int query, i
     return mask[query * p.dense_row + key * p.dense_col] != 0;
 }
 
-// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and leaves in its
-// place of the list a bit for each part that sees some pair, then for each that misses some; or 0.
+// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
+// place of the list a bit for each row group that sees some pair, then for each that misses some; or 0.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_pack(const __grid_constant__ Params p) {
     const int key_tile = blockIdx.x % p.tiles_n;
@@ -468,13 +468,13 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_schedule(con
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _pack left in the list. It is overwritten only where every thread has read.
+        // What _pack wrote to the list. It is overwritten only where every thread has read.
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
             list[slot] = visited << kParts | kind >> kParts;
         }
-        // The visits of a warp lie side by side: of those that show a part anything, the first and the last count.
+        // The visits of a warp lie side by side: take the first and the last in which a row group sees some pair.
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
             const unsigned shows = __ballot_sync(~0u, kind >> part & 1);

@@ -365,12 +365,12 @@ __device__ __forceinline__ int visits(const Params& p, int tile) {
     return __ldg(p.tile_count + tile);
 }
 
-// Visit number `index`: key tile << kParts, and a bit for each part of the query tile that does not see all its pairs.
+// Visit number `index`: key tile << kParts, and a bit for each row group of the query tile that misses some pairs.
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
     return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
 }
 
-// The visits that show part `part` of the tile anything: [x, y).
+// The visits in which row group `part` of the tile sees some pair: [x, y).
 __device__ __forceinline__ int2 reach_of(const Params& p, int tile, int part) {
     return __ldg(reinterpret_cast<const int2*>(p.reach) + tile * 4 + part);
 }
@@ -407,7 +407,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 constexpr int kScheduleThreads = 128;
 constexpr unsigned kSomeParts = (1u << kParts) - 1;
 
-// Block: how many threads before this one say `mine`; adds all that do to `total`, and `votes` gets those of each warp.
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // nobody reads the last votes any more
@@ -424,7 +424,7 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kParts;  // query rows of a part
+constexpr int kUnit = kTileM / kParts;  // query rows of a row group
 constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
 
 // The keys of a tile, as the threads of a block hold them.
@@ -433,7 +433,7 @@ struct Keys {
     int latest, earliest;       // start and end of all keys of the tile
 };
 
-// Block: the keys of a tile. Also bounds and pieces.
+// Block: the keys of a tile. Also writes bounds, and clears the tile counters.
 __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
     __shared__ int latest[kScheduleThreads / 32];
     __shared__ int earliest[kScheduleThreads / 32];
@@ -469,11 +469,11 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
     return keys;
 }
 
-// Block: what query tile `base` + threadIdx.x is to the keys: a bit for each part that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last unit before `base` sees; it moves on.
+// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
 __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
     constexpr int units = kScheduleThreads * kParts;
-    __shared__ int changes[units];  // how many more keys a unit sees than the one before it
+    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
     __shared__ int sums[kScheduleThreads / 32];
     for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
         changes[i] = 0;
@@ -525,7 +525,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     return kind & kSomeParts ? kind : 0;
 }
 
-// One block per key tile: leaves in the lists of the query tiles, in place of the key tile, what it is to them.
+// One block per key tile: writes to the list of each query tile, at the place of the key tile, how it is seen.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
@@ -551,13 +551,13 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_schedule(cons
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _kinds left in the list. It is overwritten only where every thread has read.
+        // What _kinds wrote to the list. It is overwritten only where every thread has read.
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
             list[slot] = visited << kParts | kind >> kParts;
         }
-        // The visits of a warp lie side by side: of those that show a part anything, the first and the last count.
+        // The visits of a warp lie side by side: take the first and the last in which a row group sees some pair.
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
             const unsigned shows = __ballot_sync(~0u, kind >> part & 1);

@@ -11,14 +11,14 @@
 //   persistent     1   one block per multiprocessor walks many tiles
 //   q_in_regs      0   keep the fragments of Q in registers
 //
-// S = Q K^T (tile_m x tile_n), P = 2^(scale log2(e) (S - row maximum)), O = sum of P V, l = row sum of P; out = O / l,
+// S = Q K^T (tile_m x tile_n), P = exp(scale (S - row_max)), O = sum of P V; out = O / row_sum,
 // lse = ln(sum exp(scale S)).
 // Every float is the sum of three bf16: big, middle and small, and a product of two is that of six: big big, big
 // middle, middle big, big small, small big, middle middle; what is left out is about 2^-24 of it. Tensor cores round
 // sums towards zero, at the size of the sum. So the smallest products come first, S and each tile's share of O are
 // summed from zero, and O itself with additions.
-// A kernel before this one writes K and V in parts. One producer thread copies tiles of them; each consumer warpgroup
-// owns 64 query rows of a tile, splits their Q, and P as it is computed.
+// A kernel before this one (_preprocess) writes K and V in splits. One producer thread copies tiles of them; each
+// consumer warpgroup owns 64 query rows of a tile, splits their Q, and P as it is computed.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
 struct Params {
@@ -104,19 +104,19 @@ constexpr int kTileM = 128;  // query rows of a tile
 constexpr int kTileN = 64;  // keys of a step
 constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kPrepareThreads = 256;
+constexpr int kPreprocessThreads = 256;
 constexpr int kStages = 1;  // buffers of K and of V
 constexpr int kSteps = 8;  // k16 steps of Q K^T, the last one filled up with zeros
 constexpr int kColumnsOut = 128;  // of O that are computed
-constexpr int kSpan = 128;  // bytes of a row of a panel of Q and K
-constexpr int kSpanV = 128;
-constexpr int kPartBytesK = kTileN * 128 * 2;
-constexpr int kPartBytesV = kTileN * 128 * 2;
+constexpr int kSwizzleBytes = 128;  // bytes of a row of a panel of Q and K
+constexpr int kSwizzleBytesV = 128;
+constexpr int kSplitBytesK = kTileN * 128 * 2;
+constexpr int kSplitBytesV = kTileN * 128 * 2;
 constexpr int kSplits = 3;  // bf16 that a float is the sum of
-constexpr int kTileBytesK = kSplits * kPartBytesK;
-constexpr int kTileBytesV = kSplits * kPartBytesV;
-constexpr int kPartBytesQ = 64 * 128 * 2;  // of a warpgroup's rows
-constexpr int kOffsetK = kSplits * kPartBytesQ * kConsumers;
+constexpr int kTileBytesK = kSplits * kSplitBytesK;
+constexpr int kTileBytesV = kSplits * kSplitBytesV;
+constexpr int kSplitBytesQ = 64 * 128 * 2;  // of a warpgroup's rows
+constexpr int kOffsetK = kSplits * kSplitBytesQ * kConsumers;
 constexpr int kOffsetV = (kOffsetK + kStages * kTileBytesK + 1023) / 1024 * 1024;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesV;
 constexpr int kFullK = kOffsetBounds;
@@ -129,7 +129,7 @@ constexpr int kSharedBytes = kEmptyV + 8 * kStages;
 static_assert(kSharedBytes == 196640, "codegen/plan_sm90_fp32.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
-enum NamedBarrier { kTurnOfFirst = 1, kMeetingOfFirst = 1 + kConsumers };
+enum NamedBarrier { kOrderOfFirst = 1, kMeetingOfFirst = 1 + kConsumers };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ __device__ __forceinline__ float2 unpack(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
 }
 
-// Warpgroup: S (64 x 64) = or += a part of Q times one of K over 16 columns, both from shared memory.
+// Warpgroup: S (64 x 64) = or += a split of Q times one of K over 16 columns, both from shared memory.
 __device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
@@ -249,7 +249,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned lo
     // clang-format on
 }
 
-// Warpgroup: O (64 x 128) = or += a part of P times one of V over 16 keys, P from registers.
+// Warpgroup: O (64 x 128) = or += a split of P times one of V over 16 keys, P from registers.
 __device__ __forceinline__ void wgmma_out(float (&d)[kColumnsOut / 2], const unsigned (&a)[4], unsigned long long b,
                                           int add) {
     // clang-format off
@@ -307,24 +307,24 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Parts ---------------------------------------------------------------------------------------------------------
+// ---- bf16 splits ---------------------------------------------------------------------------------------------------
 
-// The bf16 parts of two floats, the largest first.
+// The splits of two floats, the largest first, each a pair of bf16.
 struct Split {
-    unsigned parts[kSplits];
+    unsigned pairs[kSplits];
 };
 
 // x = big + middle + small: 8 bits of the significand each, so that nothing is left of its 24.
 __device__ __forceinline__ Split split(float x0, float x1) {
-    Split split;
+    Split result;
 #pragma unroll
     for (int i = 0; i < kSplits; ++i) {
-        split.parts[i] = pack(x0, x1);
-        const float2 part = unpack(split.parts[i]);
-        x0 -= part.x;
-        x1 -= part.y;
+        result.pairs[i] = pack(x0, x1);
+        const float2 rounded = unpack(result.pairs[i]);
+        x0 -= rounded.x;
+        x1 -= rounded.y;
     }
-    return split;
+    return result;
 }
 
 // Columns `column` (even) and the next one of a row, zeros past its `width`.
@@ -332,27 +332,27 @@ __device__ __forceinline__ float2 load_pair(const float* row, int column, int wi
     return column < width ? __ldg(reinterpret_cast<const float2*>(row + column)) : make_float2(0.0f, 0.0f);
 }
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in a part of `rows` rows that is stored in panels of `span` bytes:
+// Byte offset of 16-byte chunk `chunk` of row `row` of a split of `rows` rows, stored in panels of `swizzle_bytes`:
 // [panel][row][chunk], the chunk's number XORed with the place of the row in the pattern, as wgmma expects.
-__device__ __forceinline__ constexpr int chunk_at(int row, int chunk, int rows, int span) {
-    const int chunks = span / 16;
-    return (chunk / chunks * rows + row) * span + (chunk % chunks ^ row / (128 / span) % chunks) * 16;
+__device__ __forceinline__ constexpr int chunk_at(int row, int chunk, int rows, int swizzle_bytes) {
+    const int chunks = swizzle_bytes / 16;
+    return (chunk / chunks * rows + row) * swizzle_bytes + (chunk % chunks ^ row / (128 / swizzle_bytes) % chunks) * 16;
 }
 
-// wgmma descriptor of a part of `rows` rows in panels of `span` bytes, whether columns or rows are what it sums over
-// (where it is columns, the distance of panels is ignored).
-__device__ __forceinline__ unsigned long long part_at(unsigned part, int rows, int span) {
-    const unsigned code = span == 128 ? 1 : span == 64 ? 2 : 3;  // of the swizzle (PTX ISA, wgmma)
-    const unsigned low = (part & 0x3ffff) >> 4 | rows * span >> 4 << 16;
-    return static_cast<unsigned long long>(8 * span >> 4 | code << 30) << 32 | low;
+// wgmma descriptor of a split of `rows` rows in panels of `swizzle_bytes`, whether columns or rows are what it sums
+// over (where it is columns, the distance of panels is ignored).
+__device__ __forceinline__ unsigned long long split_at(unsigned tile, int rows, int swizzle_bytes) {
+    const unsigned code = swizzle_bytes == 128 ? 1 : swizzle_bytes == 64 ? 2 : 3;  // of the swizzle (PTX ISA, wgmma)
+    const unsigned low = (tile & 0x3ffff) >> 4 | rows * swizzle_bytes >> 4 << 16;
+    return static_cast<unsigned long long>(8 * swizzle_bytes >> 4 | code << 30) << 32 | low;
 }
 
-// Where k16 step `step` along the columns of such a part starts, in units of a descriptor's address.
-__device__ __forceinline__ constexpr int step_at(int step, int rows, int span) {
-    return (step * 32 / span * rows * span + step * 32 % span) >> 4;
+// Where k16 step `step` along the columns of such a split starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows, int swizzle_bytes) {
+    return (step * 32 / swizzle_bytes * rows * swizzle_bytes + step * 32 % swizzle_bytes) >> 4;
 }
 
-// The parts of tile number `place` of all heads' tiles of K, and of V, in the workspace.
+// The splits of tile number `place` of all heads' tiles of K, and of V, in the workspace.
 __device__ __forceinline__ unsigned char* keys_at(const Params& p, int place) {
     return reinterpret_cast<unsigned char*>(p.dkv_accum) + static_cast<long long>(place) * kTileBytesK;
 }
@@ -361,32 +361,32 @@ __device__ __forceinline__ unsigned char* values_at(const Params& p, int place) 
     return values + static_cast<long long>(place) * kTileBytesV;
 }
 
-// Block: the parts of kTileN rows of a matrix of `width` columns, of which `valid` are there; the rest is zeros.
-__device__ __forceinline__ void write_parts(unsigned char* parts, const float* rows, long long stride, int valid,
-                                            int width, int part_bytes, int span) {
-    const int chunks = part_bytes / (kTileN * 16);
-    for (int i = threadIdx.x; i < kTileN * chunks; i += kPrepareThreads) {
+// Block: the splits of kTileN rows of a matrix of `width` columns, of which `valid` are there; the rest is zeros.
+__device__ __forceinline__ void write_splits(unsigned char* splits, const float* rows, long long stride, int valid,
+                                            int width, int split_bytes, int swizzle_bytes) {
+    const int chunks = split_bytes / (kTileN * 16);
+    for (int i = threadIdx.x; i < kTileN * chunks; i += kPreprocessThreads) {
         const int row = i / chunks;
         const int chunk = i % chunks;
-        Split pairs[4];
+        Split four[4];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
             const float2 x = load_pair(rows + row * stride, chunk * 8 + pair * 2, row < valid ? width : 0);
-            pairs[pair] = split(x.x, x.y);
+            four[pair] = split(x.x, x.y);
         }
-        unsigned char* to = parts + chunk_at(row, chunk, kTileN, span);
+        unsigned char* to = splits + chunk_at(row, chunk, kTileN, swizzle_bytes);
 #pragma unroll
-        for (int part = 0; part < kSplits; ++part) {
-            *reinterpret_cast<uint4*>(to + part * part_bytes) =
-                make_uint4(pairs[0].parts[part], pairs[1].parts[part], pairs[2].parts[part], pairs[3].parts[part]);
+        for (int split = 0; split < kSplits; ++split) {
+            *reinterpret_cast<uint4*>(to + split * split_bytes) =
+                make_uint4(four[0].pairs[split], four[1].pairs[split], four[2].pairs[split], four[3].pairs[split]);
         }
     }
 }
 
-// Grid: tiles_n x batch x heads_kv blocks, head by head: a tile of K and of V in parts, as they shall lie in shared
+// Grid: tiles_n x batch x heads_kv blocks, head by head: a tile of K and of V in splits, as they shall lie in shared
 // memory.
-extern "C" __global__ void __launch_bounds__(kPrepareThreads)
-attnforge_fwd_sm90a_fp32_d128_full_a16_m128_n64_s1_p1_r1_q0_prepare(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kPreprocessThreads)
+attnforge_fwd_sm90a_fp32_d128_full_a16_m128_n64_s1_p1_r1_q0_preprocess(const __grid_constant__ Params p) {
     const int tile = blockIdx.x % p.tiles_n;
     const int head = blockIdx.x / p.tiles_n % p.heads_kv;
     const int batch = blockIdx.x / p.tiles_n / p.heads_kv;
@@ -394,8 +394,8 @@ attnforge_fwd_sm90a_fp32_d128_full_a16_m128_n64_s1_p1_r1_q0_prepare(const __grid
     const int valid = p.seq_k - tile * kTileN;
     const float* k = static_cast<const float*>(p.k) + batch * p.k_batch + head * p.k_head + key0 * p.k_row;
     const float* v = static_cast<const float*>(p.v) + batch * p.v_batch + head * p.v_head + key0 * p.v_row;
-    write_parts(keys_at(p, blockIdx.x), k, p.k_row, valid, kHeadDim, kPartBytesK, kSpan);
-    write_parts(values_at(p, blockIdx.x), v, p.v_row, valid, kHeadDimV, kPartBytesV, kSpanV);
+    write_splits(keys_at(p, blockIdx.x), k, p.k_row, valid, kHeadDim, kSplitBytesK, kSwizzleBytes);
+    write_splits(values_at(p, blockIdx.x), v, p.v_row, valid, kHeadDimV, kSplitBytesV, kSwizzleBytesV);
 }
 
 // ---- Work ----------------------------------------------------------------------------------------------------------
@@ -424,12 +424,23 @@ __device__ __forceinline__ int work_index(const Params& p, int round) {
     return index < total ? index : -1;
 }
 
+// A place in the ring of kStages buffers; the phase of their barriers flips at every wrap.
+struct Ring {
+    unsigned stage, phase;
+};
+
+__device__ __forceinline__ void advance(Ring& ring) {
+    if (++ring.stage == kStages) {
+        ring.stage = 0;
+        ring.phase ^= 1;
+    }
+}
+
 // ---- Producer ------------------------------------------------------------------------------------------------------
 
-// Thread: feed the consumers of this block.
+// Thread: copy the tiles of K and V that the consumers of this block take.
 __device__ __forceinline__ void produce(const Params& p, unsigned base) {
-    unsigned stage = 0;
-    unsigned phase = 0;
+    Ring ring = {0, 0};
     for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
         const Work work = work_at(p, index);
         const int place = (work.batch * p.heads_kv + work.head / (p.heads_q / p.heads_kv)) * p.tiles_n;
@@ -438,18 +449,15 @@ __device__ __forceinline__ void produce(const Params& p, unsigned base) {
         for (int i = 0; i < count; ++i) {
             const int entry = visit(p, work.tile, i);
             const int tile = entry >> 1;
-            barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
-            barrier_expect(base + kFullK + stage * 8, kTileBytesK);
-            bulk_load(base + kOffsetK + stage * kTileBytesK, keys_at(p, place + tile), kTileBytesK,
-                      base + kFullK + stage * 8);
-            barrier_wait(base + kEmptyV + stage * 8, phase ^ 1);
-            barrier_expect(base + kFullV + stage * 8, kTileBytesV);
-            bulk_load(base + kOffsetV + stage * kTileBytesV, values_at(p, place + tile), kTileBytesV,
-                      base + kFullV + stage * 8);
-            if (++stage == kStages) {
-                stage = 0;
-                phase ^= 1;
-            }
+            barrier_wait(base + kEmptyK + ring.stage * 8, ring.phase ^ 1);
+            barrier_expect(base + kFullK + ring.stage * 8, kTileBytesK);
+            bulk_load(base + kOffsetK + ring.stage * kTileBytesK, keys_at(p, place + tile), kTileBytesK,
+                      base + kFullK + ring.stage * 8);
+            barrier_wait(base + kEmptyV + ring.stage * 8, ring.phase ^ 1);
+            barrier_expect(base + kFullV + ring.stage * 8, kTileBytesV);
+            bulk_load(base + kOffsetV + ring.stage * kTileBytesV, values_at(p, place + tile), kTileBytesV,
+                      base + kFullV + ring.stage * 8);
+            advance(ring);
         }
     }
 }
@@ -470,10 +478,10 @@ __device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 
     }
 }
 
-// Statistics of the two query rows of a thread.
+// The two query rows of a thread.
 struct Rows {
-    float top[2];  // maximum of S so far
-    float sum[2];  // of P so far, this thread's columns only
+    float row_max[2];  // of S so far
+    float row_sum[2];  // of P so far, this thread's columns only
 };
 
 // P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
@@ -497,22 +505,22 @@ __device__ __forceinline__ float rescale_of(float before, float row_max, bool la
     return exp2_approx(large ? (before - finite(row_max)) * scale_log2 : small);
 }
 
-// Warp: P = 2^(scale log2(e) (S - top)) in parts, as wgmma takes them for its A operand. Moves the rows to their new
-// maxima; O must be multiplied by `factor`.
-__device__ __forceinline__ void softmax(float (&s)[kTileN / 2], unsigned (&parts)[kSplits][kTileN / 16][4],
+// Warp: P = 2^(scale log2(e) (S - row_max)) in splits, as wgmma takes them for its A operand. Updates the rows' maxima
+// and sums; O must be multiplied by `factor`.
+__device__ __forceinline__ void softmax(float (&s)[kTileN / 2], unsigned (&splits)[kSplits][kTileN / 16][4],
                                         Rows& rows, float scale_log2, float (&factor)[2]) {
     float next[2];
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float top = s[half * 2];
+        float most = s[half * 2];
 #pragma unroll
         for (int i = half * 2; i < kTileN / 2; i += 4) {
-            top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+            most = fmaxf(most, fmaxf(s[i], s[i + 1]));
         }
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        next[half] = fmaxf(rows.top[half], top);
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        next[half] = fmaxf(rows.row_max[half], most);
     }
     // If some row of the warp has a large maximum, maxima are subtracted from S.
     const float largest = fmaxf(fabsf(finite(next[0])), fabsf(finite(next[1])));
@@ -521,8 +529,8 @@ __device__ __forceinline__ void softmax(float (&s)[kTileN / 2], unsigned (&parts
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         base[half] = base_of(next[half], large, scale_log2);
-        factor[half] = rescale_of(rows.top[half], next[half], large, scale_log2);
-        rows.top[half] = next[half];
+        factor[half] = rescale_of(rows.row_max[half], next[half], large, scale_log2);
+        rows.row_max[half] = next[half];
     }
     if (large) {
 #pragma unroll
@@ -538,51 +546,52 @@ __device__ __forceinline__ void softmax(float (&s)[kTileN / 2], unsigned (&parts
         sum[half] += left + right;
         const Split pair = split(left, right);
 #pragma unroll
-        for (int part = 0; part < kSplits; ++part) {
-            parts[part][i / 8][i / 2 % 4] = pair.parts[part];
+        for (int split = 0; split < kSplits; ++split) {
+            splits[split][i / 8][i / 2 % 4] = pair.pairs[split];
         }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        rows.sum[half] = rows.sum[half] * factor[half] + sum[half];
+        rows.row_sum[half] = rows.row_sum[half] * factor[half] + sum[half];
     }
 }
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// The parts that are multiplied, the smallest products first: 2 0, 1 1, 0 2, 1 0, 0 1, 0 0.
+// The splits that are multiplied, the smallest products first: 2 0, 1 1, 0 2, 1 0, 0 1, 0 0.
 constexpr int kProducts = 6;
-__device__ __forceinline__ constexpr int left_part(int i) { return i < 3 ? 2 - i : i == 3 ? 1 : 0; }
-__device__ __forceinline__ constexpr int right_part(int i) { return i < 3 ? i : i == 4 ? 1 : 0; }
+__device__ __forceinline__ constexpr int left_split(int i) { return i < 3 ? 2 - i : i == 3 ? 1 : 0; }
+__device__ __forceinline__ constexpr int right_split(int i) { return i < 3 ? i : i == 4 ? 1 : 0; }
 
-// Warpgroup: its 64 rows of Q in parts, to shared memory at `parts`. `q` is the head's Q, `row` the thread's first
+// Warpgroup: its 64 rows of Q in splits, to shared memory at `splits`. `q` is the head's Q, `row` the thread's first
 // query.
-__device__ __forceinline__ void load_q(const Params& p, const float* q, int row, unsigned parts) {
-    const int row_in_part = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+__device__ __forceinline__ void load_q(const Params& p, const float* q, int row, unsigned splits) {
+    const int row_in_split = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll 4
     for (int i = 0; i < kSteps * 4; ++i) {
         const int query = row + i % 2 * 8;
         const int column = i / 2 * 8 + threadIdx.x % 4 * 2;
         const float2 x = load_pair(q + query * p.q_row, column, query < p.seq_q ? kHeadDim : 0);
         const Split pair = split(x.x, x.y);
-        const unsigned to = parts + chunk_at(row_in_part + i % 2 * 8, column / 8, 64, kSpan) + threadIdx.x % 4 * 4;
+        const int chunk = chunk_at(row_in_split + i % 2 * 8, column / 8, 64, kSwizzleBytes);
+        const unsigned to = splits + chunk + threadIdx.x % 4 * 4;
 #pragma unroll
-        for (int part = 0; part < kSplits; ++part) {
-            shared_store(to + part * kPartBytesQ, pair.parts[part]);
+        for (int split = 0; split < kSplits; ++split) {
+            shared_store(to + split * kSplitBytesQ, pair.pairs[split]);
         }
     }
 }
 
 // Warpgroup: start S = Q K^T.
 __device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, unsigned k) {
-    const unsigned long long a = part_at(q, 64, kSpan);
-    const unsigned long long b = part_at(k, kTileN, kSpan);
+    const unsigned long long a = split_at(q, 64, kSwizzleBytes);
+    const unsigned long long b = split_at(k, kTileN, kSwizzleBytes);
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            wgmma_scores(s, a + (left_part(i) * kPartBytesQ >> 4) + step_at(step, 64, kSpan),
-                         b + (right_part(i) * kPartBytesK >> 4) + step_at(step, kTileN, kSpan), i + step > 0);
+            wgmma_scores(s, a + (left_split(i) * kSplitBytesQ >> 4) + step_at(step, 64, kSwizzleBytes),
+                         b + (right_split(i) * kSplitBytesK >> 4) + step_at(step, kTileN, kSwizzleBytes), i + step > 0);
         }
     }
 }
@@ -590,18 +599,18 @@ __device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q,
 // Warpgroup: start the product of P and a tile of V.
 __device__ __forceinline__ void start_out(float (&share)[kColumnsOut / 2], const unsigned (&p)[kSplits][kTileN / 16][4],
                                           unsigned v) {
-    const unsigned long long b = part_at(v, kTileN, kSpanV);
+    const unsigned long long b = split_at(v, kTileN, kSwizzleBytesV);
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
         for (int step = 0; step < kTileN / 16; ++step) {
-            wgmma_out(share, p[left_part(i)][step],
-                      b + (right_part(i) * kPartBytesV + step * 16 * kSpanV >> 4), i + step > 0);
+            wgmma_out(share, p[left_split(i)][step],
+                      b + (right_split(i) * kSplitBytesV + step * 16 * kSwizzleBytesV >> 4), i + step > 0);
         }
     }
 }
 
-// ---- Results -------------------------------------------------------------------------------------------------------
+// ---- Epilogue ------------------------------------------------------------------------------------------------------
 
 // Thread: write x and y to columns `column` (even) and the next one of a row of O, as far as it has them.
 __device__ __forceinline__ void store_pair(float* row, int column, float x, float y) {
@@ -617,7 +626,7 @@ __device__ __forceinline__ void store(const Params& p, const Work& work, const R
     float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float sum = rows.sum[half];
+        float sum = rows.row_sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -626,7 +635,7 @@ __device__ __forceinline__ void store(const Params& p, const Work& work, const R
             if (threadIdx.x % 4 == 0) {
                 const float ln2 = 0.6931471805599453f;
                 const float empty = __int_as_float(0xff800000);
-                const float log = __fmul_rn(rows.top[half], p.scale_log2) * ln2 + logf(sum);
+                const float log = __fmul_rn(rows.row_max[half], p.scale_log2) * ln2 + logf(sum);
                 lse[query] = sum == 0.0f ? empty : log;
             }
 #pragma unroll
@@ -640,15 +649,24 @@ __device__ __forceinline__ void store(const Params& p, const Work& work, const R
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroup: work through the pieces of work of this block, for 64 rows of each.
+// Warpgroups start their products in turn, so that the softmax of one runs beside the products of another. Warpgroup:
+// wait for the barrier that orders them; let the next warpgroup start.
+__device__ __forceinline__ void order_wait(int group) { named_sync(kOrderOfFirst + group, 256); }
+__device__ __forceinline__ void order_arrive(int group) { named_arrive(kOrderOfFirst + (group + 1) % kConsumers, 256); }
+
+// Warp: it has read the tile of K or V in buffer `stage`, whose `empty` barriers these are.
+__device__ __forceinline__ void release(unsigned empty, unsigned stage) {
+    if (threadIdx.x % 32 == 0) {
+        barrier_arrive(empty + stage * 8);
+    }
+}
+
+// Warpgroup: the work tiles of this block, 64 rows of each.
 __device__ __forceinline__ void consume(const Params& p, unsigned base, int group) {
     const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    const bool arrives = threadIdx.x % 32 == 0;  // for its warp
-    unsigned stage = 0;
-    unsigned phase = 0;
-    // Products are started in turns, so that one warpgroup's softmax runs beside another's products.
-    if (group == kConsumers - 1) {  // gives the first one its first turn
-        named_arrive(kTurnOfFirst, 256);
+    Ring ring = {0, 0};
+    if (group == kConsumers - 1) {
+        order_arrive(group);  // the first warpgroup begins
     }
     for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
         const Work work = work_at(p, index);
@@ -656,7 +674,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
         const int count = visits(p, work.tile);
         int entry = count > 0 ? visit(p, work.tile, 0) : 0;
         const float* head = static_cast<const float*>(p.q) + work.batch * p.q_batch + work.head * p.q_head;
-        const unsigned q = base + group * kSplits * kPartBytesQ;
+        const unsigned q = base + group * kSplits * kSplitBytesQ;
         named_sync(kMeetingOfFirst + group, 128);  // all warps are done with the rows before
         load_q(p, head, row, q);
         proxy_fence();
@@ -666,45 +684,38 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const int next = i + 1 < count ? visit(p, work.tile, i + 1) : 0;
-            barrier_wait(base + kFullK + stage * 8, phase);
-            named_sync(kTurnOfFirst + group, 256);
+            barrier_wait(base + kFullK + ring.stage * 8, ring.phase);
+            order_wait(group);
             float s[kTileN / 2];
             wgmma_fence();
-            start_scores(s, q, base + kOffsetK + stage * kTileBytesK);
+            start_scores(s, q, base + kOffsetK + ring.stage * kTileBytesK);
             wgmma_commit();
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+            order_arrive(group);
             wgmma_wait();
             accumulator_fence(s);
             if (entry & 1) {
                 apply_mask(p, s, row, (entry >> 1) * kTileN);
             }
             __syncwarp();
-            if (arrives) {
-                barrier_arrive(base + kEmptyK + stage * 8);
-            }
-            unsigned parts[kSplits][kTileN / 16][4];
+            release(base + kEmptyK, ring.stage);
+            unsigned splits[kSplits][kTileN / 16][4];
             float factor[2];
-            softmax(s, parts, rows, p.scale_log2, factor);
-            barrier_wait(base + kFullV + stage * 8, phase);
-            named_sync(kTurnOfFirst + group, 256);
+            softmax(s, splits, rows, p.scale_log2, factor);
+            barrier_wait(base + kFullV + ring.stage * 8, ring.phase);
+            order_wait(group);
             float share[kColumnsOut / 2];
             wgmma_fence();
-            start_out(share, parts, base + kOffsetV + stage * kTileBytesV);
+            start_out(share, splits, base + kOffsetV + ring.stage * kTileBytesV);
             wgmma_commit();
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
+            order_arrive(group);
             wgmma_wait();
             accumulator_fence(share);
-            if (arrives) {
-                barrier_arrive(base + kEmptyV + stage * 8);
-            }
+            release(base + kEmptyV, ring.stage);
 #pragma unroll
             for (int j = 0; j < kColumnsOut / 2; ++j) {
                 o[j] = o[j] * factor[j / 2 % 2] + share[j];
             }
-            if (++stage == kStages) {
-                stage = 0;
-                phase ^= 1;
-            }
+            advance(ring);
             entry = next;
         }
         store(p, work, rows, o, row);
@@ -713,7 +724,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
-// Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
+// Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_fwd_sm90a_fp32_d128_full_a16_m128_n64_s1_p1_r1_q0(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];

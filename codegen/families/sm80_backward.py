@@ -116,12 +116,12 @@ def _launches(spec: Spec, t: Sm80Backward, shared: int) -> tuple[Launch, ...]:
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     threads = t.warps * 32
     launches = [
-        Launch(f"{spec.symbol}_prepare", queries, threads),
+        Launch(f"{spec.symbol}_preprocess", queries, threads),
         Launch(spec.symbol, ("tiles_n", "batch", heads), threads, shared),
-        Launch(f"{spec.symbol}_finish", queries, threads),
+        Launch(f"{spec.symbol}_postprocess", queries, threads),
     ]
     if t.split_heads:
-        launches.append(Launch(f"{spec.symbol}_finish_dkv", ("tiles_n", "batch", "heads_kv"), threads))
+        launches.append(Launch(f"{spec.symbol}_postprocess_dkv", ("tiles_n", "batch", "heads_kv"), threads))
     return tuple(launches)
 
 
@@ -151,7 +151,7 @@ def _constants(spec: Spec, t: Sm80Backward, tiles: Tiles, shared: int) -> dict[s
         **_odd(t, tiles),
         # n8 fragments of a thread's row of S that come from one word of a dense mask
         "word_frags": 4 if t.tile_n * t.warps_sdp // t.warps % 32 == 0 else 2,
-        "row_lanes": 1 << (chunks_v - 1).bit_length(),  # threads per row in _prepare, one chunk each
+        "row_lanes": 1 << (chunks_v - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "vector_red": p.arch in (Arch.SM90, Arch.SM120),  # red.global.add.v4.f32 needs sm_90
         "writes": writes,
     }

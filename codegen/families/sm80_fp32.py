@@ -173,7 +173,7 @@ def plan_backward(spec: Spec) -> Plan:
         template="sm80/backward_fp32.cu.jinja",
         suffix=".cu",
         launches=(
-            Launch(f"{spec.symbol}_prepare", queries, threads),
+            Launch(f"{spec.symbol}_preprocess", queries, threads),
             Launch(spec.symbol, ("tiles_n", "batch", heads), threads, shared),
         ),
         schedule=schedule_launches(spec, "tiles_n", t.ordered),

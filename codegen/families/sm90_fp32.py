@@ -21,7 +21,7 @@ from attnforge.codegen.plan import Launch, Plan
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 PARTS = 3  # bf16 that a float is the sum of
-PREPARE_THREADS = 256  # of a block of _prepare
+PREPARE_THREADS = 256  # of a block of _preprocess
 # Registers of a producer and of a consumer thread by number of consumer warpgroups; with fewer, producers spill.
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (56, 152)}
 
@@ -65,7 +65,7 @@ def _plan(spec: Spec, t: Sm90Fp32Forward, consumers: int) -> Plan:
         template="sm90a/forward_fp32.cu.jinja",
         suffix=".cu",
         launches=(
-            Launch(f"{spec.symbol}_prepare", ("tiles_n", "batch", "heads_kv"), PREPARE_THREADS),
+            Launch(f"{spec.symbol}_preprocess", ("tiles_n", "batch", "heads_kv"), PREPARE_THREADS),
             Launch(spec.symbol, main, threads, shared, t.persistent),
         ),
         schedule=schedule_launches(spec, "tiles_m"),

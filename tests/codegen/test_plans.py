@@ -58,10 +58,10 @@ def test_mma_backward_by_hand() -> None:
         Spec(Problem(BACKWARD, Arch.SM80, DType.BFLOAT16, 64, Mask.SPANS), replace(tuning, split_heads=True))
     )
     assert [launch.symbol.removeprefix(split.spec.symbol) for launch in split.launches] == [
-        "_prepare",
+        "_preprocess",
         "",
-        "_finish",
-        "_finish_dkv",
+        "_postprocess",
+        "_postprocess_dkv",
     ]
     assert split.launches[1].grid == ("tiles_n", "batch", "heads_q")
     assert split.dkv_accum

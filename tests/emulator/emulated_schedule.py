@@ -28,6 +28,8 @@ def schedule_text(spec: Spec) -> str:
     sizes = {"kTileM": spec.tuning.tile_m, "kTileN": spec.tuning.tile_n}
     if source.plan.parts > 1:
         sizes["kParts"] = source.plan.parts
+    # apply_mask stands in the same section; it is compiled and not called.
+    sizes |= {name: 1 for name in ("kFragsM", "kFragsN") if f"[{name}]" in sections}
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in sizes.items())
     runs = "".join(
         f'extern "C" void run_{item.symbol}(const Params* p, long long blocks) '

@@ -80,8 +80,8 @@ HOPPER_BODIES = {
 # The same for statements inside functions.
 STATEMENTS = {
     r'asm volatile\("cp\.async\.wait_group (\d+);"[^;]*;': r"copies_wait(\1);",
-    r'asm volatile\("ld\.acquire[^;]*;"[^;]*;': "taken = *turns_taken;",
-    r'asm volatile\("red\.release[^;]*;"[^;]*;': "++*turns_taken;",
+    r'asm volatile\("ld\.acquire[^;]*;"[^;]*;': "added = *semaphore;",
+    r'asm volatile\("red\.release[^;]*;"[^;]*;': "++*semaphore;",
     r'asm volatile\("setmaxnreg[^;]*;"\);': "",
     r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*"r"\(([^;]*)\)\);': r"load_bounds(\1, start, end);",
     r"extern __shared__[^;]* float shared\[\];": "float* shared = reinterpret_cast<float*>(shared_memory);",
