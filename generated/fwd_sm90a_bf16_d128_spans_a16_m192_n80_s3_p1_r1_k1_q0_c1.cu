@@ -13,10 +13,21 @@
 //   q_in_regs      0   keep the fragments of Q in registers
 //   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //
-// S = Q K^T (tile_m x tile_n), P = 2^(scale log2(e) (S - top)) with `top` near the row maximum, O = sum of P V,
-// l = row sum of P; out = O / l, lse = ln(sum exp(scale S)).
-// One producer thread copies tiles with TMA; each consumer warpgroup owns 64 query rows of a tile. Inside a consumer S
-// of the next key tile is started before P V of this one (wgmma is asynchronous).
+// Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
+//
+// symbol      shape                 meaning
+//   Q         kTileM x kHeadDim     query tile of a work tile; each consumer warpgroup owns 64 of its rows
+//   K, V      kTileN x kHeadDim     key and value tile of a visit
+//   S         64 x kTileN           Q K^T of a warpgroup, fp32, in registers
+//   P         64 x kTileN           2^(scale log2(e) (S - row_max)), 16-bit, in registers: the A operand of P V
+//   O         64 x kHeadDim         sum of P V over the visits, fp32, in registers; out = O / row_sum
+//   row_max   64                    row maximum of S over the visits so far, not always the latest
+//   row_sum   64                    row sum of P
+//   lse       64                    ln(sum exp(scale S)) = scale row_max + ln(row_sum)
+//   work tile                       one query tile of one head
+//   visit     0 to visit_count - 1  one key tile of a work tile
+//   kv_range  [begin, end)          the visits that show a warpgroup's rows anything
+//
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
@@ -108,14 +119,14 @@ struct TensorMaps {
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDim = 128;
-constexpr int kTileM = 192;  // query rows of a tile
-constexpr int kTileN = 80;  // keys of a step
+constexpr int kTileM = 192;  // query rows of a work tile
+constexpr int kTileN = 80;  // keys of a visit
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
-constexpr int kParts = kConsumers;  // of a query tile: each warpgroup passes by what is hidden from its rows
+constexpr int kParts = kConsumers;  // row groups of a query tile, each with a kv_range of its own
 constexpr int kThreads = (kConsumers + 1) * 128;
-// Row maxima are followed in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
-// Elsewhere only when the average of P over a thread's columns passes 1.25. A row's largest P costs accuracy where it
-// is not 1, for it is rounded; what these two numbers cost: docs/performance.md, log 24.
+// Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
+// 1 at most. Elsewhere they are updated only when the average of P over a thread's columns passes 1.25. P is rounded:
+// a row whose largest P is not 1 loses accuracy. What these two numbers cost: docs/performance.md, log 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 3;  // buffers of K and of V
@@ -129,33 +140,36 @@ constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
-constexpr int kBuffersQ = 2;  // O leaves through the buffer that Q came in
+constexpr int kBuffersQ = 2;  // O is stored through the buffer of its Q
 constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
-constexpr int kBoundsBytes = kTileN * 8;  // of the keys of a tile, where it is masked
+constexpr int kBoundsBytes = kTileN * 8;  // starts and ends of the keys of a masked visit
 constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
-// Barriers: full = the tile has landed (the producer's arrival and the bytes that it announced), empty = its consumers
-// are done with it. One thread arrives for a warpgroup: it has waited for a wgmma, which is one operation of all warps.
-// Empty K takes an arrival of each warp, as each reads the bounds beside K on its own.
-// Empty Q: O has left through the buffer.
+// Barriers in shared memory, one of each kind a buffer. Full: the tile has landed, that is the producer has arrived and
+// the bytes that it announced are there. Empty: all consumers have released the buffer. One thread arrives for its
+// warpgroup, after it has waited for a wgmma, which is one operation of all four warps.
+// At empty K each warp arrives for itself, as it reads the bounds beside K on its own.
+// Empty Q: O has been stored through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
 constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
 constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
-// What each buffer of Q is for, as the producer found out: the tile, head, batch and number of visits of the piece of
-// work, then the reach of each part; 16 bytes each.
-constexpr int kPiece = kEmptyV + 8 * kStages;
-constexpr int kPieceBytes = 16 + 16 * kParts;
-static_assert(kPiece % 16 == 0, "read and written 16 bytes at a time");
-constexpr int kSharedBytes = kPiece + kPieceBytes * kBuffersQ;
+// The work tile of each buffer of Q, which the producer broadcasts: tile, head, batch, visit_count (0: none is left).
+// After it the kv_range of each row group. 16 bytes each.
+constexpr int kBroadcast = kEmptyV + 8 * kStages;
+constexpr int kBroadcastBytes = 16 + 16 * kParts;
+static_assert(kBroadcast % 16 == 0, "read and written 16 bytes at a time");
+constexpr int kSharedBytes = kBroadcast + kBroadcastBytes * kBuffersQ;
 static_assert(kSharedBytes == 223360, "codegen/plan_sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
-enum NamedBarrier { kTurnOfFirst = 1, kStoreOfFirst = 1 + kConsumers };
+//   kOrderBarrier      orders warpgroups: one syncs before it issues products, the one before it arrives after its own
+//   kWarpgroupBarrier  the four warps of the warpgroup
+enum NamedBarrier { kOrderBarrier = 1, kWarpgroupBarrier = 1 + kConsumers };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -326,26 +340,10 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Warpgroup: S (64 x 80) = or += Q K^T over 16 columns of head_dim, both from shared memory.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
-                                             int add) {
-    // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-                 : "l"(a), "l"(b), "r"(add));
-    // clang-format on
-}
-
-// Warpgroup: O (64 x 128) = or += P V over 16 keys, P from registers, V as it lies in memory.
-__device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
-                                          int add) {
-    // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-    // clang-format on
+// Thread: ptxas, no longer knowing what x is, keeps it in its register in place of computing it anew. Costs nothing.
+template <class Word>
+__device__ __forceinline__ void pin(Word& x) {
+    asm volatile("" : "+r"(x));
 }
 
 // ---- Mask: spans ---------------------------------------------------------------------------------------------------
@@ -616,21 +614,21 @@ __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, u
     tma_load(tile, map, barrier, 0, row, 0, head, batch);
 }
 
-// Rows from `row` on of a tile of `rows` rows, as operands of wgmma, whether columns or rows are what it sums over
-// (where it is columns, the distance of panels is ignored).
+// Descriptor of the rows from `row` on of a tile of `rows` rows, whether wgmma sums over columns or over rows (over
+// columns it ignores the distance of panels).
 __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
     return descriptor(tile + row * kSpan, rows * kSpan, 8 * kSpan, kSwizzle);
 }
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: the chunk's number is XORed
-// with the place of the row in the pattern.
+// Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: it XORs the chunk's number
+// with the row's place in the pattern.
 __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
     const int place = chunk % 8 ^ row / 1 % 8;
     return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
 }
 
-// Thread: start copying 64 rows, from `from` on, of a tile of `rows` rows to a head, from `row` on; rows past the end
-// of the head are dropped.
+// Thread: store 64 rows, from `from` on, of a tile of `rows` rows as rows `row` and following of a head; rows past its
+// end are dropped.
 __device__ __forceinline__ void store_rows(const TensorMap& map, unsigned tile, int from, int row, int head, int batch,
                                            int rows) {
 #pragma unroll
@@ -640,7 +638,65 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, unsigned tile, 
     tma_store_commit();
 }
 
-// ---- Work ----------------------------------------------------------------------------------------------------------
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warpgroup: S (64 x 80) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
+                                             int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+                 : "l"(a), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: O (64 x 128) = or += P V over 16 keys, P from registers, V as it lies in memory.
+__device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: S = Q K^T for the 64 rows of Q from row `row` of its tile on, asynchronously.
+__device__ __forceinline__ void multiply_qk(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
+    const unsigned long long a = panels_at(q, kTileM, row);
+    const unsigned long long b = panels_at(k, kTileN, 0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
+    }
+}
+
+// Warpgroup: O += P V, asynchronously; O = P V unless `accumulate`.
+__device__ __forceinline__ void multiply_pv(float (&o)[kHeadDim / 2], const unsigned (&p)[kTileN / 16][4], unsigned v,
+                                            bool accumulate) {
+    const unsigned long long b = panels_at(v, kTileN, 0);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 || accumulate);
+    }
+}
+
+// ---- Work tiles ----------------------------------------------------------------------------------------------------
+
+// A place in a ring of `depth` buffers, and the parity of the barrier phase to wait for there.
+template <int depth>
+struct PipelineState {
+    unsigned stage = 0;
+    unsigned phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == depth) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
 
 // One piece of work: a query tile of a head.
 struct Work {
@@ -658,139 +714,24 @@ __device__ __forceinline__ int count_work(const Params& p) {
     return p.tiles_m * p.heads_q * p.batch;
 }
 
-// Thread `thread` of `threads`: zeros for `rows` rows, from `query0` on, that see nothing.
-__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
-                                            int threads) {
-    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
-    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
-    rows = min(rows, p.seq_q - query0);
-#pragma unroll 1
-    for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
-        element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out_row + i % (kHeadDim / 8) * 8;
-        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll 1
-    for (int i = thread; i < rows; i += threads) {
-        lse[query0 + i] = __int_as_float(0xff800000);
-    }
+// The first query row of a work tile.
+__device__ __forceinline__ int first_row(const Params& p, const Work& work) {
+    return work.tile * kTileM;
 }
 
-// Warp: the results of all tiles whose rows see nothing; the producer gives consumers none of them.
-__device__ __forceinline__ void fill_empty(const Params& p) {
-#pragma unroll 1
-    for (int index = blockIdx.x; index < count_work(p); index += gridDim.x) {
-        const Work work = work_at(p, index);
-        if (visits(p, work.tile) == 0) {
-            store_empty(p, work, work.tile * kTileM, kTileM, threadIdx.x % 32, 32);
-        }
-    }
+// How many key tiles a work tile visits.
+__device__ __forceinline__ int visits_of(const Params& p, const Work& work) {
+    return visits(p, work.tile);
 }
 
-// Warpgroup: the next piece of work, which of its visits show part `group` anything, and how many there are; 0 if no
-// piece is left. All as the producer left it with the buffer of Q. All warps have read it before that buffer is handed
-// back: a named barrier of the warpgroup lies in between, in store or in pass.
-__device__ __forceinline__ int next_work(unsigned base, unsigned q_buffer, unsigned q_phase, int group, Work& work,
-                                         int2& reach) {
-    barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-    const int4 piece = shared_load(base + kPiece + q_buffer * kPieceBytes);
-    const int4 part = shared_load(base + kPiece + q_buffer * kPieceBytes + 16 + group * 16);
-    reach = make_int2(__shfl_sync(~0u, part.x, 0), __shfl_sync(~0u, part.y, 0));
-    work = {__shfl_sync(~0u, piece.x, 0), __shfl_sync(~0u, piece.y, 0), __shfl_sync(~0u, piece.z, 0)};
-    return __shfl_sync(~0u, piece.w, 0);
+// Visit `index` of a work tile: its key tile, and whether it is masked (`visit` says how the two are packed).
+__device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
+    return visit(p, work.tile, index);
 }
 
-// Warpgroup: hand back `count` tiles of K and V that are hidden from its rows. Nothing may be in flight.
-// Of its turns with the tensor cores it passes on the first `turns`.
-__device__ __forceinline__ void pass(unsigned base, unsigned& stage, unsigned& phase, int group, int count, int turns) {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        barrier_wait(base + kFullK + stage * 8, phase);  // to arrive before would count for the tile before
-        named_sync(kStoreOfFirst + group, 128);  // all warps have seen this phase: it may end
-        barrier_arrive_if(threadIdx.x % 32 == 0, base + kEmptyK + stage * 8);
-        if (i < turns) {
-            named_sync(kTurnOfFirst + group, 256);
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
-        }
-        barrier_wait(base + kFullV + stage * 8, phase);
-        named_sync(kStoreOfFirst + group, 128);
-        barrier_arrive_if(threadIdx.x % 128 == 0, base + kEmptyV + stage * 8);
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-}
-
-// ---- Producer ------------------------------------------------------------------------------------------------------
-
-// Thread: feed the consumers of this block.
-__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base) {
-    unsigned stage = 0;
-    unsigned phase = 0;  // of the K and V buffers
-    unsigned q_buffer = 0;
-    unsigned q_phase = 0;
-    int index = blockIdx.x;
-    while (index < count_work(p)) {
-        const Work work = work_at(p, index);
-        const int head_kv = work.head / (p.heads_q / p.heads_kv);
-        const int count = visits(p, work.tile);
-        if (count == 0) {
-            index = gridDim.x + atomicAdd(p.pieces, 1);
-            continue;
-        }
-        barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
-        const unsigned piece = base + kPiece + q_buffer * kPieceBytes;
-        // Full Q, where consumers wait, comes after these writes: the arrival that announces Q releases them.
-        shared_store(piece, make_int4(work.tile, work.head, work.batch, count));
-        for (int part = 0; part < kParts; ++part) {
-            const int2 reach = reach_of(p, work.tile, part);
-            shared_store(piece + 16 + part * 16, make_int4(reach.x, reach.y, 0, 0));
-        }
-        barrier_expect(base + kFullQ + q_buffer * 8, kTileBytesM);
-        load_tile(base + kOffsetQ + q_buffer * kTileBytesM, maps.q, base + kFullQ + q_buffer * 8,
-                  work.tile * kTileM, work.head, work.batch, kTileM);
-        if (++q_buffer == kBuffersQ) {
-            q_buffer = 0;
-            q_phase ^= 1;
-        }
-        int entry = visit(p, work.tile, 0);
-#pragma unroll 1  // registers are few
-        for (int i = 0; i < count; ++i) {
-            if (i + 1 == count) {
-                index = gridDim.x + atomicAdd(p.pieces, 1);  // early: the answer takes its time
-            }
-            const int key0 = (entry >> kParts) * kTileN;
-            const int masked = (entry & (1 << kParts) - 1) != 0;
-            if (i + 1 < count) {
-                entry = visit(p, work.tile, i + 1);
-            }
-            barrier_wait(base + kEmptyK + stage * 8, phase ^ 1);
-            barrier_expect(base + kFullK + stage * 8, kTileBytesN + masked * kBoundsBytes);
-            if (masked) {
-                bulk_load(base + kOffsetBounds + stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
-                          base + kFullK + stage * 8);
-            }
-            load_tile(base + kOffsetK + stage * kTileBytesN, maps.k, base + kFullK + stage * 8, key0, head_kv,
-                      work.batch, kTileN);
-            barrier_wait(base + kEmptyV + stage * 8, phase ^ 1);
-            barrier_expect(base + kFullV + stage * 8, kTileBytesN);
-            load_tile(base + kOffsetV + stage * kTileBytesN, maps.v, base + kFullV + stage * 8, key0, head_kv,
-                      work.batch, kTileN);
-            if (++stage == kStages) {
-                stage = 0;
-                phase ^= 1;
-            }
-        }
-    }
-    barrier_wait(base + kEmptyQ + q_buffer * 8, q_phase ^ 1);
-    for (int i = 0; i < kPieceBytes; i += 16) {  // no visits: the end
-        shared_store(base + kPiece + q_buffer * kPieceBytes + i, make_int4(0, 0, 0, 0));
-    }
-    barrier_arrive(base + kFullQ + q_buffer * 8);
-    if (atomicAdd(p.pieces + 1, 1) == gridDim.x - 1) {  // the last block: nobody asks any more, until the next launch
-        p.pieces[0] = 0;
-        p.pieces[1] = 0;
-    }
+// The visits that show the 64 rows of warpgroup `warpgroup` anything: [x, y).
+__device__ __forceinline__ int2 kv_range_of(const Params& p, const Work& work, int warpgroup) {
+    return reach_of(p, work.tile, warpgroup);
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
@@ -813,10 +754,16 @@ __device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsi
 }
 
 // Statistics of the two query rows of a thread.
-struct Rows {
-    float top[2];   // what P is relative to: a maximum of S so far, not always the latest
-    float sum[2];   // of P so far, this thread's columns only
-    bool ordinary;  // whether all rows of the warp have a maximum, and none a large one
+struct RowStats {
+    float row_max[2];  // the maximum of S that P is relative to: of the visits so far, not always the latest
+    float row_sum[2];  // of P so far, this thread's columns only
+    bool ordinary;     // whether all rows of the warp have a maximum, and none a large one
+
+    __device__ __forceinline__ void reset() {
+        row_max[0] = row_max[1] = __int_as_float(0xff800000);
+        row_sum[0] = row_sum[1] = 0.0f;
+        ordinary = false;
+    }
 };
 
 // P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
@@ -824,57 +771,59 @@ struct Rows {
 constexpr float kLarge = 4096.0f;
 
 // Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be
-// multiplied by `factor`.
-__device__ __forceinline__ bool follow(const float (&s)[kTileN / 2], Rows& rows, float scale_log2, float2& factor) {
+// multiplied by `rescale`.
+__device__ __forceinline__ bool update_row_max(const float (&s)[kTileN / 2], RowStats& stats, float scale_log2,
+                                               float2& rescale) {
     const float empty = __int_as_float(0xff800000);
-    float top[2];
+    float found[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        top[half] = s[half * 2];
+        found[half] = s[half * 2];
 #pragma unroll
         for (int i = half * 2; i < kTileN / 2; i += 4) {
-            top[half] = fmaxf(top[half], fmaxf(s[i], s[i + 1]));
+            found[half] = fmaxf(found[half], fmaxf(s[i], s[i + 1]));
         }
-        top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
-        top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
+        found[half] = fmaxf(found[half], __shfl_xor_sync(~0u, found[half], 1));
+        found[half] = fmaxf(found[half], __shfl_xor_sync(~0u, found[half], 2));
     }
-    if (!__any_sync(~0u, top[0] > rows.top[0] || top[1] > rows.top[1])) {
+    if (!__any_sync(~0u, found[0] > stats.row_max[0] || found[1] > stats.row_max[1])) {
         return false;
     }
-    float rescale[2];
+    float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float next = fmaxf(rows.top[half], top[half]);
-        rescale[half] = next == empty ? 1.0f : exp2_approx((rows.top[half] - next) * scale_log2);
-        rows.top[half] = next;
-        rows.sum[half] *= rescale[half];
+        const float next = fmaxf(stats.row_max[half], found[half]);
+        factor[half] = next == empty ? 1.0f : exp2_approx((stats.row_max[half] - next) * scale_log2);
+        stats.row_max[half] = next;
+        stats.row_sum[half] *= factor[half];
     }
-    factor = make_float2(rescale[0], rescale[1]);
-    const float larger = fmaxf(fabsf(rows.top[0]), fabsf(rows.top[1]));  // infinite if one has no maximum
-    rows.ordinary = __all_sync(~0u, larger * scale_log2 <= kLarge);
+    rescale = make_float2(factor[0], factor[1]);
+    const float larger = fmaxf(fabsf(stats.row_max[0]), fabsf(stats.row_max[1]));  // infinite if one has no maximum
+    stats.ordinary = __all_sync(~0u, larger * scale_log2 <= kLarge);
     return true;
 }
 
-// Warp: P = 2^(scale log2(e) (S - top)) in the registers and precision that wgmma takes as its A operand. The result
-// is as that of `follow`. Unless `careful`, P is computed from the maxima there are, in the hope that it stays small:
-// that spares the search for new ones, except where the sums show that it was needed. From S with a large maximum that
-// is subtracted first, which is exact wherever P is not 0.
-__device__ __forceinline__ bool softmax(float (&s)[kTileN / 2], unsigned (&p)[kTileN / 16][4], Rows& rows,
-                                        bool careful, float scale_log2, float2& factor) {
+// Warp: P = 2^(scale log2(e) (S - row_max)) in the registers and precision that wgmma takes as its A operand. The
+// result is that of `update_row_max`. Unless `exact`, P is first computed from the maxima of earlier visits: that saves
+// the search for new ones, except where row sums show that P became large. From S with a large maximum that maximum is
+// subtracted first, which is exact wherever P is not 0.
+__device__ __forceinline__ bool softmax_step(float (&s)[kTileN / 2], unsigned (&p)[kTileN / 16][4], RowStats& stats,
+                                             bool exact, float scale_log2, float2& rescale) {
     const float empty = __int_as_float(0xff800000);
     bool moved = false;
     float sum[2];
     for (bool again = true; again;) {
-        float base[2] = {rows.top[0] * scale_log2, rows.top[1] * scale_log2};
-        if (careful) {
-            moved = follow(s, rows, scale_log2, factor);
-            const float top[2] = {rows.top[0] == empty ? 0.0f : rows.top[0], rows.top[1] == empty ? 0.0f : rows.top[1]};
-            base[0] = top[0] * scale_log2;
-            base[1] = top[1] * scale_log2;
-            if (!rows.ordinary && __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLarge)) {
+        float base[2] = {stats.row_max[0] * scale_log2, stats.row_max[1] * scale_log2};
+        if (exact) {
+            moved = update_row_max(s, stats, scale_log2, rescale);
+            const float finite[2] = {stats.row_max[0] == empty ? 0.0f : stats.row_max[0],
+                                     stats.row_max[1] == empty ? 0.0f : stats.row_max[1]};
+            base[0] = finite[0] * scale_log2;
+            base[1] = finite[1] * scale_log2;
+            if (!stats.ordinary && __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLarge)) {
 #pragma unroll
                 for (int i = 0; i < kTileN / 2; ++i) {
-                    s[i] -= top[i / 2 % 2];
+                    s[i] -= finite[i / 2 % 2];
                 }
                 base[0] = base[1] = 0.0f;
             }
@@ -887,15 +836,118 @@ __device__ __forceinline__ bool softmax(float (&s)[kTileN / 2], unsigned (&p)[kT
             sum[i / 2 % 2] += left + right;
             p[i / 8][i / 2 % 4] = pack(left, right);
         }
-        again = !careful && __any_sync(~0u, !(sum[0] <= kLimit && sum[1] <= kLimit));
-        careful = true;
+        again = !exact && __any_sync(~0u, !(sum[0] <= kLimit && sum[1] <= kLimit));
+        exact = true;
     }
-    rows.sum[0] += sum[0];
-    rows.sum[1] += sum[1];
+    stats.row_sum[0] += sum[0];
+    stats.row_sum[1] += sum[1];
     return moved;
 }
 
-// ---- Results -------------------------------------------------------------------------------------------------------
+// ---- Producer ------------------------------------------------------------------------------------------------------
+
+// One thread, which loads the tiles of the block's work tiles with TMA as soon as buffers are empty.
+struct Producer {
+    const Params& p;
+    const TensorMaps& maps;
+    const unsigned smem;  // start of shared memory
+    PipelineState<kBuffersQ> q_pipe;
+    PipelineState<kStages> kv_pipe;
+
+    __device__ __forceinline__ void wait_empty_q() const {
+        barrier_wait(smem + kEmptyQ + q_pipe.stage * 8, q_pipe.phase ^ 1);
+    }
+
+    __device__ __forceinline__ void load_q(const Work& work) {
+        barrier_expect(smem + kFullQ + q_pipe.stage * 8, kTileBytesM);
+        load_tile(smem + kOffsetQ + q_pipe.stage * kTileBytesM, maps.q, smem + kFullQ + q_pipe.stage * 8,
+                  first_row(p, work), work.head, work.batch, kTileM);
+        q_pipe.advance();
+    }
+
+    // K from key `key0` on; with it, if `masked`, the bounds of its keys.
+    __device__ __forceinline__ void load_k(int key0, int masked, int head_kv, int batch) const {
+        barrier_wait(smem + kEmptyK + kv_pipe.stage * 8, kv_pipe.phase ^ 1);
+        barrier_expect(smem + kFullK + kv_pipe.stage * 8, kTileBytesN + masked * kBoundsBytes);
+        if (masked) {
+            bulk_load(smem + kOffsetBounds + kv_pipe.stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
+                      smem + kFullK + kv_pipe.stage * 8);
+        }
+        load_tile(smem + kOffsetK + kv_pipe.stage * kTileBytesN, maps.k, smem + kFullK + kv_pipe.stage * 8, key0,
+                  head_kv, batch, kTileN);
+    }
+
+    __device__ __forceinline__ void load_v(int key0, int head_kv, int batch) {
+        barrier_wait(smem + kEmptyV + kv_pipe.stage * 8, kv_pipe.phase ^ 1);
+        barrier_expect(smem + kFullV + kv_pipe.stage * 8, kTileBytesN);
+        load_tile(smem + kOffsetV + kv_pipe.stage * kTileBytesN, maps.v, smem + kFullV + kv_pipe.stage * 8, key0,
+                  head_kv, batch, kTileN);
+        kv_pipe.advance();
+    }
+
+    // Consumers read this once Q is full: the arrival that announces Q releases these writes.
+    __device__ __forceinline__ void broadcast(const Work& work, int count) const {
+        const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
+        shared_store(words, make_int4(work.tile, work.head, work.batch, count));
+        for (int group = 0; group < kParts; ++group) {
+            const int2 range = kv_range_of(p, work, group);
+            shared_store(words + 16 + group * 16, make_int4(range.x, range.y, 0, 0));
+        }
+    }
+
+    // No visits: the work has ended.
+    __device__ __forceinline__ void broadcast_end() const {
+        for (int i = 0; i < kBroadcastBytes; i += 16) {
+            shared_store(smem + kBroadcast + q_pipe.stage * kBroadcastBytes + i, make_int4(0, 0, 0, 0));
+        }
+        barrier_arrive(smem + kFullQ + q_pipe.stage * 8);
+    }
+
+    // The dynamic scheduler: blocks count work tiles up together. The last block to find none left resets the counter.
+    __device__ __forceinline__ int next_index() const { return gridDim.x + atomicAdd(p.pieces, 1); }
+
+    __device__ __forceinline__ void reset_scheduler() const {
+        if (atomicAdd(p.pieces + 1, 1) == gridDim.x - 1) {
+            p.pieces[0] = 0;
+            p.pieces[1] = 0;
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        int index = blockIdx.x;
+        while (index < count_work(p)) {
+            const Work work = work_at(p, index);
+            const int head_kv = work.head / (p.heads_q / p.heads_kv);
+            const int count = visits_of(p, work);
+            if (count == 0) {
+                index = next_index();
+                continue;
+            }
+            wait_empty_q();
+            broadcast(work, count);
+            load_q(work);
+            int entry = visit_of(p, work, 0);
+#pragma unroll 1  // registers are few
+            for (int i = 0; i < count; ++i) {
+                if (i + 1 == count) {
+                    index = next_index();  // early, to hide the latency of the atomic
+                }
+                const int key0 = (entry >> kParts) * kTileN;
+                const int masked = (entry & (1 << kParts) - 1) != 0;
+                if (i + 1 < count) {
+                    entry = visit_of(p, work, i + 1);
+                }
+                load_k(key0, masked, head_kv, work.batch);
+                load_v(key0, head_kv, work.batch);
+            }
+        }
+        wait_empty_q();
+        broadcast_end();
+        reset_scheduler();
+    }
+};
+
+// ---- Epilogue ------------------------------------------------------------------------------------------------------
 
 // Thread: O times the factors of its two rows.
 __device__ __forceinline__ void rescale_out(float (&o)[kHeadDim / 2], float2 factor) {
@@ -905,17 +957,17 @@ __device__ __forceinline__ void rescale_out(float (&o)[kHeadDim / 2], float2 fac
     }
 }
 
-// Warpgroup: write its 64 rows of O and their lse, O through its rows of the buffer `q`.
-__device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, const Work& work, const Rows& rows,
-                                      float (&o)[kHeadDim / 2], unsigned q, int group) {
+// Warpgroup: store out = O / row_sum and lse of its 64 rows, O through its rows of the buffer `q`.
+__device__ __forceinline__ void store_out(const Params& p, const TensorMaps& maps, const Work& work,
+                                          const RowStats& stats, float (&o)[kHeadDim / 2], unsigned q, int warpgroup) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32 % 4;
-    const int query0 = work.tile * kTileM + group * 64;
+    const int query0 = first_row(p, work) + warpgroup * 64;
     float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float sum = rows.sum[half];
+        float sum = stats.row_sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -923,278 +975,370 @@ __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps, c
         if (lane % 4 == 0 && row < p.seq_q) {
             const float ln2 = 0.6931471805599453f;
             const float empty = __int_as_float(0xff800000);
-            lse[row] = sum == 0.0f ? empty : rows.top[half] * p.scale + log2_approx(sum) * ln2;
+            lse[row] = sum == 0.0f ? empty : stats.row_max[half] * p.scale + log2_approx(sum) * ln2;
         }
     }
     rescale_out(o, make_float2(inverse[0], inverse[1]));
-    const int row = group * 64 + warp * 16 + lane % 16;
+    const int row = warpgroup * 64 + warp * 16 + lane % 16;
 #pragma unroll
     for (int i = 0; i + 7 < kHeadDim / 2; i += 8) {
         stmatrix(q + chunk_at(row, i / 4 + lane / 16, kTileM), pack(o[i], o[i + 1]), pack(o[i + 2], o[i + 3]),
                  pack(o[i + 4], o[i + 5]), pack(o[i + 6], o[i + 7]));
     }
-    named_sync(kStoreOfFirst + group, 128);
+    named_sync(kWarpgroupBarrier + warpgroup, 128);
     if (threadIdx.x % 128 == 0) {
-        proxy_fence();  // before the copy, and, where no row is the tensor's, before the next Q comes here
+        proxy_fence();  // before TMA reads the buffer, and, where no row is stored, before it loads the next Q there
         if (query0 < p.seq_q) {
-            store_rows(maps.out, q, group * 64, query0, work.head, work.batch, kTileM);
+            store_rows(maps.out, q, warpgroup * 64, query0, work.head, work.batch, kTileM);
         }
     }
 }
 
-// ---- Products ------------------------------------------------------------------------------------------------------
+// ---- Rows that see no key ------------------------------------------------------------------------------------------
 
-// Warpgroup: start S = Q K^T with the 64 rows from row `row` of the tile of Q on.
-__device__ __forceinline__ void start_scores(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
-    const unsigned long long a = panels_at(q, kTileM, row);
-    const unsigned long long b = panels_at(k, kTileN, 0);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
+// Thread `thread` of `threads`: out = 0 and lse = -inf for `rows` rows, from `query0` on, that see no key.
+__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
+                                            int threads) {
+    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
+    rows = min(rows, p.seq_q - query0);
+#pragma unroll 1
+    for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
+        element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out_row + i % (kHeadDim / 8) * 8;
+        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (int i = thread; i < rows; i += threads) {
+        lse[query0 + i] = __int_as_float(0xff800000);
     }
 }
 
-// Warpgroup: start O += P V; O is overwritten if `add` is 0.
-__device__ __forceinline__ void start_out(float (&o)[kHeadDim / 2], const unsigned (&p)[kTileN / 16][4], unsigned v,
-                                          int add) {
-    const unsigned long long b = panels_at(v, kTileN, 0);
-#pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+// Warp: the results of all work tiles without visits, which the producer does not broadcast.
+__device__ __forceinline__ void fill_empty(const Params& p) {
+#pragma unroll 1
+    for (int index = blockIdx.x; index < count_work(p); index += gridDim.x) {
+        const Work work = work_at(p, index);
+        if (visits_of(p, work) == 0) {
+            store_empty(p, work, first_row(p, work), kTileM, threadIdx.x % 32, 32);
+        }
     }
 }
 
-// ---- Consumers -----------------------------------------------------------------------------------------------------
+// ---- Consumer ------------------------------------------------------------------------------------------------------
 
-// Warpgroup: work through the pieces of work of this block, for 64 rows of each.
-__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, unsigned base, int group) {
-    const bool leader = threadIdx.x % 128 == 0;
-    const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    unsigned stage = 0;  // of K; V follows one step behind
-    unsigned phase = 0;
-    unsigned q_buffer = 0;
-    unsigned q_phase = 0;
+// Visits of a work tile, by their numbers.
+struct Range {
+    int begin, end;
+};
+
+// What is left of a work tile after its last softmax: its last P V, and to store O.
+struct TileTail {
+    Work work;
+    unsigned q_stage;  // the buffer of its Q, through which O is stored
+    unsigned v_stage;  // of the last P V
+    bool accumulate;   // whether there was a P V before it
+    bool overlap;      // whether S of the next work tile is issued with the last P V
+    int hidden_visits;  // after the end of kv_range
+};
+
+// One consumer warpgroup, which owns 64 query rows of every work tile. Its visit i is
+//
+//     S = Q K_i^T               issue_qk                                  wgmma, to s
+//     P = 2^(S - row_max)       apply_mask_and_release_k, softmax_step    s to p_frags
+//     O = O + P V_i             issue_pv                                  wgmma, to o
+//
+// wgmma is asynchronous. Inside a work tile, S of visit i is in flight together with P V of visit i - 1;
+// at its end, S of the next work tile is in flight while O is stored.
+//
+// ptxas keeps wgmma asynchronous, and what descriptors depend on in uniform registers, only as long as
+//   - no wgmma is in flight where a loop begins or ends, nor where two sides of a branch meet of which only one has
+//     issued some: what a side issues it also waits for (else C7514, C7515: it waits for every wgmma by itself);
+//   - no loop around wgmma ends in a divergent branch: predicate the one instruction in it, as release_q does (else all
+//     that the loop carries counts as divergent: R2UR before each wgmma, spills);
+//   - all functions here are inlined, and accumulators indexed by constants (else they live in memory, and C7520).
+struct Consumer {
+    const Params& p;
+    const TensorMaps& maps;
+    unsigned smem;        // start of shared memory
+    const int warpgroup;  // 0 to kConsumers - 1
+    const bool leader;    // the one thread that acts for the warpgroup
+
+    PipelineState<kBuffersQ> q_pipe;
+    PipelineState<kStages> kv_pipe;  // of K; V is used one visit later
+
+    Work work;        // the work tile
+    int visit_count;  // of the work tile; 0: none is left
+    Range kv_range;   // the visits that show these rows anything
+    int row;          // the thread's first query row; its other one is 8 further down
+    int entry;        // of this visit: its key tile, and whether it is masked
+
+    unsigned q;  // the buffer of Q
     float s[kTileN / 2];
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
-    unsigned q_at;
-    if (group == kConsumers - 1) {  // gives the first one its first turn
-        named_arrive(kTurnOfFirst, 256);
+    RowStats stats;
+
+    __device__ __forceinline__ Consumer(const Params& p, const TensorMaps& maps, unsigned smem, int warpgroup)
+        : p(p), maps(maps), smem(smem), warpgroup(warpgroup), leader(threadIdx.x % 128 == 0) {
+        pin(this->smem);  // else the main loop reads it anew (S2UR)
     }
-    Work work;
-    int2 reach;
-    int count = next_work(base, q_buffer, q_phase, group, work, reach);
-    // Pieces of work that show these rows nothing, and the visits before the first that does.
-    while (count > 0 && reach.x == reach.y) {
-        barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-        pass(base, stage, phase, group, count, count - 1);
-        store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-        barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
-        if (++q_buffer == kBuffersQ) {
-            q_buffer = 0;
-            q_phase ^= 1;
-        }
-        count = next_work(base, q_buffer, q_phase, group, work, reach);
+
+    // ---- Barriers ----
+
+    __device__ __forceinline__ void wait_q() const { barrier_wait(smem + kFullQ + q_pipe.stage * 8, q_pipe.phase); }
+
+    __device__ __forceinline__ void wait_k() const { barrier_wait(smem + kFullK + kv_pipe.stage * 8, kv_pipe.phase); }
+
+    __device__ __forceinline__ void wait_v(const PipelineState<kStages>& v_pipe) const {
+        barrier_wait(smem + kFullV + v_pipe.stage * 8, v_pipe.phase);
     }
-    if (count == 0) {
-        return;
+
+    // Arrive at an empty barrier of K or V for the warpgroup.
+    __device__ __forceinline__ void release(unsigned barrier) const {
+        if (leader) {
+            barrier_arrive(barrier);
+        }
     }
-    pass(base, stage, phase, group, reach.x, reach.x);
-    int row = work.tile * kTileM + row_in_tile;
-    int entry = visit(p, work.tile, reach.x);
-    Rows rows;
-    float2 factor;
-    q_at = base + kOffsetQ + q_buffer * kTileBytesM;
-    barrier_wait(base + kFullK + stage * 8, phase);
-    wgmma_fence();
-    start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-    wgmma_commit();
-    wgmma_wait_all();
-    accumulator_fence(s);
-    // Apply the mask where there is any, and hand the buffer of K back.
-    if (entry >> group & 1) {
-        apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-        __syncwarp();
+
+    // If `stored`: release the buffer of Q once O has been stored through it.
+    __device__ __forceinline__ void release_q(unsigned stage, bool stored) const {
+        tma_store_wait();
+        barrier_arrive_if(stored && leader, smem + kEmptyQ + stage * 8);
     }
-    if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
-        barrier_arrive(base + kEmptyK + stage * 8);
+
+    // Warpgroup ordering barrier: one warpgroup issues its products while the others are at their softmax.
+    __device__ __forceinline__ void order_sync() const {
+        named_sync(kOrderBarrier + warpgroup, 256);
     }
-    rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
-    softmax(s, p_frags, rows, true, p.scale_log2, factor);
-    while (true) {
-        // Each step starts S of one key tile and P V of the tile before it.
-        for (int i = reach.x + 1; i < reach.y; ++i) {
-            base ^= p.batch >> 31;  // stays as it is; ptxas, not knowing, keeps it in place of asking for it (S2UR)
-            entry = visit(p, work.tile, i);
-            const unsigned v_stage = stage;
-            const unsigned v_phase = phase;
-            if (++stage == kStages) {
-                stage = 0;
-                phase ^= 1;
-            }
-            barrier_wait(base + kFullK + stage * 8, phase);
-            named_sync(kTurnOfFirst + group, 256);
-            wgmma_fence();
-            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-            wgmma_commit();
-            barrier_wait(base + kFullV + v_stage * 8, v_phase);
-            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, i > reach.x + 1);
-            wgmma_commit();
-            named_arrive(kTurnOfFirst + (group + 1) % kConsumers, 256);
-            wgmma_wait_all_but_one();  // S is complete, P V may still run
-            accumulator_fence(s);
-            // Apply the mask where there is any, and hand the buffer of K back.
-            if (entry >> group & 1) {
-                apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
-                __syncwarp();
-            }
-            if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
-                barrier_arrive(base + kEmptyK + stage * 8);
-            }
-            wgmma_wait_all();
-            accumulator_fence(o);
-            if (leader) {
-                barrier_arrive(base + kEmptyV + v_stage * 8);
-            }
-            const bool careful = (entry >> group & 1) || i < reach.x + kExact || !rows.ordinary;
-            if (softmax(s, p_frags, rows, careful, p.scale_log2, factor)) {
-                rescale_out(o, factor);
-            }
-        }
-        const Work done = work;
-        const unsigned done_q = q_buffer;
-        const unsigned v_stage = stage;
-        const int add = reach.y - reach.x > 1;
-        const int after = count - reach.y;  // visits left, all hidden
-        barrier_wait(base + kFullV + stage * 8, phase);
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-        if (++q_buffer == kBuffersQ) {
-            q_buffer = 0;
-            q_phase ^= 1;
-        }
-        // With nothing to pass by in between, the next tile begins with this one's last product. Both branches end with
-        // no wgmma in flight: ptxas takes all of them one by one if some may be where branches meet.
-        bool at_once = false;
-        if (after == 0) {
-            count = next_work(base, q_buffer, q_phase, group, work, reach);
-            at_once = reach.x == 0 && reach.y > 0;
-        }
-        if (at_once) {
-            wgmma_fence();
-            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
-            wgmma_commit();
-            entry = visit(p, work.tile, 0);
-            q_at = base + kOffsetQ + q_buffer * kTileBytesM;
-            barrier_wait(base + kFullK + stage * 8, phase);
-            wgmma_fence();
-            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-            wgmma_commit();
-            wgmma_wait_all_but_one();  // O is complete; it leaves while S of the next tile is computed
-            accumulator_fence(o);
-            if (leader) {
-                barrier_arrive(base + kEmptyV + v_stage * 8);
-            }
-            store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-            wgmma_wait_all();
-        } else {
-            wgmma_fence();
-            start_out(o, p_frags, base + kOffsetV + v_stage * kTileBytesN, add);
-            wgmma_commit();
-            wgmma_wait_all();
-            accumulator_fence(o);
-            if (leader) {
-                barrier_arrive(base + kEmptyV + v_stage * 8);
-            }
-            store(p, maps, done, rows, o, base + kOffsetQ + done_q * kTileBytesM, group);
-            if (after > 0) {
-                pass(base, stage, phase, group, after, after);
-                count = next_work(base, q_buffer, q_phase, group, work, reach);
-            }
-            if (leader) {
-                tma_store_wait();
-                barrier_arrive(base + kEmptyQ + done_q * 8);
-            }
-            // Pieces of work that show these rows nothing, and the visits before the first that does.
-            while (count > 0 && reach.x == reach.y) {
-                barrier_wait(base + kFullQ + q_buffer * 8, q_phase);
-                pass(base, stage, phase, group, count, count - 1);
-                store_empty(p, work, work.tile * kTileM + group * 64, 64, threadIdx.x % 128, 128);
-                barrier_arrive_if(leader, base + kEmptyQ + q_buffer * 8);
-                if (++q_buffer == kBuffersQ) {
-                    q_buffer = 0;
-                    q_phase ^= 1;
-                }
-                count = next_work(base, q_buffer, q_phase, group, work, reach);
-            }
-            if (count == 0) {
-                break;
-            }
-            pass(base, stage, phase, group, reach.x, reach.x);
-            entry = visit(p, work.tile, reach.x);
-            q_at = base + kOffsetQ + q_buffer * kTileBytesM;
-            barrier_wait(base + kFullK + stage * 8, phase);
-            wgmma_fence();
-            start_scores(s, q_at, group * 64, base + kOffsetK + stage * kTileBytesN);
-            wgmma_commit();
-            wgmma_wait_all();
-        }
-        row = work.tile * kTileM + row_in_tile;
-        wgmma_wait_all();
+
+    __device__ __forceinline__ void order_arrive() const {
+        named_arrive(kOrderBarrier + (warpgroup + 1) % kConsumers, 256);
+    }
+
+    // ---- Steps of a visit ----
+
+    __device__ __forceinline__ void set_visit(int i) {
+        entry = visit_of(p, work, i);
+    }
+
+    // Whether the mask hides any of the visit's pairs from these rows.
+    __device__ __forceinline__ bool masked() const {
+        return entry >> warpgroup & 1;
+    }
+
+    // Start S = Q K^T.
+    __device__ __forceinline__ void issue_qk() {
+        wgmma_fence();
+        multiply_qk(s, q, warpgroup * 64, smem + kOffsetK + kv_pipe.stage * kTileBytesN);
+        wgmma_commit();
+    }
+
+    // Start O += P V, or O = P V unless `accumulate`.
+    __device__ __forceinline__ void issue_pv(unsigned stage, bool accumulate) {
+        wgmma_fence();
+        multiply_pv(o, p_frags, smem + kOffsetV + stage * kTileBytesN, accumulate);
+        wgmma_commit();
+    }
+
+    // Once S is complete.
+    __device__ __forceinline__ void apply_mask_and_release_k() {
         accumulator_fence(s);
-        // Apply the mask where there is any, and hand the buffer of K back.
-        if (entry >> group & 1) {
-            apply_mask(s, row, base + kOffsetBounds + stage * kBoundsBytes);
+        if (masked()) {
+            apply_mask(s, row, smem + kOffsetBounds + kv_pipe.stage * kBoundsBytes);
             __syncwarp();
         }
-        if (threadIdx.x % 32 == 0) {  // every warp for itself: each has read the bounds on its own
-            barrier_arrive(base + kEmptyK + stage * 8);
+        if (threadIdx.x % 32 == 0) {  // each warp for itself, as it has read the bounds on its own
+            barrier_arrive(smem + kEmptyK + kv_pipe.stage * 8);
         }
-        rows = { {__int_as_float(0xff800000), __int_as_float(0xff800000)}, {0.0f, 0.0f}, false};
-        softmax(s, p_frags, rows, true, p.scale_log2, factor);
-        tma_store_wait();
-        barrier_arrive_if(at_once && leader, base + kEmptyQ + done_q * 8);
     }
-    if (leader) {
-        tma_store_wait();
+
+    // ---- Work tiles ----
+
+    // The work tile that the producer has broadcast. All warps have read it before they release the buffer of Q: the
+    // warpgroup's named barrier lies in between, in store_out or skip_visits.
+    __device__ __forceinline__ void fetch_tile() {
+        wait_q();
+        const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
+        const int4 tile = shared_load(words);
+        const int4 range = shared_load(words + 16 + warpgroup * 16);
+        kv_range = {__shfl_sync(~0u, range.x, 0), __shfl_sync(~0u, range.y, 0)};
+        work = {__shfl_sync(~0u, tile.x, 0), __shfl_sync(~0u, tile.y, 0), __shfl_sync(~0u, tile.z, 0)};
+        visit_count = __shfl_sync(~0u, tile.w, 0);
     }
-}
+
+    // Release K and V of `count` visits that show these rows nothing. No wgmma may be in flight.
+    // The other warpgroups take the first `ordered` of them through the ordering barrier.
+    __device__ __forceinline__ void skip_visits(int count, int ordered) {
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            wait_k();  // to arrive earlier would count for the visit before
+            named_sync(kWarpgroupBarrier + warpgroup, 128);  // all warps have seen this phase: it may end
+            barrier_arrive_if(threadIdx.x % 32 == 0, smem + kEmptyK + kv_pipe.stage * 8);
+            if (i < ordered) {
+                order_sync();
+                order_arrive();
+            }
+            wait_v(kv_pipe);
+            named_sync(kWarpgroupBarrier + warpgroup, 128);
+            barrier_arrive_if(leader, smem + kEmptyV + kv_pipe.stage * 8);
+            kv_pipe.advance();
+        }
+    }
+
+    // Skip a work tile, and fetch the next.
+    __device__ __forceinline__ void skip_tile() {
+        skip_visits(visit_count, visit_count - 1);
+        store_empty(p, work, first_row(p, work) + warpgroup * 64, 64, threadIdx.x % 128, 128);
+        barrier_arrive_if(leader, smem + kEmptyQ + q_pipe.stage * 8);
+        q_pipe.advance();
+        fetch_tile();
+    }
+
+    // Skip the work tiles that show these rows nothing, and the visits before kv_range. False: no work tile is left.
+    // That is found out before skip_visits: ptxas takes a condition computed across its loop for divergent.
+    __device__ __forceinline__ bool next_visible_tile() {
+        while (visit_count > 0 && kv_range.begin == kv_range.end) {
+            skip_tile();
+        }
+        if (visit_count == 0) {
+            return false;
+        }
+        skip_visits(kv_range.begin, kv_range.begin);
+        return true;
+    }
+
+    // Start S of the work tile's first visit.
+    __device__ __forceinline__ void begin_tile() {
+        set_visit(kv_range.begin);
+        q = smem + kOffsetQ + q_pipe.stage * kTileBytesM;
+        wait_k();
+        issue_qk();
+    }
+
+    // Go on to the next work tile, which is known unless hidden visits have to be skipped first.
+    __device__ __forceinline__ TileTail leave_tile() {
+        TileTail tail = {work, q_pipe.stage, kv_pipe.stage, kv_range.end - kv_range.begin > 1, false};
+        wait_v(kv_pipe);
+        kv_pipe.advance();
+        q_pipe.advance();
+        tail.hidden_visits = visit_count - kv_range.end;
+        if (tail.hidden_visits == 0) {
+            fetch_tile();
+            tail.overlap = kv_range.begin == 0 && kv_range.end > 0;
+        }
+        return tail;
+    }
+
+    // The last P V of a work tile, then its O. If `overlap`, O is stored while S of the next work tile is computed.
+    // A template, not a parameter: what is in flight would differ where the sides of its branches meet.
+    template <bool overlap>
+    __device__ __forceinline__ void finish_tile(const TileTail& tail) {
+        issue_pv(tail.v_stage, tail.accumulate);
+        if constexpr (overlap) {
+            begin_tile();
+            wgmma_wait_all_but_one();  // O is complete, S may still run
+        } else {
+            wgmma_wait_all();
+        }
+        accumulator_fence(o);
+        release(smem + kEmptyV + tail.v_stage * 8);
+        store_out(p, maps, tail.work, stats, o, smem + kOffsetQ + tail.q_stage * kTileBytesM, warpgroup);
+        if constexpr (overlap) {
+            wgmma_wait_all();
+        }
+    }
+
+    // ---- The loop over work tiles and visits ----
+
+    __device__ __forceinline__ void run() {
+        if (warpgroup == kConsumers - 1) {
+            named_arrive(kOrderBarrier, 256);  // the first warpgroup begins
+        }
+        fetch_tile();
+        while (next_visible_tile()) {
+            begin_tile();
+            wgmma_wait_all();
+            TileTail tail = {};
+            do {
+                // The first visit.
+                row = first_row(p, work) + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+                pin(row);  // else computed anew in each masked visit
+                stats.reset();
+                float2 rescale;
+                apply_mask_and_release_k();
+                softmax_step(s, p_frags, stats, true, p.scale_log2, rescale);
+                release_q(tail.q_stage, tail.overlap);
+
+                // The others: S of visit i together with P V of visit i - 1.
+                for (int i = kv_range.begin + 1; i < kv_range.end; ++i) {
+                    set_visit(i);
+                    const PipelineState<kStages> v_pipe = kv_pipe;
+                    kv_pipe.advance();
+                    wait_k();
+                    order_sync();
+                    issue_qk();
+                    wait_v(v_pipe);
+                    issue_pv(v_pipe.stage, i > kv_range.begin + 1);
+                    order_arrive();
+                    wgmma_wait_all_but_one();  // S is complete, P V may still run
+                    apply_mask_and_release_k();
+                    wgmma_wait_all();
+                    accumulator_fence(o);
+                    release(smem + kEmptyV + v_pipe.stage * 8);
+                    const bool exact = masked() || i < kv_range.begin + kExact || !stats.ordinary;
+                    if (softmax_step(s, p_frags, stats, exact, p.scale_log2, rescale)) {
+                        rescale_out(o, rescale);
+                    }
+                }
+
+                tail = leave_tile();
+                if (tail.overlap) {
+                    finish_tile<true>(tail);
+                }
+            } while (tail.overlap);
+            finish_tile<false>(tail);
+            if (tail.hidden_visits > 0) {
+                skip_visits(tail.hidden_visits, tail.hidden_visits);
+                fetch_tile();
+            }
+            release_q(tail.q_stage, true);
+        }
+    }
+};
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
-// Grid: tiles_m x batch x heads_q pieces of work, walked by one block per multiprocessor.
+// Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const unsigned base = shared_address(shared);
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
+    const unsigned smem = shared_address(shared);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
     if (threadIdx.x == 0) {
         for (int i = 0; i < kBuffersQ; ++i) {
-            barrier_init(base + kFullQ + i * 8, 1);
-            barrier_init(base + kEmptyQ + i * 8, kConsumers);  // leaders of warpgroups
+            barrier_init(smem + kFullQ + i * 8, 1);
+            barrier_init(smem + kEmptyQ + i * 8, kConsumers);  // leaders of warpgroups
         }
         for (int i = 0; i < kStages; ++i) {
-            barrier_init(base + kFullK + i * 8, 1);
-            barrier_init(base + kEmptyK + i * 8, kConsumers * 4);
-            barrier_init(base + kFullV + i * 8, 1);
-            barrier_init(base + kEmptyV + i * 8, kConsumers);
+            barrier_init(smem + kFullK + i * 8, 1);
+            barrier_init(smem + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(smem + kFullV + i * 8, 1);
+            barrier_init(smem + kEmptyV + i * 8, kConsumers);
         }
         barrier_init_fence();
     }
     __syncthreads();
     // All warps of a warpgroup take part in setmaxnreg; then one thread and one warp of the first go on.
-    if (group == 0) {
+    if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
-            produce(p, maps, base);
+            Producer{p, maps, smem}.run();
         } else if (threadIdx.x / 32 == 1) {
             fill_empty(p);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-        consume(p, maps, base, group - 1);
+        Consumer(p, maps, smem, warpgroup - 1).run();
     }
 }

@@ -33,12 +33,17 @@ struct int4 {
 struct uint4 {
     unsigned x, y, z, w;
 };
+static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline int2 make_int2(int x, int y) { return {x, y}; }
 static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float __int_as_float(int) { return 0.0f; }
 template <class T>
 static T __shfl_sync(unsigned, T x, int) { return x; }
+template <class T>
+static T __shfl_xor_sync(unsigned, T x, int) {
+    return x;
+}
 template <class T>
 static T __ldg(const T* x) { return *x; }
 using std::max;

@@ -1,8 +1,6 @@
 // Products and results as pipeline.h sees them: which rows they read, and whether these were there and stayed.
 #pragma once
 
-enum Tensor { kNone, kQ, kK, kV };
-
 // The pieces of `count` rows from row `from` on of a tile of `rows`; they must follow one another and be of `tensor`.
 static Piece read(unsigned tile, int from, int count, int rows, Tensor tensor) {
     Read read{{}, current->group};
@@ -53,36 +51,48 @@ static void load_q(T&, unsigned q, int row) {
     current->reads.pop_back();  // done at once
 }
 template <class S>
-static void start_scores(S&, unsigned q, int row, unsigned k) {
+static void multiply_qk(S&, unsigned q, int row, unsigned k) {
     const Piece rows = read(q, row, 64, kTileM, kQ);
     current->scores.push_back({rows, read(k, 0, kTileN, kTileN, kK)});
 }
 template <class S, class Q>
-static void start_scores(S&, const Q&, unsigned k) {
+static void multiply_qk(S&, const Q&, unsigned k) {
     current->scores.push_back({current->q, read(k, 0, kTileN, kTileN, kK)});
 }
 template <class O, class P>
-static void start_out(O&, const P&, unsigned v, int) {
+static void multiply_pv(O&, const P&, unsigned v, bool) {
     current->values.push_back(read(v, 0, kTileN, kTileN, kV));
 }
 
-struct Rows {
-    float top[2], sum[2];
-    bool ordinary;
+struct RowStats {
+    float row_max[2] = {}, row_sum[2] = {};
+    bool ordinary = false;
+    void reset() {}
 };
 // The key tile whose S is complete runs mask code.
-template <class S>
-static void apply_mask(const Params&, S&, int row, int key0) {
+static void run_mask(int key0) {
     require(!current->scores.empty() && current->scores.back().second.row == key0, "another key tile is masked");
     current->masked.insert(key0);
 }
+template <class S>
+static void apply_mask(const Params&, S&, int row, int key0) {
+    run_mask(key0);
+}
+template <class S>
+static void apply_mask(const Params&, int plane, S&, int row, int key0) {
+    run_mask(key0);
+}
+template <class S>
+static void apply_mask(S&, int row, unsigned bounds) {
+    const Piece found = here().shared[bounds];
+    run_mask(current->scores.empty() ? -1 : current->scores.back().second.row);
+    require(found.tensor == kBounds && found.row == current->scores.back().second.row, "bounds of other keys");
+}
 template <class... T>
-static bool softmax(T&&...) {
+static bool softmax_step(T&&...) {
     give_way();
     return false;
 }
-template <class... T>
-static void rescale_out(T&&...) {}
 
 // The first query of a warpgroup in a tile; rows of the last causal tile end with the last query, by groups of 64.
 static int first_row(const Params& p, int tile, int group) {
@@ -92,21 +102,55 @@ static bool has_rows(const Params& p, int tile, int group) {
     const int row = first_row(p, tile, group);
     return row < p.seq_q && row + 64 > 0;
 }
-// How many keys a query sees.
+// How many keys a query sees, without a mask or with a causal one.
 static int keys_of(const Params& p, int query) {
     return kCausal ? max(0, min(p.seq_k, query + 1 + p.seq_k - p.seq_q)) : p.seq_k;
 }
+static bool visible_pair(const Params& p, int query, int key) {
+#if MASKED
+    if (p.dense != nullptr) {
+        return p.dense[query * p.dense_row + key] != 0;
+    }
+    return p.starts[key] <= query && query < p.ends[key];
+#else
+    return key < keys_of(p, query);
+#endif
+}
+// How many of the pairs of a warpgroup's rows, from `row` on, and a key tile are visible, and how many pairs there are.
+static std::pair<int, int> count_pairs(const Params& p, int row, int key0) {
+    int seen = 0, pairs = 0;
+    for (int query = max(row, 0); query < min(row + 64, p.seq_q); ++query) {
+        pairs += kTileN;
+        for (int key = key0; key < min(key0 + kTileN, p.seq_k); ++key) {
+            seen += visible_pair(p, query, key);
+        }
+    }
+    return {seen, pairs};
+}
+// Whether a work tile's rows see a key: those of the warpgroup if it skips what is hidden from it, else those of any.
+static bool sees_any(const Params& p, int tile, int group) {
+#if MASKED
+    for (int key0 = 0; key0 < p.seq_k; key0 += kTileN) {
+        if (count_pairs(p, first_row(p, tile, group), key0).first > 0) {
+            return true;
+        }
+    }
+    return false;
+#else
+    return keys_of(p, first_row(p, tile, kConsumers) - 1) > 0;
+#endif
+}
 
-// The products of a piece of work were those of its rows with each key tile that they see, once, and with no tile that
+// The products of a work tile were those of its rows with each key tile that they see, once, and with no tile that
 // hides pairs of them but ran no mask code.
-template <class Maps, class Work, class O>
-static void store(const Params& p, const Maps&, const Work& work, const Rows&, O&, unsigned, int group) {
+template <class Work>
+static void check_tile(const Params& p, const Work& work, int group) {
     give_way();
     const int head = work.head / (p.heads_q / p.heads_kv);
     const int row = first_row(p, work.tile, group);
     const Piece q{kQ, 0, row, work.head, work.batch};
     std::map<int, int> met;
-    // The next piece's first S may have begun.
+    // The next work tile's first S may have begun.
     while (!current->values.empty()) {
         require(!current->scores.empty(), "a product is missing");
         if (!failure.empty()) {
@@ -117,15 +161,14 @@ static void store(const Params& p, const Maps&, const Work& work, const Rows&, O
         require(!(rows != q) && !(keys != Piece{kK, 0, key0, head, work.batch}), "a wrong tile of Q or K");
         require(!(current->values.front() != Piece{kV, 0, key0, head, work.batch}), "a wrong tile of V");
         require(++met[key0] == 1, "a key tile is met twice");
-        const bool whole = keys_of(p, max(row, 0)) >= key0 + kTileN;
-        require(whole || current->masked.count(key0), "hidden pairs are not masked");
+        const auto [seen, pairs] = count_pairs(p, row, key0);
+        require(seen == pairs || current->masked.count(key0), "hidden pairs are not masked");
         current->scores.pop_front();
         current->values.pop_front();
     }
     current->masked.clear();
-    const int seen = keys_of(p, min(row + 63, p.seq_q - 1));
-    for (int key0 = 0; has_rows(p, work.tile, group) && key0 < seen; key0 += kTileN) {
-        require(met.count(key0), "a key tile is missing");
+    for (int key0 = 0; has_rows(p, work.tile, group) && key0 < p.seq_k; key0 += kTileN) {
+        require(met.count(key0) || count_pairs(p, row, key0).first == 0, "a key tile is missing");
     }
     if (threadIdx.x % 128 == 0 && has_rows(p, work.tile, group)) {
         ++stored[{work.batch, work.head, work.tile, group}];

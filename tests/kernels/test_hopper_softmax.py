@@ -25,6 +25,13 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers a
 PRELUDE = """#include "emulator.h"
 static float exp2_approx(float x) { return std::exp2(x); }
 static unsigned pack(float low, float high) { return narrow_pair(low, high); }
+static const int* bounds_of_keys;
+static void read_bounds(unsigned address, int* start, int* end) {
+    for (int i = 0; i < 2; ++i) {
+        start[i] = bounds_of_keys[address / 4 + i * 2];
+        end[i] = bounds_of_keys[address / 4 + i * 2 + 1];
+    }
+}
 """
 # A warp's softmax, visit after visit: S (visits, 16, kTileN) to P relative to the last maxima, these, and sums by lane.
 FORWARD = """
@@ -32,7 +39,8 @@ static int row_of(int i) { return threadIdx.x / 4 + i / 2 % 2 * 8; }
 static int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 extern "C" void run(const float* scores, int visits, float scale_log2, float* p, float* tops, float* sums) {
     launch([=] {
-        Rows rows = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}, false};
+        RowStats stats;
+        stats.reset();
         for (int visit = 0; visit < visits; ++visit) {
             float s[kTileN / 2];
             for (int i = 0; i < kTileN / 2; ++i) {
@@ -40,8 +48,8 @@ extern "C" void run(const float* scores, int visits, float scale_log2, float* p,
             }
             unsigned frags[kTileN / 16][4];
             float2 factor;
-            const bool careful = visit < kExact || !rows.ordinary;
-            const bool moved = softmax(s, frags, rows, careful, scale_log2, factor);
+            const bool exact = visit < kExact || !stats.ordinary;
+            const bool moved = softmax_step(s, frags, stats, exact, scale_log2, factor);
             for (int earlier = 0; moved && earlier < visit; ++earlier) {
                 for (int i = 0; i < kTileN / 2; ++i) {
                     p[(earlier * 16 + row_of(i)) * kTileN + column_of(i)] *= i / 2 % 2 ? factor.y : factor.x;
@@ -53,8 +61,23 @@ extern "C" void run(const float* scores, int visits, float scale_log2, float* p,
             }
         }
         for (int half = 0; half < 2; ++half) {
-            tops[row_of(half * 2)] = rows.top[half];
-            sums[row_of(half * 2) * 4 + threadIdx.x % 4] = rows.sum[half];
+            tops[row_of(half * 2)] = stats.row_max[half];
+            sums[row_of(half * 2) * 4 + threadIdx.x % 4] = stats.row_sum[half];
+        }
+    }, 1, 32, 0);
+}
+"""
+# S of a warp's 16 queries from `query0` on after the mask, all 1 before; `keys`: starts and ends, side by side.
+SPANS = """
+extern "C" void run(const int* keys, int query0, float* out) {
+    bounds_of_keys = keys;
+    launch([=] {
+        float s[kTileN / 2];
+        std::fill(s, s + kTileN / 2, 1.0f);
+        apply_mask(s, query0 + threadIdx.x / 4, 0);
+        for (int i = 0; i < kTileN / 2; ++i) {
+            const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            out[(threadIdx.x / 4 + i / 2 % 2 * 8) * kTileN + column] = s[i];
         }
     }, 1, 32, 0);
 }
@@ -88,8 +111,11 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
         r"^__device__ __forceinline__ int2 queries_of.*?^}\n", source.text, re.MULTILINE | re.DOTALL
     )
     text = "".join((first, *kept, *spans))  # the section of the mask has span_of, which queries_of calls
+    bounds = r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*"r"\(([^;]*)\)\);'
+    text = re.sub(bounds, r"read_bounds(\1, start, end);", text)
     text = re.sub(r'asm volatile\("ld\.shared[^;]*;"[^;]*;', "", text)
     assert "asm" not in text
+    text = text.replace("\n    __device__ __forceinline__ ", "\n    ")  # members, which are not static
     path = directory / "softmax.cpp"
     path.write_text(PRELUDE + text.replace("#pragma unroll", "//") + harness)
     return gxx.library(path, *FLAGS)
@@ -169,6 +195,22 @@ def test_forward(forward: tuple[ctypes.CDLL, int], make: Callable[[int, int], Te
     # The maximum may be an earlier one: then the sum is larger.
     lse = tops[~blind].double() * scale + total.log()
     torch.testing.assert_close(lse, (exact[~blind] * scale).logsumexp(1), rtol=1e-6, atol=2e-3)
+
+
+def test_forward_sees_any_spans(tmp_path: Path) -> None:
+    """Key j is visible to the queries starts[j] <= i < ends[j]."""
+    spec = next(candidates(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
+    library, keys = build(render(spec), SPANS, tmp_path), spec.tuning.tile_n
+    numbers = [-(2**31), -1, 0, 1, 15, 16, 17, 31, 32, 2**31 - 1]
+    pairs = [(x, y) for x in numbers for y in numbers][:: max(1, 100 // keys)][:keys]
+    bounds = torch.tensor(pairs + [(0, 0)] * (keys - len(pairs)), dtype=torch.int32)
+    for query0 in (0, 16):
+        got = torch.full((16, keys), math.nan)
+        at, to = ctypes.c_void_p(bounds.data_ptr()), ctypes.c_void_p(got.data_ptr())
+        library.run(at, query0, to)
+        query = torch.arange(query0, query0 + 16)[:, None]
+        seen = (bounds[:, 0] <= query) & (query < bounds[:, 1])
+        assert torch.equal(got, torch.where(seen, 1.0, -math.inf)), query0
 
 
 def test_backward_sees_any_spans(tmp_path: Path) -> None:

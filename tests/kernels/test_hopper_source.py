@@ -1,0 +1,132 @@
+"""The form of the Hopper forward: a main loop that can be read, few includes; and what ptxas makes of that loop."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from jinja2 import meta
+
+from attnforge.codegen import render as rendering
+from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.render import Source, render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime.build import compilation, toolchain
+
+MAIN_LOOP = 80  # lines
+# 10 of them are shared with the backward or the float32 kernels and could be merged with their neighbours.
+CLOSURE = 22
+FLAGSHIP = Sm90Forward(192, 80, 3, True, True, True, False)
+PLAIN = Sm90Forward(192, 80, 3, True, True, False, False)
+
+
+def hopper(mask: Mask, head_dim: int, tuning: Sm90Forward) -> Source:
+    return render(Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
+
+
+def main_loop(text: str) -> str:
+    """The consumer's `run`."""
+    found = re.search(
+        r"^struct Consumer \{.*?(^    __device__[^\n]* run\(\) \{\n.*?^    \}\n)", text, re.M | re.S
+    )
+    assert found
+    return found[1]
+
+
+@pytest.mark.parametrize("mask", list(Mask), ids=lambda mask: mask.value)
+def test_the_main_loop_fits_on_a_page(mask: Mask) -> None:
+    """And says each step once."""
+    for spec in list(candidates(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, mask)))[::20]:
+        loop = main_loop(render(spec).text)
+        assert len(loop.splitlines()) <= MAIN_LOOP
+        for step in ("issue_qk()", "issue_pv(", "leave_tile()"):
+            assert loop.count(step) == 1, step
+
+
+def test_few_files_make_a_kernel() -> None:
+    environment, found, open_names = rendering.environment(), set(), ["sm90a/forward.cu.jinja"]
+    while open_names:
+        name = open_names.pop()
+        if name not in found:
+            found.add(name)
+            tree = environment.parse((rendering.TEMPLATES / name).read_text())
+            named = list(meta.find_referenced_templates(tree))
+            assert None not in named, f"{name} computes the name of an include"
+            open_names += [each for each in named if each]
+    assert len(found) <= CLOSURE, sorted(found)
+
+
+def disassembler() -> str:
+    """Path of nvdisasm, or skip."""
+    nvcc = toolchain.find_nvcc(dict(toolchain._environment()))
+    beside = shutil.which("nvdisasm", path=str(Path(nvcc).parent)) if nvcc else None
+    found = shutil.which("nvdisasm") or beside
+    if not found:
+        pytest.skip("nvdisasm is not there (it comes with the CUDA toolkit and as nvidia-cuda-nvdisasm)")
+    return found
+
+
+def instructions(listing: str, symbol: str) -> list[str]:
+    """Labels (`.L_x_1:`) and instructions of a kernel, from what nvdisasm -c prints."""
+    kernel = listing.split(f".text.{symbol}:", 1)[1].split("//-----", 1)[0]
+    label_or_code = re.compile(r"^(\.L\w+:)|^\s+/\*[0-9a-f]+\*/\s+(.*?) ;", re.MULTILINE)
+    return [match[1] or match[2] for match in label_or_code.finditer(kernel)]
+
+
+def hot_loop(code: list[str]) -> list[str]:
+    """The smallest loop with products of two shapes: S of one visit and O of the one before it."""
+    labels = {line[:-1]: number for number, line in enumerate(code) if line.startswith(".L")}
+    loops = []
+    for number, line in enumerate(code):
+        target = re.search(r"BRA.*`\((\.L\w+)\)", line)
+        if target and labels.get(target[1], number) < number:
+            body = code[labels[target[1]] : number + 1]
+            shapes = {word for each in body for word in re.findall(r"HGMMA\.\w+|tnspB", each)}
+            loops += [body] if "tnspB" in shapes and len(shapes) > 1 else []
+    return min(loops, key=len)
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(
+    ("mask", "head_dim", "tuning"),
+    [
+        (Mask.SPANS, 128, FLAGSHIP),
+        (Mask.SPANS, 64, Sm90Forward(192, 128, 2, True, True, True, False)),
+        (Mask.SPANS, 72, Sm90Forward(192, 128, 3, True, True, True, False)),
+        (Mask.CAUSAL, 128, PLAIN),
+        (Mask.FULL, 128, Sm90Forward(192, 80, 3, False, True, False, False)),
+        (Mask.FULL, 64, Sm90Forward(192, 128, 3, True, True, False, False)),
+        (Mask.DENSE, 128, Sm90Forward(128, 128, 2, True, True, False, True)),
+    ],
+    ids=["spans", "spans-64", "spans-72", "causal", "full", "full-64", "dense"],
+)
+def test_what_ptxas_makes_of_the_main_loop(
+    mask: Mask, head_dim: int, tuning: Sm90Forward, tmp_path: Path
+) -> None:
+    """No warning about wgmma, no spill; in the hot loop no divergence, and addresses stay in uniform registers."""
+    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
+        pytest.skip(toolchain.NVCC_PLACES)
+    source = hopper(mask, head_dim, tuning)
+    path, cubin = compilation.write_source(source, tmp_path), tmp_path / "kernel.cubin"
+    flags = ("-cubin", "-O3", "-std=c++17", "--ptxas-options=-v", "-arch=sm_90a")
+    nvcc = str(toolchain.find_nvcc(dict(toolchain._environment())))
+    code, log = toolchain.run((nvcc, *flags, "-o", cubin.name, path.name), tmp_path)
+    assert code == 0, log
+    assert not re.search(r"C75\d\d", log), log
+    assert not any(used["spill_bytes"] for used in compilation.parse_ptxas(log).values()), log
+    listing = subprocess.run(
+        [disassembler(), "-c", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
+    loop = hot_loop(instructions(listing, source.spec.symbol))
+    assert sum("R2UR" in line for line in loop) <= 1
+    for word in ("BSSY", "WARPSYNC", "BRA.DIV", "LDL", "STL", "S2UR"):
+        assert not any(word in line for line in loop), word
+    # Both products of a visit begin with an arrival and end with a wait.
+    arrivals, waits = (
+        sum(word in line for line in loop) for word in ("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR")
+    )
+    assert arrivals == waits == 2
