@@ -61,7 +61,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "float*",
         "lse",
-        "(batch, heads_q, seq_q) natural log of the softmax denominator, -inf for an empty row",
+        "(batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row",
     ),
     Field("const float*", "dlse", "(batch, heads_q, seq_q) gradient of lse, null if there is none"),
     Field("float*", "delta", "2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse"),
@@ -74,7 +74,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int*",
         "tile_list",
-        "(mask_planes, tiles, list_stride) visited tile << row groups | a bit for each that has hidden pairs",
+        "(mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs",
     ),
     Field(
         "int*", "kv_range", "(mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs"
@@ -85,7 +85,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int*",
         "dq_semaphore",
-        "(batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: deterministic sums so far",
+        "(batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: sums done so far",
     ),
     Field(
         "int*", "tile_counter", "(2) work tiles handed out, blocks that found none left; 0 between launches"
