@@ -111,12 +111,12 @@ FIELDS: tuple[Field, ...] = (
 )
 # Stands for the struct in a text whose uses are still to be counted.
 PLACEHOLDER = "struct Params; // of codegen/params.py"
-_USE = re.compile(r"\b(?:p|params)(?:\.|->)(\w+)")
+_USE = re.compile(r"\b(?:p|params|w|walk)(?:\.|->)(\w+)")
 _COMMENT = re.compile(r"//.*")
 
 
 def used(text: str) -> tuple[str, ...]:
-    """Members of Params that C++ text names, in the table's order. Templates call them `p` or `params`."""
+    """Members of Params that C++ text names, in the table's order. Templates call them `p`, `params`, `w` or `walk`."""
     found = set(_USE.findall(_COMMENT.sub("", text)))
     return tuple(field.name for field in FIELDS if field.name in found)
 
