@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnforge
 from attnforge.codegen.spec import Spec
-from attnforge.runtime import dispatch
+from attnforge.runtime import dispatch, kernels
 
 
 class Seen(Exception):
@@ -37,7 +37,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(spec: Spec, _device: torch.device) -> int:
         raise Seen(spec.slug)
 
-    monkeypatch.setattr(dispatch.kernels, "load", load)
+    monkeypatch.setattr(kernels, "load", load)
 
 
 def rows(count: int, columns: int = 64, heads: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
