@@ -3,7 +3,8 @@
 The package needs a compiler and torch where it is built and nothing of attnforge. Its files, by relative path:
 
     setup.py verify.py README.md [run.sh]
-    <name>/__init__.py  binding.cpp (torch operators)  <name>.cu | .cpp (table and launches)  kernels.h (types)
+    <name>/__init__.py  binding.cpp (torch operators)  <name>.cu | .cpp, kernels.h (table of kernels)
+    <name>/native/*.h (the launcher's headers: memory, arguments, launches)
     <name>/kernels/<slug>.cu | .cpp
 """
 
@@ -14,21 +15,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from attnforge.codegen import native
 from attnforge.codegen.plan import Launch, Plan
 from attnforge.codegen.render import Source, environment, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
+from attnforge.codegen.variant import describe
 
 DTYPES = {DType.FLOAT32: "float32", DType.FLOAT16: "float16", DType.BFLOAT16: "bfloat16"}
-MASKS = tuple(mask.value for mask in Mask)  # numbered by `enum Mask` of templates/export/kernels.h.jinja, too
-# Names of the values in kernels.h.
-CODES = {
-    "fp32": "kFloat32",
-    "bf16": "kBFloat16",
-    "fp16": "kFloat16",
-    **{name: f"k{name.capitalize()}" for name in MASKS},
-}
+MASKS = tuple(mask.value for mask in Mask)  # numbered as `enum MaskKind` of codegen/variant.py
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
-_RESERVED = {"attnforge", "torch", "setup", "verify", "std", "at", "c10", "kernels", "binding"}
+_RESERVED = {"attnforge", "torch", "setup", "verify", "std", "at", "c10", "kernels", "binding", "native"}
 
 
 @dataclass(frozen=True)
@@ -48,14 +44,8 @@ class Item:
         return self.source.plan
 
     @property
-    def columns(self) -> int:
-        """Of a row of dq_accum."""
-        return self.plan.columns or self.spec.problem.head_dim
-
-    @property
-    def columns_v(self) -> int:
-        """Of a row of dv's sums."""
-        return self.plan.columns_v or self.spec.problem.head_dim_v
+    def description(self) -> str:
+        return describe(self.source)
 
 
 @dataclass(frozen=True)
@@ -101,24 +91,9 @@ class Tree:
         return [x for item in self.items for x in (*item.plan.schedule, *item.plan.launches)]
 
     @property
-    def tensor_maps(self) -> bool:
-        """Does any kernel take descriptors for the copy engine?"""
-        return any(item.plan.tensor_maps for item in self.items)
-
-    @property
-    def overlaps(self) -> bool:
-        """May any launch start before the one before it has ended?"""
-        return any(launch.overlaps for launch in self.launches)
-
-    @property
     def masks(self) -> list[str]:
         present = {item.spec.problem.mask.value for item in self.items}
         return [name for name in MASKS if name in present]
-
-    @property
-    def listed(self) -> bool:
-        """Does any kernel walk lists of tiles?"""
-        return any(item.plan.schedule for item in self.items)
 
     @property
     def backward(self) -> bool:
@@ -161,10 +136,11 @@ class Tree:
         paths = {f"{self.name}/{path}": template for path, template in inner.items()} | outer
         texts = {path: self._render(template, command) for path, template in paths.items()}
         kernels = {f"{self.name}/kernels/{item.source.file_name}": item.source.text for item in self.items}
-        return texts | kernels
+        host = {f"{self.name}/native/{name}": text for name, text in native.sources("attention.h").items()}
+        return texts | host | kernels
 
     def _render(self, template: str, command: str) -> str:
-        values = {"codes": CODES, "numbers": {name: i for i, name in enumerate(MASKS)}, "command": command}
+        values = {"numbers": {name: i for i, name in enumerate(MASKS)}, "command": command}
         return environment().get_template(f"export/{template}").render(tree=self, **values)
 
 

@@ -1,87 +1,95 @@
-"""The one argument of every kernel: a plain struct whose text goes into kernels and launcher alike."""
+"""The one argument of every kernel, `struct Params`: a kernel prints the members that it uses, the launcher has all."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
-ABI = 3
+ABI = 4
 
-TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+
+@dataclass(frozen=True)
+class Struct:
+    """A type of members, for tensors whose strides go with their address."""
+
+    name: str
+    members: tuple[tuple[str, str], ...]  # C type and names
+    text: str
+
+    def declaration(self) -> str:
+        rows = (f"    {ctype} {names};" for ctype, names in self.members)
+        return "\n".join((f"// {self.text}", f"struct {self.name} {{", *rows, "};"))
+
+
+TENSOR = Struct(
+    "TensorRef",
+    (("void*", "data"), ("long long", "batch, head, row")),
+    "A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.",
+)
+MASK = Struct(
+    "MaskRef",
+    (("const unsigned char*", "data"), ("long long", "batch, head, row, col")),
+    "A bool mask (batch, heads_q, seq_q, seq_k): its address, and strides, 0 where an axis is expanded.",
+)
+STRUCTS = (TENSOR, MASK)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One member: C type, name and meaning. All members are 8 or 4 bytes wide, wide ones first."""
+    """One member: C type, name and meaning. Sizes are multiples of 8 bytes, then of 4: any subset has no padding."""
 
     ctype: str
     name: str
     text: str
 
 
-_POINTERS = (
-    *(Field("void*", name, "(batch, heads, seq, head_dim), strides below") for name in TENSORS),
-    Field("float*", "lse", "(batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row"),
-    Field("const float*", "dlse", "(batch, heads_q, seq_q) gradient of lse, null if there is none"),
-    Field(
-        "float*",
-        "delta",
-        "workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse",
-    ),
-    Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order"),
+FIELDS: tuple[Field, ...] = (
+    Field(TENSOR.name, "q", "(batch, heads_q, seq_q, head_dim)"),
+    Field(TENSOR.name, "k", "(batch, heads_kv, seq_k, head_dim)"),
+    Field(TENSOR.name, "v", "(batch, heads_kv, seq_k, head_dim_v)"),
+    Field(TENSOR.name, "out", "(batch, heads_q, seq_q, head_dim_v)"),
+    Field(TENSOR.name, "dout", "gradient of out"),
+    Field(TENSOR.name, "dq", "gradients, shaped as q, k, v"),
+    Field(TENSOR.name, "dk", ""),
+    Field(TENSOR.name, "dv", ""),
+    Field(MASK.name, "dense", "dense mask as bytes, 1 where query i sees key j; or mask_bits"),
+    Field("const unsigned*", "mask_bits", "(mask_planes, seq_q, mask_words) dense mask as bits; or dense"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
     Field("const int*", "ends", "(seq_k)"),
+    Field(
+        "float*",
+        "lse",
+        "(batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row",
+    ),
+    Field("const float*", "dlse", "(batch, heads_q, seq_q) gradient of lse, null if there is none"),
+    Field("float*", "delta", "2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse"),
+    Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order"),
+    Field("float*", "dkv_accum", "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv"),
     Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
-    Field("const unsigned char*", "dense", "dense mask as bytes, 1 where query i sees key j; strides below"),
-    Field(
-        "const unsigned*", "mask_bits", "the same as bits, (mask_planes, seq_q, mask_words); one of the two"
-    ),
-    Field(
-        "unsigned*",
-        "bits",
-        "(mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word",
-    ),
+    Field("unsigned*", "bits", "(mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word"),
     Field("int*", "tile_count", "(mask_planes, tiles) visited tiles of each owned tile"),
     Field("int*", "tile_order", "(mask_planes, tiles) owned tiles, the one with most work first"),
     Field(
         "int*",
         "tile_list",
-        "(mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs",
+        "(mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs",
+    ),
+    Field(
+        "int*", "kv_range", "(mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs"
+    ),
+    Field(
+        "int*", "dq_order", "(mask_planes, tiles, list_stride) deterministic dq: each visit's rank in its sum"
     ),
     Field(
         "int*",
-        "reach",
-        "(mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything",
+        "dq_semaphore",
+        "(batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: sums done so far",
     ),
     Field(
-        "float*",
-        "dkv_accum",
-        "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv",
+        "int*", "tile_counter", "(2) work tiles handed out, blocks that found none left; 0 between launches"
     ),
-    Field("int*", "turn", "(mask_planes, tiles, list_stride) ordered dq sums: each visit's turn"),
-    Field(
-        "int*",
-        "pieces",
-        "(2) pieces of work taken from the counter, and blocks that found none left; 0 between launches",
-    ),
-    Field(
-        "int*",
-        "turns_taken",
-        "(batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far",
-    ),
-)
-_STRIDES = (
-    *(
-        Field("long long", f"{name}_{axis}", f"stride of {name} along {word}, in elements")
-        for name in TENSORS
-        for axis, word in (("batch", "batch"), ("head", "heads"), ("row", "the sequence"))
-    ),
-    *(
-        Field("long long", f"dense_{axis}", f"stride of dense along {word}, 0 where it is the same for all")
-        for axis, word in (("batch", "batch"), ("head", "heads_q"), ("row", "queries"), ("col", "keys"))
-    ),
-)
-_SCALARS = (
     Field("int", "batch", ""),
     Field("int", "heads_q", ""),
     Field("int", "heads_kv", "divides heads_q"),
@@ -101,10 +109,60 @@ _SCALARS = (
     Field("float", "scale", "softmax scale, multiplies q k^T; 1e-30 to 2e38"),
     Field("float", "scale_log2", "scale * log2(e)"),
 )
-FIELDS: tuple[Field, ...] = (*_POINTERS, *_STRIDES, *_SCALARS)
+# Stands for the struct in a text whose uses are still to be counted.
+PLACEHOLDER = "struct Params; // of codegen/params.py"
+_USE = re.compile(r"\b(?:p|params|w|walk)(?:\.|->)(\w+)")
+_COMMENT = re.compile(r"//.*")
 
 
-def struct() -> str:
-    """C text of `struct Params`, identical in every kernel and in the launcher."""
-    rows = [f"    {f.ctype} {f.name};" + (f"  // {f.text}" if f.text else "") for f in FIELDS]
-    return "\n".join(("struct Params {", *rows, "};"))
+def used(text: str) -> tuple[str, ...]:
+    """Members of Params that C++ text names, in the table's order. Templates call them `p`, `params`, `w` or `walk`."""
+    found = set(_USE.findall(_COMMENT.sub("", text)))
+    return tuple(field.name for field in FIELDS if field.name in found)
+
+
+def struct(names: Iterable[str] | None = None) -> str:
+    """C text of `struct Params` with the members named, by default all, and of the types that they have."""
+    wanted = {field.name for field in FIELDS} if names is None else set(names)
+    fields = [field for field in FIELDS if field.name in wanted]
+    types = {field.ctype for field in fields}
+    rows = (f"    {f.ctype} {f.name};" + (f"  // {f.text}" if f.text else "") for f in fields)
+    params = "\n".join(("struct Params {", *rows, "};"))
+    return "\n\n".join((*(s.declaration() for s in STRUCTS if s.name in types), params))
+
+
+def header() -> str:
+    """Text of native/params.h: all members, and a table of where each is, from which kernels' arguments are packed."""
+    members = (f"    ATTNFORGE_MEMBER({name})," for name in _members())
+    return "\n".join(
+        (
+            "// Written by codegen/params.py: the arguments of all kernels.",
+            "#pragma once",
+            "",
+            "#include <cstddef>",
+            "",
+            struct(),
+            "",
+            "namespace attnforge {",
+            "",
+            "struct ParamsMember {",
+            "    const char* name;",
+            "    size_t offset, size;",
+            "};",
+            "",
+            "#define ATTNFORGE_MEMBER(name) {#name, offsetof(Params, name), sizeof(Params{}.name)}",
+            "constexpr ParamsMember kParamsMembers[] = {",
+            *members,
+            "};",
+            "#undef ATTNFORGE_MEMBER",
+            "",
+            "}  // namespace attnforge",
+            "",
+        )
+    )
+
+
+def _members() -> list[str]:
+    from attnforge.codegen.params_flat import PATHS
+
+    return list(dict.fromkeys((*(field.name for field in FIELDS), *PATHS)))

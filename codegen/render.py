@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from attnforge.codegen import params
+from attnforge.codegen import params_flat
 from attnforge.codegen.chaos import plant
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Plan
@@ -54,6 +54,11 @@ class Source:
         """Functions of the binary that the runtime calls or launches."""
         return tuple(launch.symbol for launch in (*self.plan.launches, *self.plan.schedule))
 
+    @property
+    def params(self) -> tuple[str, ...]:
+        """Members of the launcher's Params that the kernels' one argument consists of, in its order."""
+        return params_flat.PATHS
+
     def describe(self) -> dict[str, Any]:
         """What meta.json of the cache entry says of it."""
         return self.spec.to_json()
@@ -70,7 +75,7 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    env.globals["params_struct"] = params.struct()
+    env.globals["params_struct"] = params_flat.struct()
     env.filters["operands"] = operands
     return env
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 import threading
-from pathlib import Path
 
 import torch
 
 from attnforge.codegen.mask_kernels import mask_kernels
-from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
-from attnforge.codegen.spec import Arch, Direction, DType, Spec
+from attnforge.codegen.spec import Arch, DType, Spec
+from attnforge.codegen.variant import describe
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.settings import settings
-from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.native.launcher import launcher
 
 TORCH_DTYPES = {
@@ -101,51 +99,9 @@ def load(spec: Spec, device: torch.device) -> int:
         # Another thread may have been faster; a second copy would only take memory.
         if (spec, device, chaos) not in _handles:
             with entry.library() as path:
-                _handles[spec, device, chaos] = _register(source.plan, device, entry, path)
+                handle = torch.ops.attnforge.add_variant(describe(source), device, _bytes(entry), str(path))
+                _handles[spec, device, chaos] = int(handle)
         return _handles[spec, device, chaos]
-
-
-def _register(plan: Plan, device: torch.device, entry: cache.Entry, path: str | Path) -> int:
-    problem, tuning = plan.spec.problem, plan.spec.tuning
-    launches = (*plan.launches, *plan.schedule)
-    handle = torch.ops.attnforge.add_variant(
-        binary=_bytes(entry),
-        path=str(path),
-        name=plan.spec.slug,
-        device=device,
-        backward=problem.direction is Direction.BACKWARD,
-        dtype=TORCH_DTYPES[problem.dtype],
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        mask=MASKS.index(problem.mask),
-        align=problem.align,
-        tile_m=tuning.tile_m,
-        tile_n=tuning.tile_n,
-        owner_n=plan.owner == "n",
-        parts=plan.parts,
-        statistics=plan.statistics,
-        dq_accum=plan.dq_accum,
-        dkv_accum=plan.dkv_accum,
-        ordered=plan.ordered,
-        columns=plan.columns or problem.head_dim,
-        columns_v=plan.columns_v or problem.head_dim_v,
-        bounds=plan.bounds,
-        bits=plan.bits,
-        schedule_kind=plan.schedule_kind,
-        grouped=plan.grouped,
-        deterministic=plan.deterministic,
-        symbols=[launch.symbol for launch in launches],
-        grids=["*".join(launch.grid) for launch in launches],
-        threads=[launch.threads for launch in launches],
-        shared_bytes=[launch.shared_bytes for launch in launches],
-        persistent=[int(launch.persistent) for launch in launches],
-        cluster=[launch.cluster for launch in launches],
-        overlaps=[int(launch.overlaps) for launch in launches],
-        launches=len(plan.launches),
-        mapped=[item.tensor for item in plan.tensor_maps],
-        boxes=[size for item in plan.tensor_maps for size in (item.columns, item.rows, item.panels)],
-    )
-    return int(handle)
 
 
 def _bytes(entry: cache.Entry) -> torch.Tensor:

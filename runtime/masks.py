@@ -13,14 +13,14 @@ from torch import Tensor
 
 from attnforge.codegen.spec import Mask
 from attnforge.runtime.inputs import MAX_INDEX
-from attnforge.runtime.native.launcher import launcher
+from attnforge.runtime.native.operators import operators
 
 _operators = torch.ops.attnforge
 
 
 def load_operators() -> bool:
     """Load the operators, once."""
-    launcher()
+    operators()
     return True
 
 

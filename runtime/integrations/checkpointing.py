@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from attnforge.runtime.native.launcher import launcher
+from attnforge.runtime.native.operators import operators
 
 
 def save_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -25,7 +25,7 @@ def save_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
     keep other results too, give `create_selective_checkpoint_contexts` a policy that calls `save_attention_policy` for
     the operators that it does not handle.
     """
-    launcher()  # the operator must exist to be recognised
+    operators()  # the operator must exist to be recognised
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(save_attention_policy)
     return contexts
 

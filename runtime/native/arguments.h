@@ -6,6 +6,7 @@
 #include <optional>
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
@@ -15,29 +16,27 @@
 
 namespace attnforge {
 
-struct Strided {
-    void* data;
-    long long batch, head, row;
-    explicit Strided(const Tensor& x)
-        : data(const_cast<void*>(x.const_data_ptr())), batch(x.stride(0)), head(x.stride(1)), row(x.stride(2)) {}
-};
+inline TensorRef ref(const Tensor& x) {
+    return {const_cast<void*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
+}
 
-#define ATTNFORGE_SET(params, name, tensor)  \
-    do {                                     \
-        const Strided view(tensor);          \
-        (params).name = view.data;           \
-        (params).name##_batch = view.batch;  \
-        (params).name##_head = view.head;    \
-        (params).name##_row = view.row;      \
-    } while (false)
+inline void set_spans(Params& p, at::TensorList mask) {
+    p.starts = mask[0].const_data_ptr<int>();
+    p.ends = mask.size() == 2 ? mask[1].const_data_ptr<int>() : p.starts + mask[0].size(1);
+}
 
-// The data of a dense mask, (batch or 1, heads_q or 1, seq_q, words): see masks.h.
-inline void set_dense(Params& p, const Tensor& data) {
-    p.mask_bits = reinterpret_cast<const unsigned*>(data.const_data_ptr<int>());
-    p.mask_words = static_cast<int>(data.size(3));
-    p.mask_batches = static_cast<int>(data.size(0));
-    p.mask_heads = static_cast<int>(data.size(1));
+inline void set_dense(Params& p, const Tensor& mask) {
+    const bool planes = mask.dim() == 4;
+    p.mask_batches = planes ? static_cast<int>(mask.size(0)) : 1;
+    p.mask_heads = planes ? static_cast<int>(mask.size(1)) : 1;
     p.mask_planes = p.mask_batches * p.mask_heads;
+    if (mask.scalar_type() == at::kBool) {
+        p.dense = {static_cast<const unsigned char*>(mask.const_data_ptr()), p.mask_batches > 1 ? mask.stride(0) : 0,
+                   p.mask_heads > 1 ? mask.stride(1) : 0, mask.stride(-2), mask.stride(-1)};
+    } else {
+        p.mask_bits = reinterpret_cast<const unsigned*>(mask.const_data_ptr<int>());
+        p.mask_words = static_cast<int>(mask.size(3));
+    }
 }
 
 // The scale that kernels get. Some divide lse by it, all multiply it by log2(e), and both must stay finite. Beyond the
@@ -48,15 +47,11 @@ inline double softmax_scale(std::optional<double> scale, int64_t head_dim) {
 
 inline Params make_params(const Call& c, const Variant& variant, const Tensor& out, const float* lse) {
     Params p{};
-    ATTNFORGE_SET(p, q, c.q);
-    ATTNFORGE_SET(p, k, c.k);
-    ATTNFORGE_SET(p, v, c.v);
-    ATTNFORGE_SET(p, out, out);
+    p.q = ref(c.q);
+    p.k = ref(c.k);
+    p.v = ref(c.v);
+    p.out = ref(out);
     p.lse = const_cast<float*>(lse);
-    if (c.kind == kSpans) {
-        p.starts = c.mask->const_data_ptr<int>();
-        p.ends = p.starts + c.mask->size(1);
-    }
     p.batch = static_cast<int>(c.q.size(0));
     p.heads_q = static_cast<int>(c.q.size(1));
     p.heads_kv = static_cast<int>(c.k.size(1));
@@ -67,8 +62,10 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
     p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);
     p.mask_batches = p.mask_heads = p.mask_planes = 1;
-    if (c.kind == kDense) {
-        set_dense(p, *c.mask);
+    if (c.kind == kSpans) {
+        set_spans(p, c.mask);
+    } else if (c.kind == kDense) {
+        set_dense(p, c.mask[0]);
     }
     p.threads = at::get_num_threads();
     const double scale = softmax_scale(c.scale, c.q.size(3));
@@ -77,14 +74,13 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     return p;
 }
 
-inline void launch(const Call& c, const Variant& variant, Params& params) {
-    void* stream = current_stream(variant.device);
+inline void launch(const Call& c, const Variant& variant, Params& params, void* stream) {
     if (!variant.device.is_cpu()) {
         ensure_context(variant.device);
     }
     Attached schedule;
     if (!variant.schedule.empty()) {
-        schedule = attach_schedule(variant, *c.mask, params, stream);
+        schedule = attach_schedule(variant, c.mask[0], params, stream);
     }
     run(variant, variant.launches, params, stream);
 }
@@ -129,7 +125,7 @@ private:
     Tensor tensor_;
 };
 
-// Memory for the sums of dk and dv, or in a forward for the parts of k and v; none if the variant needs none.
+// Memory for the sums of dk and dv, or in a forward for the bf16 splits of k and v; none if the variant needs none.
 inline Scratch dkv_accum_of(const Tensor& k, const Variant& variant, Params& params) {
     if (!variant.dkv_accum) {
         return {};

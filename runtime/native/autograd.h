@@ -56,11 +56,11 @@ struct Rest {
     bool plain;  // is_plain of them all, and `visible` is a number
 };
 
-// What the dispatcher has below autograd. `plain`: as found by is_plain, and then the dispatcher is not asked.
+// The forward below autograd; through the dispatcher unless the call is `plain` (see is_plain).
 inline ForwardResult forward_below(const Tensor& q, const Tensor& k, const Tensor& v, const Rest& r, bool with_lse) {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (r.plain) {
-        return run_forward({q, k, v, r.mask, r.kind, r.scale, r.visible.expect_int()}, r.variant, with_lse);
+        return run_forward({q, k, v, mask_list(r.mask), r.kind, r.scale, r.visible.expect_int()}, r.variant, with_lse);
     }
     return forward_op().call(q, k, v, r.mask, r.kind, r.scale, r.deterministic, r.visible, r.variant);
 }

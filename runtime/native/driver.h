@@ -4,8 +4,10 @@
 
 #include <dlfcn.h>
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <type_traits>
+
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
 
 #include "launch_config.h"
 
@@ -105,11 +107,6 @@ inline void ensure_context(c10::Device device) {
         d.check(d.primary_retain(&context, ordinal), "cuDevicePrimaryCtxRetain");
         d.check(d.context_set(context), "cuCtxSetCurrent");
     }
-}
-
-// torch's current stream of `device` as a CUstream; null on the CPU.
-inline void* current_stream(c10::Device device) {
-    return device.is_cpu() ? nullptr : c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
 // Is a CUDA graph recording what `stream` gets? The default stream cannot be recorded.

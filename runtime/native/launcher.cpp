@@ -1,5 +1,5 @@
-// The operators of attention, registered with torch. Policy (which variant, what to say about a bad argument) is
-// Python's: `resolve` and `complain` are called on a miss only.
+// The operators of attention, registered with torch. Which variant runs a call, and the text of errors, is decided in
+// Python: `resolve` and `complain` are called on a miss only.
 
 #include <torch/library.h>
 
@@ -37,15 +37,10 @@ TORCH_LIBRARY(attnforge, m) {
           "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible) -> int");
     m.def("load_mask_kernels(Device device) -> ()");
     // Called from Python.
-    m.def("add_variant(Tensor binary, str path, str name, Device device, bool backward, ScalarType dtype, "
-          "int head_dim, int head_dim_v, int mask, int align, int tile_m, int tile_n, bool owner_n, int parts, "
-          "int statistics, bool dq_accum, bool dkv_accum, bool ordered, int columns, int columns_v, bool bounds, "
-          "str bits, str schedule_kind, bool grouped, bool deterministic, str[] symbols, str[] grids, int[] threads, "
-          "int[] shared_bytes, int[] persistent, int[] cluster, int[] overlaps, int launches, str[] mapped, "
-          "int[] boxes) -> int");
+    m.def("add_variant(str description, Device device, Tensor binary, str path) -> int");
     m.def("add_mask_kernels(Tensor binary, Device device) -> ()");
     m.def("forget_routes() -> ()", [] { router().clear(); });
-    m.def("schedule_count(Tensor? mask=None) -> int", schedule_count);  // of a mask, else of all that live
+    m.def("schedule_count(Tensor? mask=None) -> int", schedule_count);  // of a mask, else of all masks
     m.def("forget_schedules(Tensor? mask=None) -> ()", forget_schedules);
 }
 

@@ -8,7 +8,6 @@ knows: its lock file, which a killed process leaves behind for ever, can therefo
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import os
 import platform
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from attnforge.codegen import params
+from attnforge.codegen import native
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.build.toolchain import host_toolchain, run
@@ -29,20 +28,6 @@ log = logging.getLogger("attnforge")
 
 NAME = "attnforge_launcher"
 LIBRARY = f"{NAME}.so"
-SOURCES = (
-    "launcher.cpp",
-    "autograd.h",
-    "operators.h",
-    "arguments.h",
-    "call.h",
-    "schedules.h",
-    "masks.h",
-    "mask_makers.h",
-    "variants.h",
-    "driver.h",
-    "launch_config.h",
-    "tensor_maps.h",
-)
 FLAGS = ("-O2",)
 
 # It also loads the result: what does not load is not published. ninja comes from its package, not the PATH.
@@ -62,7 +47,7 @@ _loaded = False
 
 
 def launcher() -> None:
-    """Make `torch.ops.attnforge` usable: load the extension, building it first if this machine never has.
+    """Load the extension, building it first if this machine never has. Calls need `operators.operators`, too.
 
     The first build takes about half a minute. Raises CompileError, NoCompilerError or CacheError.
     """
@@ -75,8 +60,6 @@ def launcher() -> None:
         texts = sources()
         path = cache.publish_directory(entry_name(), lambda directory: build(directory, texts))
         torch.ops.load_library(str(path / LIBRARY))
-        importlib.import_module("attnforge.runtime.native.fakes")  # completes the operators that now exist
-        importlib.import_module("attnforge.runtime.integrations.transforms")
         _loaded = True
 
 
@@ -86,10 +69,8 @@ def entry_name() -> str:
 
 
 def sources() -> dict[str, str]:
-    """Text of each file of the extension by name; `params.h` is the struct that kernels are rendered with."""
-    here = Path(__file__).parent
-    texts = {name: (here / name).read_text() for name in SOURCES}
-    return texts | {"params.h": f"#pragma once\n\n{params.struct()}\n"}
+    """Text of each file of the extension by name."""
+    return native.sources("launcher.cpp")
 
 
 def key(texts: dict[str, str]) -> str:

@@ -9,8 +9,10 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
-#include "call.h"
+#include "checks.h"
+#include "driver.h"
 #include "masks.h"
+#include "stream.h"
 
 namespace attnforge {
 
@@ -230,7 +232,7 @@ inline Tensor mask_of_pairs(const Tensor& visible_any) {
     return data;
 }
 
-// Schedules that a mask owns; without one all that live in this process.
+// Schedules that a mask owns; without one all in this process.
 inline int64_t schedule_count(const OptionalTensor& data) {
     if (!data) {
         return live_schedules();

@@ -26,8 +26,8 @@ using at::Tensor;
 
 // What the tables of a schedule depend on, besides the mask.
 struct ScheduleKey {
-    int64_t kind;   // Variant::schedule_kind: tile shape and what else the schedule kernels are rendered from
-    int64_t seq_q;  // spans say nothing of it
+    int64_t kind;   // Variant::schedule_number: tile shape and what else the schedule kernels are rendered from
+    int64_t seq_q;  // spans do not determine it
     int64_t group;  // q heads that share an order of tiles
 
     bool operator==(const ScheduleKey& o) const { return kind == o.kind && seq_q == o.seq_q && group == o.group; }

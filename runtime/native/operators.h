@@ -4,14 +4,13 @@
 #include <ATen/Context.h>
 #include <ATen/ops/full.h>
 
-#include "arguments.h"
+#include "attention.h"
+#include "router.h"
+#include "stream.h"
 
 namespace attnforge {
 
-using ForwardResult = std::tuple<Tensor, Tensor>;
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
-
-// What a call without a pair gives: nobody sees anything.
+// Results of a call without any pair of a query and a key.
 inline ForwardResult empty_forward(const Call& call, bool with_lse) {
     const Tensor& q = call.q;
     Tensor lse;
@@ -33,25 +32,13 @@ inline ForwardResult run_forward(const Call& call, int64_t variant_handle, bool 
     }
     const int64_t align = row_alignment({&q, &call.k, &call.v});
     const Variant& variant = choose(call, false, false, align, variant_handle);
-    const int64_t heads = q.size(1), rows = q.size(2);
-    Tensor out = output(q, call.v), lse;
-    Scratch unwanted;
-    if (with_lse) {
-        lse = new_tensor(q, q.sizes().slice(0, 3), {heads * rows, rows, 1}, at::kFloat);
-    } else {
-        unwanted = Scratch(q, q.size(0) * heads * rows * 4);
-    }
-    Params params =
-        make_params(call, variant, out, with_lse ? lse.const_data_ptr<float>() : unwanted.data<float>());
-    const Scratch parts = dkv_accum_of(call.k, variant, params);
-    launch(call, variant, params);
-    return {std::move(out), std::move(lse)};
+    return attend_with(variant, call, with_lse, current_stream(q.device()));
 }
 
 inline ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                              int64_t kind, std::optional<double> scale, bool /*deterministic*/, int64_t visible,
                              int64_t variant_handle) {
-    return run_forward({q, k, v, mask, kind, scale, visible}, variant_handle, true);
+    return run_forward({q, k, v, mask_list(mask), kind, scale, visible}, variant_handle, true);
 }
 
 // torch's own warning, word for word: filters look for it. Once per name, as each of torch's operators warns once.
@@ -77,7 +64,7 @@ inline void warn_that_order_varies() {
 
 inline BackwardResult run_backward(const Call& call, const Gradients& given, bool deterministic,
                                    int64_t variant_handle) {
-    const auto& [q, k, v, mask, kind, scale, visible] = call;
+    const Tensor &q = call.q, &k = call.k, &v = call.v;
     if (!acceptable(call) || !acceptable_gradients(given, call)) {
         complain(call, given.dout, given.out, given.lse, given.dlse);
     }
@@ -86,47 +73,27 @@ inline BackwardResult run_backward(const Call& call, const Gradients& given, boo
         return {like(q).zero_(), like(k).zero_(), like(v).zero_()};
     }
     // Gradients come in any layout: sum() sends an expanded scalar.
-    const auto rows_of = [](const Tensor& x) { 
+    const auto rows_of = [](const Tensor& x) {
         return x.stride(3) == 1 || x.size(3) == 1 ? x : x.contiguous();
     };
     const Tensor dout = rows_of(given.dout), out = rows_of(given.out), lse = given.lse.contiguous();
-    const Tensor dlse = given.dlse ? given.dlse->contiguous() : Tensor();
+    const OptionalTensor dlse = given.dlse ? OptionalTensor(given.dlse->contiguous()) : std::nullopt;
     const int64_t align = row_alignment({&q, &k, &v, &dout, &out});
     const Variant& variant = choose(call, true, deterministic, align, variant_handle);
     if (!variant.deterministic && at::globalContext().deterministicAlgorithms()) {
         warn_that_order_varies();  // with warn_only=True: without it `deterministic` is set
     }
-    Tensor dq = like(q), dk = like(k), dv = like(v);
-    Params params = make_params(call, variant, out, lse.const_data_ptr<float>());
-    params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
-    ATTNFORGE_SET(params, dout, dout);
-    ATTNFORGE_SET(params, dq, dq);
-    ATTNFORGE_SET(params, dk, dk);
-    ATTNFORGE_SET(params, dv, dv);
-    const int64_t rows_q = q.size(0) * q.size(1) * params.padded_q;
-    const Scratch delta(q, rows_q * variant.statistics * 4);
-    params.delta = delta.data<float>();
-    const Scratch dkv_accum = dkv_accum_of(k, variant, params);
-    Scratch dq_accum, turns_taken;
-    if (variant.dq_accum) {
-        dq_accum = Scratch(q, rows_q * variant.columns * 4);
-        params.dq_accum = dq_accum.data<float>();
-    }
-    if (variant.ordered) {
-        turns_taken = Scratch(q, q.size(0) * (q.size(1) * params.tiles_m + k.size(1) * params.tiles_n) * 4);
-        params.turns_taken = turns_taken.data<int>();
-    }
-    launch(call, variant, params);
-    return {std::move(dq), std::move(dk), std::move(dv)};
+    return differentiate_with(variant, call, {dout, out, lse, dlse}, current_stream(q.device()));
 }
 
 inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Tensor& out, const Tensor& lse, const OptionalTensor& mask, int64_t kind,
                                std::optional<double> scale, bool deterministic, int64_t visible,
                                const OptionalTensor& dlse, int64_t variant_handle) {
-    const at::Context& torch = at::globalContext();  // as its own kernels: warn_only asks for a warning alone
+    const at::Context& torch = at::globalContext();  // as its own kernels: with warn_only they only warn
     deterministic = deterministic || (torch.deterministicAlgorithms() && !torch.deterministicAlgorithmsWarnOnly());
-    return run_backward({q, k, v, mask, kind, scale, visible}, {dout, out, lse, dlse}, deterministic, variant_handle);
+    return run_backward({q, k, v, mask_list(mask), kind, scale, visible}, {dout, out, lse, dlse}, deterministic,
+                        variant_handle);
 }
 
 }  // namespace attnforge

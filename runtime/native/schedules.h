@@ -7,8 +7,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
 
+#include "launch.h"
 #include "masks.h"
-#include "variants.h"
 
 namespace attnforge {
 
@@ -31,33 +31,33 @@ inline Tensor empty_to_keep(int64_t size, const at::TensorOptions& options, cons
     return result;
 }
 
-// The parts of a schedule's memory, in ints. codegen/params.py says what is in each.
+// Sizes of the tables of a schedule, in ints, in the order of its memory. codegen/params.py documents each.
 struct ScheduleLayout {
-    int64_t tiles, bounds, bits, reach, lists, counters;
+    int64_t tiles, bounds, bits, kv_range, lists, counter;
 
     ScheduleLayout(const Variant& variant, Params& p) {
-        const bool of_keys = variant.bits == Bits::kOfKeys;
-        p.bits_row = variant.bits == Bits::kNone ? 0 : ((of_keys ? p.padded_k : p.padded_q) + 31) / 32;
+        const bool of_keys = variant.bits == MaskBits::kOfKeys;
+        p.bits_row = variant.bits == MaskBits::kNone ? 0 : ((of_keys ? p.padded_k : p.padded_q) + 31) / 32;
         p.list_stride = variant.owner_n ? p.tiles_m : p.tiles_n;
         tiles = int64_t{p.mask_planes} * (variant.owner_n ? p.tiles_n : p.tiles_m);
         bounds = variant.bounds ? int64_t{2} * p.padded_k : 0;
         bits = int64_t{p.mask_planes} * (of_keys ? p.padded_q : p.padded_k) * p.bits_row;
-        reach = variant.parts > 1 ? 8 * tiles : 0;
-        lists = tiles * (2 + p.list_stride * (variant.ordered ? 2 : 1));
-        counters = variant.bounds ? 2 : 0;
+        kv_range = variant.row_groups > 1 ? 8 * tiles : 0;
+        lists = tiles * (2 + p.list_stride * (variant.dq_semaphore ? 2 : 1));
+        counter = variant.bounds ? 2 : 0;
     }
 
-    int64_t size() const { return bounds + bits + reach + lists + counters; }
+    int64_t size() const { return bounds + bits + kv_range + lists + counter; }
 
     void point(const Variant& variant, Params& p, int* memory) const {
         p.bounds = memory;  // first, where the allocator aligns it for TMA
         p.bits = reinterpret_cast<unsigned*>(p.bounds + bounds);
-        p.reach = p.bounds + bounds + bits;
-        p.tile_count = p.reach + reach;
+        p.kv_range = p.bounds + bounds + bits;
+        p.tile_count = p.kv_range + kv_range;
         p.tile_order = p.tile_count + tiles;
         p.tile_list = p.tile_order + tiles;
-        p.turn = variant.ordered ? p.tile_list + tiles * p.list_stride : nullptr;
-        p.pieces = memory + size() - counters;
+        p.dq_order = variant.dq_semaphore ? p.tile_list + tiles * p.list_stride : nullptr;
+        p.tile_counter = memory + size() - counter;
     }
 };
 
@@ -65,7 +65,7 @@ struct ScheduleLayout {
 struct Attached {
     std::shared_ptr<const Schedule> schedule;
     Tensor tables;
-    Tensor counters;
+    Tensor counter;
 };
 
 // Memory for the tables of `made`: behind the mask's data if there is room.
@@ -113,10 +113,10 @@ inline void share(const ScheduleLayout& layout, const c10::Stream& here, Params&
     const Schedule& schedule = *attached.schedule;
     schedule.built->block(here);
     keep_for(schedule.memory, here);
-    if (layout.counters > 0) {
+    if (layout.counter > 0) {
         // Launches in one stream come one after the other and leave the counter at zero; others need their own.
-        attached.counters = at::zeros({layout.counters}, schedule.memory.options());
-        params.pieces = attached.counters.mutable_data_ptr<int>();
+        attached.counter = at::zeros({layout.counter}, schedule.memory.options());
+        params.tile_counter = attached.counter.mutable_data_ptr<int>();
     }
 }
 
@@ -134,7 +134,7 @@ inline Attached attach_schedule(const Variant& variant, const Tensor& data, Para
         return result;
     }
     const int64_t group = variant.grouped && params.mask_heads > 1 ? params.heads_q / params.heads_kv : 1;
-    const ScheduleKey key{variant.schedule_kind, params.seq_q, group};
+    const ScheduleKey key{variant.schedule_number, params.seq_q, group};
     result.schedule = schedule_of(*state, key, variant, layout, params, stream);
     layout.point(variant, params, result.schedule->tables);
     if (here && *here != *result.schedule->stream) {

@@ -13,7 +13,7 @@ from cpu_kernel import Params
 from emulator import FLAGS
 from torch import Tensor
 
-from attnforge.codegen.params import struct
+from attnforge.codegen.params_flat import struct
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Mask, Spec
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import attnforge
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
+from attnforge.codegen.variant import describe
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.build import cache
@@ -277,7 +278,8 @@ def unordered() -> int:
     source = render(next(candidates(problem)))
     entry = cache.obtain(source)
     with entry.library() as path:
-        return kernels._register(replace(source.plan, deterministic=False), cpu, entry, path)
+        described = describe(replace(source, plan=replace(source.plan, deterministic=False)))
+        return int(torch.ops.attnforge.add_variant(described, cpu, torch.empty(0, dtype=torch.uint8), str(path)))
 
 
 class Unordered(torch.autograd.Function):

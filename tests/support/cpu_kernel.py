@@ -11,7 +11,7 @@ from typing import Any
 import gxx
 import torch
 
-from attnforge.codegen import params
+from attnforge.codegen import params_flat as params
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import DType, Mask, Spec
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnforge.codegen import params
+from attnforge.codegen import params, variant
+from attnforge.codegen.spec import Mask
+from attnforge.runtime import inputs
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
 from attnforge.runtime.build.settings import NO_JIT
@@ -28,6 +30,11 @@ def test_key_follows_sources_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_params_are_those_of_kernels() -> None:
     assert params.struct() in launcher.sources()["params.h"]
+
+
+def test_mask_kinds_are_numbered_alike() -> None:
+    assert tuple(Mask) == inputs.MASKS
+    assert "enum MaskKind : int64_t { kFull, kCausal, kSpans, kDense };" in variant.header()
 
 
 def test_failed_build_says_why_and_publishes_nothing(cache_dir: Path) -> None:

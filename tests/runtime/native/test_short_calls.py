@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import attnforge
 from attnforge.runtime import ops
-from attnforge.runtime.native.launcher import launcher
+from attnforge.runtime.native.operators import operators
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 kinds = pytest.mark.parametrize("kind", ["full", "causal", "spans"])
@@ -27,8 +27,8 @@ Mode = Callable[[], AbstractContextManager[object]]
 
 
 @pytest.fixture(autouse=True)
-def operators() -> None:
-    launcher()
+def loaded() -> None:
+    operators()
 
 
 @devices

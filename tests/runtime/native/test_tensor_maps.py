@@ -12,7 +12,7 @@ from attnforge.runtime.native.launcher import sources
 
 def test_kept_maps_are_those_of_the_call(tmp_path: Path) -> None:
     texts = sources()
-    for name in ("tensor_maps.h", "params.h"):
+    for name in ("tensor_maps.h", "params.h", "variant_fields.h"):
         (tmp_path / name).write_text(texts[name])
     for name in ("driver.h", "c10/core/ScalarType.h"):  # tensor_maps.cpp has its own
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

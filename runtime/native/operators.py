@@ -1,14 +1,15 @@
-"""Python's half of the operators in launcher.cpp: fake kernels for tracing, and answers to its questions.
-
-Importing this registers them, so the extension must be loaded first: use runtime/native/launcher.py.
-"""
+"""Python's half of the operators in launcher.cpp: fake kernels for tracing, and functions that the C++ calls."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from attnforge.runtime import dispatch, inputs, kernels
+from attnforge.runtime.native.launcher import launcher
 
 
 def _like(x: Tensor) -> Tensor:
@@ -116,13 +117,39 @@ def _mask_of_data(data: Tensor) -> Tensor:
     return _data(data, *data.shape)
 
 
-torch.library.register_fake("attnforge::forward", _forward)
-torch.library.register_fake("attnforge::backward", _backward)
-torch.library.register_fake("attnforge::mask_of_spans", _mask_of_spans)
-torch.library.register_fake("attnforge::mask_of_pairs", _mask_of_pairs)
-torch.library.register_fake("attnforge::mask_of_documents", _mask_of_documents)
-torch.library.register_fake("attnforge::mask_of_splits", _mask_of_splits)
-torch.library.register_fake("attnforge::mask_of_data", _mask_of_data)
-torch.library.impl("attnforge::complain", "CompositeExplicitAutograd", _complain)
-torch.library.impl("attnforge::resolve", "CompositeExplicitAutograd", dispatch.resolve)
-torch.library.impl("attnforge::load_mask_kernels", "CompositeExplicitAutograd", kernels.load_mask_kernels)
+_FAKES: dict[str, Callable[..., object]] = {
+    "forward": _forward,
+    "backward": _backward,
+    "mask_of_spans": _mask_of_spans,
+    "mask_of_pairs": _mask_of_pairs,
+    "mask_of_documents": _mask_of_documents,
+    "mask_of_splits": _mask_of_splits,
+    "mask_of_data": _mask_of_data,
+}
+_ANSWERS: dict[str, Callable[..., object]] = {
+    "complain": _complain,
+    "resolve": dispatch.resolve,
+    "load_mask_kernels": kernels.load_mask_kernels,
+}
+_lock = threading.Lock()
+_complete = False
+
+
+def operators() -> None:
+    """Make `torch.ops.attnforge` usable: load the extension, then register what Python adds. Errors as `launcher`."""
+    global _complete
+    if _complete:
+        return
+    with _lock:
+        if _complete:
+            return
+        launcher()
+        for name, function in _FAKES.items():
+            torch.library.register_fake(f"attnforge::{name}", function)
+        for name, function in _ANSWERS.items():
+            torch.library.impl(f"attnforge::{name}", "CompositeExplicitAutograd", function)
+        from attnforge.runtime.integrations import (
+            transforms as transforms,  # it needs the operators at import
+        )
+
+        _complete = True

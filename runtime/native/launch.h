@@ -1,0 +1,98 @@
+// From a variant to functions that run: finding them on a device, and launching them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include <c10/core/DeviceGuard.h>
+
+#include "driver.h"
+#include "variant.h"
+
+namespace attnforge {
+
+// Completes `variant` for `device`. `find(symbol)` returns a function there: a CUfunction, or on the CPU its address;
+// on a GPU it is called with the device's context current.
+template <typename Find>
+void load_functions(Variant& variant, c10::Device device, Find find) {
+    constexpr int kMaxDynamicSharedSizeBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    constexpr int kMultiprocessorCount = 16;       // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    variant.device = device;
+    const c10::DeviceGuard guard(device);
+    if (!device.is_cpu()) {
+        const Driver& d = driver();
+        const bool maps = d.tensor_map_encode != nullptr && d.tensor_map_move != nullptr;
+        TORCH_CHECK(variant.tensor_maps.empty() || maps, "attnforge: ", variant.name,
+                    " needs tensor maps, which this NVIDIA driver lacks; update it to one for CUDA 12 or later");
+        ensure_context(device);
+        int ordinal = 0;
+        d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
+        d.check(d.device_attribute(&variant.multiprocessors, kMultiprocessorCount, ordinal), "cuDeviceGetAttribute");
+    }
+    for (auto* list : {&variant.launches, &variant.schedule}) {
+        for (Launch& launch : *list) {
+            launch.function = find(launch.symbol);
+            if (!device.is_cpu()) {
+                const int bytes = static_cast<int>(launch.shared_bytes);
+                driver().check(driver().function_attribute(launch.function, kMaxDynamicSharedSizeBytes, bytes),
+                               "reserving dynamic shared memory");
+            }
+        }
+    }
+}
+
+// The argument of a variant's kernels: the members of Params that they have.
+class PackedParams {
+public:
+    PackedParams(const Variant& variant, const Params& params) {
+        unsigned char* end = bytes_;
+        for (const ParamsPiece& piece : variant.pieces) {
+            std::memcpy(end, reinterpret_cast<const unsigned char*>(&params) + piece.offset, piece.size);
+            end += piece.size;
+        }
+    }
+    void* data() { return bytes_; }
+
+private:
+    alignas(Params) unsigned char bytes_[sizeof(Params)];
+};
+
+// Blocks of a launch. A persistent one has at most as many as there are multiprocessors, in whole clusters.
+inline unsigned blocks_of(const Launch& launch, const Params& params, int multiprocessors) {
+    int64_t blocks = 1;
+    for (const auto size : launch.sizes) {
+        blocks *= params.*size;
+        if (size == launch.sizes.front()) {
+            blocks = (blocks + launch.cluster - 1) / launch.cluster * launch.cluster;
+        }
+    }
+    TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "attnforge: ", launch.symbol, " would need ", blocks,
+                      " blocks, more than a grid can hold; split the batch");
+    if (launch.persistent) {
+        blocks = std::min<int64_t>(blocks, multiprocessors / launch.cluster * launch.cluster);
+    }
+    return static_cast<unsigned>(blocks);
+}
+
+// Runs `launches` in order on `stream` (GPU) or in this thread (CPU).
+inline void run(const Variant& variant, const std::vector<Launch>& launches, const Params& params, void* stream) {
+    PackedParams packed(variant, params);
+    if (variant.device.is_cpu()) {
+        for (const Launch& launch : launches) {
+            reinterpret_cast<void (*)(const void*)>(launch.function)(packed.data());
+        }
+        return;
+    }
+    const TensorMaps* maps = nullptr;  // kernels without them take the first argument only
+    if (!variant.tensor_maps.empty() && &launches == &variant.launches) {
+        maps = &encoded(variant.tensor_maps, params, variant.dtype);
+    }
+    void* arguments[] = {packed.data(), const_cast<TensorMaps*>(maps)};
+    for (const Launch& launch : launches) {
+        driver().check(driver().enqueue(launch.function, blocks_of(launch, params, variant.multiprocessors),
+                                        launch.threads, launch.shared_bytes, launch.overlaps, stream, arguments),
+                       launch.symbol.c_str());
+    }
+}
+
+}  // namespace attnforge

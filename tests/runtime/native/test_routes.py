@@ -1,0 +1,81 @@
+"""What the launcher takes for the same class of calls (runtime/native/router.h), and what it passes on of a new one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnforge
+from attnforge.codegen.spec import Spec
+from attnforge.runtime import dispatch, kernels
+
+
+class Seen(Exception):
+    """Raised in place of compiling a kernel."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Arguments of each choice of a variant. Nothing is known at the start."""
+    dispatch.forget()
+    calls: list[tuple[Any, ...]] = []
+    choose = dispatch.choose
+
+    def recorded(*arguments: Any) -> dispatch.Choice:
+        calls.append(arguments)
+        return choose(*arguments)
+
+    monkeypatch.setattr(dispatch, "choose", recorded)
+    return calls
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(spec: Spec, _device: torch.device) -> int:
+        raise Seen(spec.slug)
+
+    monkeypatch.setattr(kernels, "load", load)
+
+
+def rows(count: int, columns: int = 64, heads: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(1, heads, count, columns, dtype=dtype)
+
+
+def test_lengths_of_one_octave_share_a_choice(asked: list[tuple[Any, ...]]) -> None:
+    for count, choices in ((65, 1), (100, 1), (300, 2), (120, 2), (511, 2), (512, 3)):
+        q = rows(count)
+        attnforge.attention(q, q, q)
+        assert len(asked) == choices, count
+    assert [arguments[2] for arguments in asked] == [65, 300, 512]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_choice_gets_the_gqa_ratio_and_the_rows_of_q(asked: list[tuple[Any, ...]]) -> None:
+    k = rows(130, heads=2)
+    with pytest.raises(Seen):
+        attnforge.attention(rows(65, heads=6), k, k)
+    ((problem, group, size, *_),) = asked
+    assert (problem.head_dim, group, size) == (64, 3, 65)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_alignment_is_that_of_rows_and_of_where_they_start(asked: list[tuple[Any, ...]]) -> None:
+    """bf16, 41 columns: rows of 82 bytes, rows of 84 bytes, and those two bytes later."""
+    memory = torch.randn(65 * 42 + 2).bfloat16()
+    for row, start, align in ((41, 0, 2), (42, 0, 4), (42, 1, 2), (42, 2, 4)):
+        x = memory.as_strided((1, 1, 65, 41), (65 * row, 65 * row, row, 1), start)
+        with pytest.raises(Seen, match=f"_a{align}_"):
+            attnforge.attention(x, x, x)
+        assert asked[-1][0].align == align
+
+
+def test_rows_beyond_int_arithmetic_are_refused() -> None:
+    k = rows(8, 1)
+    q = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**30, 1)
+    with pytest.raises(ValueError, match=r"^q: got 1073741824 rows"):
+        attnforge.attention(q, k, k)
+    with pytest.raises(ValueError, match=r"^k: got 1073741824 rows"):
+        attnforge.attention(k, q, q)

@@ -1,0 +1,137 @@
+"""A kernel's description (codegen/variant.py) as the launcher reads it: errors, grids and the packed argument."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from attnforge.codegen import native, params, variant
+from attnforge.codegen.plan import Launch
+from attnforge.codegen.render import Source, render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+
+HERE = Path(__file__).parent
+STUBS = (
+    "driver.h",
+    "c10/core/Device.h",
+    "c10/core/DeviceGuard.h",
+    "c10/core/ScalarType.h",
+    "c10/util/Exception.h",
+)
+
+
+@cache
+def source(
+    arch: Arch = Arch.SM90A, direction: Direction = Direction.FORWARD, mask: Mask = Mask.SPANS
+) -> Source:
+    dtype = DType.FLOAT32 if arch is Arch.CPU else DType.BFLOAT16
+    return render(next(candidates(Problem(direction, arch, dtype, 64, mask))))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("variant")
+    for name, text in native.sources("launch.h").items():
+        (directory / name).write_text(text)
+    for name in STUBS:  # variant.cpp has its own
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("")
+    flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{directory}")
+    subprocess.run(["g++", *flags, HERE / "variant.cpp", "-o", directory / "program"], check=True)
+    return directory / "program"
+
+
+def read(program: Path, text: str, multiprocessors: int = 132) -> tuple[int, list[str]]:
+    """(exit status, lines printed)."""
+    path = program.with_name("description")
+    path.write_text(text)
+    done = subprocess.run([program, path, str(multiprocessors)], capture_output=True, text=True)
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("arch", [Arch.CPU, Arch.SM80, Arch.SM90A])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("mask", list(Mask))
+def test_every_description_is_read(program: Path, arch: Arch, direction: Direction, mask: Mask) -> None:
+    of = source(arch, direction, mask)
+    status, lines = read(program, variant.describe(of))
+    backward = int(direction is Direction.BACKWARD)
+    assert (status, lines[0]) == (
+        0,
+        f"{of.spec.slug} {backward} {of.spec.tuning.tile_m} {of.plan.parts}",
+    )
+    assert [line.split()[0] for line in lines[1:-1]] == [launch.symbol for launch in of.plan.launches]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("\nhead_dim 64", "", "it lacks the field 'head_dim'"),
+        ("\nhead_dim 64", "\nhead_dims 64", "it lacks the field 'head_dim'"),
+        ("\nhead_dim 64", "\nhead_dim 64\nwarps 4", "it has an unknown field 'warps'"),
+        ("\nhead_dim 64", "\nhead_dim 64\nhead_dim 64", "variant has the field 'head_dim' twice"),
+        ("\nhead_dim 64", "\nhead_dim 64x", "field 'head_dim' is '64x', expected a number"),
+        ("\nbackward 0", "\nbackward no", "field 'backward' is 'no', which is unknown here"),
+        ("\ndtype bf16", "\ndtype fp8", "field 'dtype' is 'fp8'"),
+        ("\nmask spans", "\nmask banded", "field 'mask' is 'banded'"),
+        ("\nparams ", "\nparams q_scale ", "field 'params' names 'q_scale', which Params does not have"),
+        ("\n  grid ", "\n  grid heads ", "field 'grid' is 'heads'"),
+        ("\n  threads 512", "", "a launch lacks the field 'threads'"),
+        ("\n  threads 512", "\n  threads -1", "field 'threads' is -1"),
+        ("\n  tensor q", "\n  tensor x", "unknown tensor 'x' in a tensor map"),
+        ("tensor_maps:", "maps:", "unknown section 'maps'"),
+        ("\nlaunches:", "\nschedule:", "launches nothing"),
+    ],
+)
+def test_a_wrong_field_is_named(program: Path, old: str, new: str, said: str) -> None:
+    text = variant.describe(source())
+    assert old in text
+    status, (line,) = read(program, text.replace(old, new, 1))
+    assert status == 1
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("grid", "persistent", "cluster", "blocks"),
+    [
+        (("tiles_m", "heads_q"), False, 1, 35),
+        (("tiles_m", "heads_q"), False, 2, 40),  # 7 tiles are 4 clusters
+        (("heads_q", "tiles_m"), False, 2, 42),
+        (("tiles_m", "heads_q"), True, 1, 9),
+        (("tiles_m", "heads_q"), True, 2, 8),  # 9 multiprocessors hold 4 clusters
+        (("tiles_n",), True, 1, 3),
+    ],
+)
+def test_grids(program: Path, grid: tuple[str, ...], persistent: bool, cluster: int, blocks: int) -> None:
+    launch = Launch("kernel", grid, 128, persistent=persistent, cluster=cluster)
+    of = replace(source(), plan=replace(source().plan, launches=(launch,)))
+    assert read(program, variant.describe(of), 9)[1][1] == f"kernel {blocks}"
+
+
+def test_arguments_are_packed_in_the_order_of_the_description(program: Path) -> None:
+    words = variant.describe(source()).splitlines()
+    text = "\n".join("params scale q heads_q tiles_m" if x.startswith("params ") else x for x in words)
+    expected = struct.pack("=f4q2i", 0.5, 4096, 11, 12, 13, 5, 7)
+    assert read(program, text)[1][-1] == expected.hex()
+
+
+def test_any_subset_of_params_has_no_padding() -> None:
+    wide = {"int": 4, "float": 4}
+    sizes = [wide.get(field.ctype, 8) for field in params.FIELDS]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("arch", [Arch.CPU, Arch.SM80, Arch.SM90A])
+def test_descriptions_name_the_members_that_kernels_print(arch: Arch) -> None:
+    for spec in islice(candidates(Problem(Direction.FORWARD, arch, DType.BFLOAT16, 64, Mask.DENSE)), 3):
+        text = render(spec).text
+        rows = text[text.index("struct Params {") :].partition("};")[0].splitlines()[1:]
+        printed = [row.partition(";")[0].split()[-1] for row in rows]
+        assert len(printed) == len(render(spec).params)

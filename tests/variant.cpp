@@ -1,0 +1,85 @@
+// runtime/native/variant.h and launch.h with a driver that does nothing: prints what was read from a description, and
+// the grid and the packed argument that follow from it. Arguments: a file with the description, multiprocessors.
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace at {
+enum class ScalarType { Float, Half, BFloat16 };
+constexpr ScalarType kFloat = ScalarType::Float, kHalf = ScalarType::Half, kBFloat16 = ScalarType::BFloat16;
+}  // namespace at
+namespace c10 {
+struct Device {
+    bool is_cpu() const { return false; }
+    int index() const { return 0; }
+};
+constexpr Device kCPU;
+struct DeviceGuard {
+    explicit DeviceGuard(Device) {}
+};
+}  // namespace c10
+
+template <typename... Words>
+[[noreturn]] void fail(const Words&... words) {
+    std::ostringstream text;
+    (text << ... << words);
+    throw std::runtime_error(text.str());
+}
+#define TORCH_CHECK(good, ...) \
+    if (!(good)) fail(__VA_ARGS__)
+#define TORCH_CHECK_VALUE TORCH_CHECK
+#define TORCH_INTERNAL_ASSERT(good) TORCH_CHECK(good, "assertion")
+
+namespace attnforge {
+
+struct Driver {
+    int (*tensor_map_encode)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
+                             const unsigned*, int, int, int, int) = nullptr;
+    int (*tensor_map_move)(void*, void*) = nullptr;
+    static int device_get(int*, int) { return 0; }
+    static int device_attribute(int*, int, int) { return 0; }
+    static int function_attribute(void*, int, int) { return 0; }
+    static int enqueue(void*, unsigned, unsigned, unsigned, bool, void*, void**) { return 0; }
+    static void check(int, const char*) {}
+};
+inline const Driver& driver() {
+    static const Driver instance;
+    return instance;
+}
+inline void ensure_context(c10::Device) {}
+
+}  // namespace attnforge
+
+#include "launch.h"
+
+using namespace attnforge;
+
+int main(int, char** arguments) {
+    std::ostringstream text;
+    text << std::ifstream(arguments[1]).rdbuf();
+    try {
+        const Variant variant = read_variant(text.str());
+        std::printf("%s %d %ld %ld\n", variant.name.c_str(), variant.backward, variant.tile_m, variant.row_groups);
+        Params p{};
+        p.batch = 1, p.heads_q = 5, p.heads_kv = 1, p.tiles_m = 7, p.tiles_n = 3, p.mask_planes = 1, p.scale = 0.5F;
+        p.q = {reinterpret_cast<void*>(uintptr_t{4096}), 11, 12, 13};
+        for (const Launch& launch : variant.launches) {
+            std::printf("%s %u\n", launch.symbol.c_str(), blocks_of(launch, p, std::stoi(arguments[2])));
+        }
+        PackedParams packed(variant, p);
+        size_t size = 0;
+        for (const ParamsPiece& piece : variant.pieces) {
+            size += piece.size;
+        }
+        for (size_t i = 0; i < size; ++i) {
+            std::printf("%02x", static_cast<unsigned char*>(packed.data())[i]);
+        }
+        std::printf("\n");
+    } catch (const std::runtime_error& error) {
+        std::printf("%s\n", error.what());
+        return 1;
+    }
+}
