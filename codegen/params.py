@@ -163,6 +163,4 @@ def header() -> str:
 
 
 def _members() -> list[str]:
-    from attnforge.codegen.params_flat import PATHS
-
-    return list(dict.fromkeys((*(field.name for field in FIELDS), *PATHS)))
+    return [field.name for field in FIELDS]

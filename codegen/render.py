@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from attnforge.codegen import params_flat
+from attnforge.codegen import params
 from attnforge.codegen.chaos import plant
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Plan
@@ -57,7 +57,7 @@ class Source:
     @property
     def params(self) -> tuple[str, ...]:
         """Members of the launcher's Params that the kernels' one argument consists of, in its order."""
-        return params_flat.PATHS
+        return params.used(self.text)
 
     def describe(self) -> dict[str, Any]:
         """What meta.json of the cache entry says of it."""
@@ -75,7 +75,7 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    env.globals["params_struct"] = params_flat.struct()
+    env.globals["params_struct"] = params.PLACEHOLDER
     env.filters["operands"] = operands
     return env
 
@@ -109,6 +109,7 @@ def render(spec: Spec, chaos: int = 0) -> Source:
 def render_text(template: str, **names: Any) -> str:
     """Text of a template, checked for form. Raises RenderError for a defect of the template."""
     text = environment().get_template(template).render(**names)
+    text = text.replace(params.PLACEHOLDER, params.struct(params.used(text)))
     _check(text, template)
     return text
 

@@ -21,61 +21,32 @@
 #include <immintrin.h>
 #endif
 
+// A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
+struct TensorRef {
+    void* data;
+    long long batch, head, row;
+};
+
 struct Params {
-    void* q;  // (batch, heads, seq, head_dim), strides below
-    void* k;  // (batch, heads, seq, head_dim), strides below
-    void* v;  // (batch, heads, seq, head_dim), strides below
-    void* out;  // (batch, heads, seq, head_dim), strides below
-    void* dout;  // (batch, heads, seq, head_dim), strides below
-    void* dq;  // (batch, heads, seq, head_dim), strides below
-    void* dk;  // (batch, heads, seq, head_dim), strides below
-    void* dv;  // (batch, heads, seq, head_dim), strides below
-    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
-    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    TensorRef q;  // (batch, heads_q, seq_q, head_dim)
+    TensorRef k;  // (batch, heads_kv, seq_k, head_dim)
+    TensorRef v;  // (batch, heads_kv, seq_k, head_dim_v)
+    TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
+    TensorRef dout;  // gradient of out
+    TensorRef dq;  // gradients, shaped as q, k, v
+    TensorRef dk;
+    TensorRef dv;
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
-    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
-    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
-    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
+    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
+    float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
-    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
-    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
-    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
-    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
-    long long q_batch;  // stride of q along batch, in elements
-    long long q_head;  // stride of q along heads, in elements
-    long long q_row;  // stride of q along the sequence, in elements
-    long long k_batch;  // stride of k along batch, in elements
-    long long k_head;  // stride of k along heads, in elements
-    long long k_row;  // stride of k along the sequence, in elements
-    long long v_batch;  // stride of v along batch, in elements
-    long long v_head;  // stride of v along heads, in elements
-    long long v_row;  // stride of v along the sequence, in elements
-    long long out_batch;  // stride of out along batch, in elements
-    long long out_head;  // stride of out along heads, in elements
-    long long out_row;  // stride of out along the sequence, in elements
-    long long dout_batch;  // stride of dout along batch, in elements
-    long long dout_head;  // stride of dout along heads, in elements
-    long long dout_row;  // stride of dout along the sequence, in elements
-    long long dq_batch;  // stride of dq along batch, in elements
-    long long dq_head;  // stride of dq along heads, in elements
-    long long dq_row;  // stride of dq along the sequence, in elements
-    long long dk_batch;  // stride of dk along batch, in elements
-    long long dk_head;  // stride of dk along heads, in elements
-    long long dk_row;  // stride of dk along the sequence, in elements
-    long long dv_batch;  // stride of dv along batch, in elements
-    long long dv_head;  // stride of dv along heads, in elements
-    long long dv_row;  // stride of dv along the sequence, in elements
-    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
-    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
-    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
-    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
+    int* dq_order;  // (mask_planes, tiles, list_stride) deterministic dq: each visit's rank in its sum
+    int* dq_semaphore;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: sums done so far
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -84,13 +55,7 @@ struct Params {
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
     int list_stride;  // entries per row of tile_list
-    int mask_batches;  // batch if each entry has its own dense mask, else 1
-    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
-    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
-    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
-    int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m
-    int padded_k;  // tiles_n * tile_n
     int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
@@ -409,7 +374,7 @@ extern "C" void attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1_schedu
     for (int rank = 0; rank < p->tiles_n; ++rank) {
         const long long list = static_cast<long long>(p->tile_order[rank]) * p->list_stride;
         for (int index = 0; index < p->tile_count[p->tile_order[rank]]; ++index) {
-            p->turn[list + index] = before[p->tile_list[list + index] / 2]++;
+            p->dq_order[list + index] = before[p->tile_list[list + index] / 2]++;
         }
     }
 }
@@ -417,8 +382,7 @@ extern "C" void attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1_schedu
 // ---- Before and after: delta, and dq_accum to dq -------------------------------------------------------------------
 
 // First row of one head of a tensor of Params.
-#define HEAD(name, batch, head) \
-    (static_cast<element*>(p->name) + (batch) * p->name##_batch + (head) * p->name##_head)
+#define HEAD(x, b, h) (static_cast<element*>((x).data) + (b) * (x).batch + (h) * (x).head)
 
 static inline long long plane(const Params* p, int batch, int head) {
     return static_cast<long long>(batch) * p->heads_q + head;
@@ -442,13 +406,13 @@ static inline float dot(const element* x, const element* y) {
 
 // Writes delta less the gradient of lse, clears dq_accum and turns_taken of one query tile.
 static void prepare(const Params* p, int tile, int batch, int head) {
-    const element* out = HEAD(out, batch, head);
-    const element* dout = HEAD(dout, batch, head);
-    p->turns_taken[plane(p, batch, head) * p->tiles_m + tile] = 0;
+    const element* out = HEAD(p->out, batch, head);
+    const element* dout = HEAD(p->dout, batch, head);
+    p->dq_semaphore[plane(p, batch, head) * p->tiles_m + tile] = 0;
     const float* dlse = p->dlse == nullptr ? nullptr : p->dlse + plane(p, batch, head) * p->seq_q;
     const long long first = plane(p, batch, head) * p->padded_q;
     for (int row = tile * kTileM; row < min((tile + 1) * kTileM, p->seq_q); ++row) {
-        const float sum = dot(out + row * p->out_row, dout + row * p->dout_row);
+        const float sum = dot(out + row * p->out.row, dout + row * p->dout.row);
         p->delta[first + row] = dlse == nullptr ? sum : sum - dlse[row];
         for (int d = 0; d < kHeadDim; ++d) {
             p->dq_accum[(first + row) * kHeadDim + d] = 0.0f;
@@ -460,7 +424,7 @@ static void prepare(const Params* p, int tile, int batch, int head) {
 static void finish(const Params* p, int tile, int batch, int head) {
     const long long first = plane(p, batch, head) * p->padded_q;
     for (int row = tile * kTileM; row < min((tile + 1) * kTileM, p->seq_q); ++row) {
-        element* dq = HEAD(dq, batch, head) + row * p->dq_row;
+        element* dq = HEAD(p->dq, batch, head) + row * p->dq.row;
         for (int d = 0; d < kHeadDim; ++d) {
             dq[d] = narrow(p->dq_accum[(first + row) * kHeadDim + d] * p->scale);
         }
@@ -511,14 +475,14 @@ static_assert(sizeof(Scratch) == kScratchBytes, "codegen/plan_cpu.py disagrees")
 static void start(const Params* p, int batch, int head_kv, int row, KeyPanel& panel) {
     panel.row = row;
     panel.rows = min(kPanel, p->seq_k - row);
-    const element* k = HEAD(k, batch, head_kv) + row * p->k_row;
-    const element* v = HEAD(v, batch, head_kv) + row * p->v_row;
-    pack_panel(k, p->k_row, panel.rows, kHeadDim, kDepth, panel.k);
-    pack_panel(v, p->v_row, panel.rows, kHeadDimV, kDepthV, panel.v);
+    const element* k = HEAD(p->k, batch, head_kv) + row * p->k.row;
+    const element* v = HEAD(p->v, batch, head_kv) + row * p->v.row;
+    pack_panel(k, p->k.row, panel.rows, kHeadDim, kDepth, panel.k);
+    pack_panel(v, p->v.row, panel.rows, kHeadDimV, kDepthV, panel.v);
     std::fill_n(panel.dk, kColumns * kPanel, 0.0f);
     std::fill_n(panel.dv, kColumnsV * kPanel, 0.0f);
     std::fill_n(panel.k_rows, sizeof(panel.k_rows) / sizeof(word), word{0});
-    pack_row_pairs(k, p->k_row, panel.rows, kHeadDim, kWidth, panel.k_rows);
+    pack_row_pairs(k, p->k.row, panel.rows, kHeadDim, kWidth, panel.k_rows);
     for (int i = 0; i < kPanel; ++i) {
         const bool inside = i < panel.rows;  // other lanes are visible to nobody
         panel.starts[i] = inside ? p->starts[row + i] : 0;
@@ -529,12 +493,12 @@ static void start(const Params* p, int batch, int head_kv, int row, KeyPanel& pa
 // Packs q, dout, lse and delta of one query tile; returns how many queries it has.
 static int pack_queries(const Params* p, int batch, int head, int first_query, Queries& t) {
     const int queries = min(kTileM, p->seq_q - first_query);
-    const element* q = HEAD(q, batch, head) + first_query * p->q_row;
-    const element* dout = HEAD(dout, batch, head) + first_query * p->dout_row;
-    pack_rows(q, p->q_row, queries, kHeadDim, kDepth, t.q);
-    pack_rows(dout, p->dout_row, queries, kHeadDimV, kDepthV, t.dout);
-    pack_row_pairs(q, p->q_row, queries, kHeadDim, kColumns, t.q_pairs);
-    pack_row_pairs(dout, p->dout_row, queries, kHeadDimV, kColumnsV, t.dout_pairs);
+    const element* q = HEAD(p->q, batch, head) + first_query * p->q.row;
+    const element* dout = HEAD(p->dout, batch, head) + first_query * p->dout.row;
+    pack_rows(q, p->q.row, queries, kHeadDim, kDepth, t.q);
+    pack_rows(dout, p->dout.row, queries, kHeadDimV, kDepthV, t.dout);
+    pack_row_pairs(q, p->q.row, queries, kHeadDim, kColumns, t.q_pairs);
+    pack_row_pairs(dout, p->dout.row, queries, kHeadDimV, kColumnsV, t.dout_pairs);
     const float* lse = p->lse + plane(p, batch, head) * p->seq_q + first_query;
     const float* delta = p->delta + plane(p, batch, head) * p->padded_q + first_query;
     for (int i = 0; i < queries; ++i) {
@@ -582,7 +546,7 @@ static void attend(const Params* p, KeyPanel& panel, int first_query, int querie
 
 // Which turn visit `index` of key tile `tile` has among the tasks that visit the same query tile.
 static inline int turn_of(const Params* p, int tile, int index) {
-    return p->turn[static_cast<long long>(tile) * p->list_stride + index];
+    return p->dq_order[static_cast<long long>(tile) * p->list_stride + index];
 }
 
 // Adds t.dq to dq_accum after `turn` others. The wait is short: the one before is about one query tile ahead.
@@ -618,16 +582,16 @@ static void run(const Params* p, const Walk& walk, int tile, int batch, int head
                 attend(p, s.panels[i], first_query, queries, visit % 2, s.queries);
             }
             float* sum = p->dq_accum + (plane(p, batch, head) * p->padded_q + first_query) * kHeadDim;
-            int* turns_taken = p->turns_taken + plane(p, batch, head) * p->tiles_m + visit / 2;
+            int* turns_taken = p->dq_semaphore + plane(p, batch, head) * p->tiles_m + visit / 2;
             add_dq(s.queries, queries, sum, turns_taken, turn_of(p, tile, index));
         }
     }
     for (int i = 0; i < panels; ++i) {
         const KeyPanel& panel = s.panels[i];
-        element* dk = HEAD(dk, batch, head_kv) + panel.row * p->dk_row;
-        element* dv = HEAD(dv, batch, head_kv) + panel.row * p->dv_row;
-        unpack_panel(panel.dk, p->scale, panel.rows, kHeadDim, dk, p->dk_row);
-        unpack_panel(panel.dv, 1.0f, panel.rows, kHeadDimV, dv, p->dv_row);
+        element* dk = HEAD(p->dk, batch, head_kv) + panel.row * p->dk.row;
+        element* dv = HEAD(p->dv, batch, head_kv) + panel.row * p->dv.row;
+        unpack_panel(panel.dk, p->scale, panel.rows, kHeadDim, dk, p->dk.row);
+        unpack_panel(panel.dv, 1.0f, panel.rows, kHeadDimV, dv, p->dv.row);
     }
 }
 

@@ -17,61 +17,29 @@
 //   split_heads    0   a block per q head (dK, dV summed in memory), not per kv head
 //   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 
+// A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
+struct TensorRef {
+    void* data;
+    long long batch, head, row;
+};
+
 struct Params {
-    void* q;  // (batch, heads, seq, head_dim), strides below
-    void* k;  // (batch, heads, seq, head_dim), strides below
-    void* v;  // (batch, heads, seq, head_dim), strides below
-    void* out;  // (batch, heads, seq, head_dim), strides below
-    void* dout;  // (batch, heads, seq, head_dim), strides below
-    void* dq;  // (batch, heads, seq, head_dim), strides below
-    void* dk;  // (batch, heads, seq, head_dim), strides below
-    void* dv;  // (batch, heads, seq, head_dim), strides below
-    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
-    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    TensorRef q;  // (batch, heads_q, seq_q, head_dim)
+    TensorRef k;  // (batch, heads_kv, seq_k, head_dim)
+    TensorRef v;  // (batch, heads_kv, seq_k, head_dim_v)
+    TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
+    TensorRef dout;  // gradient of out
+    TensorRef dq;  // gradients, shaped as q, k, v
+    TensorRef dk;
+    TensorRef dv;
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
-    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
-    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
-    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
+    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
+    float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
-    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
-    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
-    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
-    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
-    long long q_batch;  // stride of q along batch, in elements
-    long long q_head;  // stride of q along heads, in elements
-    long long q_row;  // stride of q along the sequence, in elements
-    long long k_batch;  // stride of k along batch, in elements
-    long long k_head;  // stride of k along heads, in elements
-    long long k_row;  // stride of k along the sequence, in elements
-    long long v_batch;  // stride of v along batch, in elements
-    long long v_head;  // stride of v along heads, in elements
-    long long v_row;  // stride of v along the sequence, in elements
-    long long out_batch;  // stride of out along batch, in elements
-    long long out_head;  // stride of out along heads, in elements
-    long long out_row;  // stride of out along the sequence, in elements
-    long long dout_batch;  // stride of dout along batch, in elements
-    long long dout_head;  // stride of dout along heads, in elements
-    long long dout_row;  // stride of dout along the sequence, in elements
-    long long dq_batch;  // stride of dq along batch, in elements
-    long long dq_head;  // stride of dq along heads, in elements
-    long long dq_row;  // stride of dq along the sequence, in elements
-    long long dk_batch;  // stride of dk along batch, in elements
-    long long dk_head;  // stride of dk along heads, in elements
-    long long dk_row;  // stride of dk along the sequence, in elements
-    long long dv_batch;  // stride of dv along batch, in elements
-    long long dv_head;  // stride of dv along heads, in elements
-    long long dv_row;  // stride of dv along the sequence, in elements
-    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
-    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
-    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
-    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -80,14 +48,7 @@ struct Params {
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
     int list_stride;  // entries per row of tile_list
-    int mask_batches;  // batch if each entry has its own dense mask, else 1
-    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
-    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
-    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
-    int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m
-    int padded_k;  // tiles_n * tile_n
-    int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
 };
@@ -1001,10 +962,10 @@ __device__ __forceinline__ Operands operands_of(int warp, int lane) {
 __device__ __forceinline__ void load_step(const Params& p, const Work& work, unsigned base, int step, int stage) {
     const QueryTile query = query_tile_at(p, work, step);
     const int query0 = query.tile * kTileM;
-    const float* q = static_cast<const float*>(p.q) + work.batch * p.q_batch + query.head * p.q_head;
-    const float* dout = static_cast<const float*>(p.dout) + work.batch * p.dout_batch + query.head * p.dout_head;
-    load_q_tile(base + kOffsetQ + stage * kQBytes, q + query0 * p.q_row, p.q_row, p.seq_q - query0);
-    load_do_tile(base + kOffsetDo + stage * kDoBytes, dout + query0 * p.dout_row, p.dout_row, p.seq_q - query0);
+    const float* q = static_cast<const float*>(p.q.data) + work.batch * p.q.batch + query.head * p.q.head;
+    const float* dout = static_cast<const float*>(p.dout.data) + work.batch * p.dout.batch + query.head * p.dout.head;
+    load_q_tile(base + kOffsetQ + stage * kQBytes, q + query0 * p.q.row, p.q.row, p.seq_q - query0);
+    load_do_tile(base + kOffsetDo + stage * kDoBytes, dout + query0 * p.dout.row, p.dout.row, p.seq_q - query0);
     const long long plane = static_cast<long long>(work.batch) * p.heads_q + query.head;
     const float* stats = p.delta + (plane * p.padded_q + query0) * 2;
     for (int row = threadIdx.x; row < kTileM; row += kThreads) {
@@ -1016,10 +977,10 @@ __device__ __forceinline__ void load_step(const Params& p, const Work& work, uns
 __device__ __forceinline__ void load_first(const Params& p, const Work& work, unsigned base) {
     if (work.steps > 0) {
         const int key0 = work.tile * kTileN;
-        const float* k = static_cast<const float*>(p.k) + work.batch * p.k_batch + work.head_kv * p.k_head;
-        const float* v = static_cast<const float*>(p.v) + work.batch * p.v_batch + work.head_kv * p.v_head;
-        load_k_tile(base + kOffsetK, k + key0 * p.k_row, p.k_row, p.seq_k - key0);
-        load_v_tile(base + kOffsetV, v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+        const float* k = static_cast<const float*>(p.k.data) + work.batch * p.k.batch + work.head_kv * p.k.head;
+        const float* v = static_cast<const float*>(p.v.data) + work.batch * p.v.batch + work.head_kv * p.v.head;
+        load_k_tile(base + kOffsetK, k + key0 * p.k.row, p.k.row, p.seq_k - key0);
+        load_v_tile(base + kOffsetV, v + key0 * p.v.row, p.v.row, p.seq_k - key0);
         load_step(p, work, base, 0, 0);
     }
     cp_async_commit();
@@ -1029,8 +990,8 @@ __device__ __forceinline__ void load_first(const Params& p, const Work& work, un
 __device__ __forceinline__ void step_dq(const Params& p, const Work& work, const QueryTile& query, unsigned ds,
                                         const float* k, const Operands& at) {
     const int query0 = query.tile * kTileM;
-    float* dq = static_cast<float*>(p.dq) + work.batch * p.dq_batch + query.head * p.dq_head + query0 * p.dq_row;
-    add_dq(dq, p.dq_row, p.seq_q - query0, p.scale, ds + at.ds_left, k + at.dq_right, at.dq_row, at.dq_column);
+    float* dq = static_cast<float*>(p.dq.data) + work.batch * p.dq.batch + query.head * p.dq.head + query0 * p.dq.row;
+    add_dq(dq, p.dq.row, p.seq_q - query0, p.scale, ds + at.ds_left, k + at.dq_right, at.dq_row, at.dq_column);
 }
 
 // Block: walk the query tiles. K, V and the first step are on their way.
@@ -1097,19 +1058,19 @@ attnforge_bwd_sm80_fp32_d128_spans_a16_m32_n64_w8_s1_a2_c4_d2_p1_b1_h0_o0_prepro
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-    const float* out = static_cast<const float*>(p.out) + batch * p.out_batch + head * p.out_head;
-    const float* dout = static_cast<const float*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
-    float* dq = static_cast<float*>(p.dq) + batch * p.dq_batch + head * p.dq_head;
+    const float* out = static_cast<const float*>(p.out.data) + batch * p.out.batch + head * p.out.head;
+    const float* dout = static_cast<const float*>(p.dout.data) + batch * p.dout.batch + head * p.dout.head;
+    float* dq = static_cast<float*>(p.dq.data) + batch * p.dq.batch + head * p.dq.head;
     float2* stats = reinterpret_cast<float2*>(p.delta) + plane * p.padded_q;
     for (int i = warp; i < kTileM; i += kWarps) {
         const int row = tile * kTileM + i;
         float sum = 0.0f;
         if (row < p.seq_q) {
             for (int column = lane; column < kHeadDimV; column += 32) {
-                sum += out[row * p.out_row + column] * dout[row * p.dout_row + column];
+                sum += out[row * p.out.row + column] * dout[row * p.dout.row + column];
             }
             for (int column = lane; column < kHeadDim; column += 32) {
-                dq[row * p.dq_row + column] = 0.0f;
+                dq[row * p.dq.row + column] = 0.0f;
             }
         }
 #pragma unroll
@@ -1137,8 +1098,8 @@ attnforge_bwd_sm80_fp32_d128_spans_a16_m32_n64_w8_s1_a2_c4_d2_p1_b1_h0_o0(const 
     }
     walk(p, work, shared, base, operands_of(threadIdx.x / 32, threadIdx.x % 32), sums);
     cp_async_wait_all();
-    float* dk = static_cast<float*>(p.dk) + work.batch * p.dk_batch + work.head_kv * p.dk_head + key0 * p.dk_row;
-    float* dv = static_cast<float*>(p.dv) + work.batch * p.dv_batch + work.head_kv * p.dv_head + key0 * p.dv_row;
-    store_dk(dk, p.dk_row, sums.dk, p.scale, p.seq_k - key0);
-    store_dv(dv, p.dv_row, sums.dv, 1.0f, p.seq_k - key0);
+    float* dk = static_cast<float*>(p.dk.data) + work.batch * p.dk.batch + work.head_kv * p.dk.head + key0 * p.dk.row;
+    float* dv = static_cast<float*>(p.dv.data) + work.batch * p.dv.batch + work.head_kv * p.dv.head + key0 * p.dv.row;
+    store_dk(dk, p.dk.row, sums.dk, p.scale, p.seq_k - key0);
+    store_dv(dv, p.dv.row, sums.dv, 1.0f, p.seq_k - key0);
 }

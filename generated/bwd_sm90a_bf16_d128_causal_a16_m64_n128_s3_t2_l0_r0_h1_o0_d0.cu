@@ -55,61 +55,23 @@
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
+// A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
+struct TensorRef {
+    void* data;
+    long long batch, head, row;
+};
+
 struct Params {
-    void* q;  // (batch, heads, seq, head_dim), strides below
-    void* k;  // (batch, heads, seq, head_dim), strides below
-    void* v;  // (batch, heads, seq, head_dim), strides below
-    void* out;  // (batch, heads, seq, head_dim), strides below
-    void* dout;  // (batch, heads, seq, head_dim), strides below
-    void* dq;  // (batch, heads, seq, head_dim), strides below
-    void* dk;  // (batch, heads, seq, head_dim), strides below
-    void* dv;  // (batch, heads, seq, head_dim), strides below
-    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
+    TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
+    TensorRef dout;  // gradient of out
+    TensorRef dq;  // gradients, shaped as q, k, v
+    TensorRef dk;
+    TensorRef dv;
+    float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
-    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
-    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
-    const int* ends;  // (seq_k)
-    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
-    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
-    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
-    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
-    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
+    float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
+    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
-    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
-    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
-    long long q_batch;  // stride of q along batch, in elements
-    long long q_head;  // stride of q along heads, in elements
-    long long q_row;  // stride of q along the sequence, in elements
-    long long k_batch;  // stride of k along batch, in elements
-    long long k_head;  // stride of k along heads, in elements
-    long long k_row;  // stride of k along the sequence, in elements
-    long long v_batch;  // stride of v along batch, in elements
-    long long v_head;  // stride of v along heads, in elements
-    long long v_row;  // stride of v along the sequence, in elements
-    long long out_batch;  // stride of out along batch, in elements
-    long long out_head;  // stride of out along heads, in elements
-    long long out_row;  // stride of out along the sequence, in elements
-    long long dout_batch;  // stride of dout along batch, in elements
-    long long dout_head;  // stride of dout along heads, in elements
-    long long dout_row;  // stride of dout along the sequence, in elements
-    long long dq_batch;  // stride of dq along batch, in elements
-    long long dq_head;  // stride of dq along heads, in elements
-    long long dq_row;  // stride of dq along the sequence, in elements
-    long long dk_batch;  // stride of dk along batch, in elements
-    long long dk_head;  // stride of dk along heads, in elements
-    long long dk_row;  // stride of dk along the sequence, in elements
-    long long dv_batch;  // stride of dv along batch, in elements
-    long long dv_head;  // stride of dv along heads, in elements
-    long long dv_row;  // stride of dv along the sequence, in elements
-    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
-    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
-    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
-    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -117,15 +79,8 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
-    int list_stride;  // entries per row of tile_list
-    int mask_batches;  // batch if each entry has its own dense mask, else 1
-    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
-    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
-    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
-    int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
-    int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
 };
@@ -1014,15 +969,15 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_preproces
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int tile = blockIdx.x / (p.heads_q * p.batch);
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-    const element* out = static_cast<const element*>(p.out) + batch * p.out_batch + head * p.out_head;
-    const element* dout = static_cast<const element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
+    const element* out = static_cast<const element*>(p.out.data) + batch * p.out.batch + head * p.out.head;
+    const element* dout = static_cast<const element*>(p.dout.data) + batch * p.dout.batch + head * p.dout.head;
     uint4* stored = reinterpret_cast<uint4*>(p.delta) + (plane * p.padded_q + tile * kTileM) * (kRowStatsFloats / 4);
     for (int i = threadIdx.x / lanes; i < kTileM; i += kHelperThreads / lanes) {
         const int row = tile * kTileM + i;
         const int chunk = threadIdx.x % lanes;
         float sum = 0.0f;
         if (row < p.seq_q && chunk < kHeadDim / 8) {
-            sum = dot(out + row * p.out_row + chunk * 8, dout + row * p.dout_row + chunk * 8);
+            sum = dot(out + row * p.out.row + chunk * 8, dout + row * p.dout.row + chunk * 8);
         }
 #pragma unroll
         for (int step = lanes / 2; step > 0; step /= 2) {
@@ -1069,8 +1024,8 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postproce
     griddepcontrol_wait();
     gather_dq(p, rows, sums);
     __syncthreads();
-    element* dq = static_cast<element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + query0 * p.dq_row;
-    scatter(dq, p.dq_row, rows, min(kTileM, p.seq_q - query0));
+    element* dq = static_cast<element*>(p.dq.data) + batch * p.dq.batch + head * p.dq.head + query0 * p.dq.row;
+    scatter(dq, p.dq.row, rows, min(kTileM, p.seq_q - query0));
 }
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
@@ -1082,15 +1037,15 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postproce
     const int tile = blockIdx.x / (p.heads_kv * p.batch);
     const long long plane = static_cast<long long>(batch) * p.heads_kv + head;
     const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
-    element* dk = static_cast<element*>(p.dk) + batch * p.dk_batch + head * p.dk_head;
-    element* dv = static_cast<element*>(p.dv) + batch * p.dv_batch + head * p.dv_head;
+    element* dk = static_cast<element*>(p.dk.data) + batch * p.dk.batch + head * p.dk.head;
+    element* dv = static_cast<element*>(p.dv.data) + batch * p.dv.batch + head * p.dv.head;
     griddepcontrol_wait();
     for (int key0 = tile * kTileN; key0 < min(p.seq_k, (tile + 1) * kTileN); key0 += 64) {
         gather<kHeadDim>(rows[0], 0, p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, p.scale);
         gather<kHeadDim>(rows[1], 0, p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, 1.0f);
         __syncthreads();
-        scatter(dk + key0 * p.dk_row, p.dk_row, rows[0], min(64, p.seq_k - key0));
-        scatter(dv + key0 * p.dv_row, p.dv_row, rows[1], min(64, p.seq_k - key0));
+        scatter(dk + key0 * p.dk.row, p.dk.row, rows[0], min(64, p.seq_k - key0));
+        scatter(dv + key0 * p.dv.row, p.dv.row, rows[1], min(64, p.seq_k - key0));
         __syncthreads();
     }
 }

@@ -11,61 +11,23 @@
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
+// A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
+struct TensorRef {
+    void* data;
+    long long batch, head, row;
+};
+
 struct Params {
-    void* q;  // (batch, heads, seq, head_dim), strides below
-    void* k;  // (batch, heads, seq, head_dim), strides below
-    void* v;  // (batch, heads, seq, head_dim), strides below
-    void* out;  // (batch, heads, seq, head_dim), strides below
-    void* dout;  // (batch, heads, seq, head_dim), strides below
-    void* dq;  // (batch, heads, seq, head_dim), strides below
-    void* dk;  // (batch, heads, seq, head_dim), strides below
-    void* dv;  // (batch, heads, seq, head_dim), strides below
-    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
-    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
+    TensorRef q;  // (batch, heads_q, seq_q, head_dim)
+    TensorRef k;  // (batch, heads_kv, seq_k, head_dim)
+    TensorRef v;  // (batch, heads_kv, seq_k, head_dim_v)
+    TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
     const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
     const int* ends;  // (seq_k)
-    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
-    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
-    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
+    float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
-    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
-    float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
-    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
-    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
-    long long q_batch;  // stride of q along batch, in elements
-    long long q_head;  // stride of q along heads, in elements
-    long long q_row;  // stride of q along the sequence, in elements
-    long long k_batch;  // stride of k along batch, in elements
-    long long k_head;  // stride of k along heads, in elements
-    long long k_row;  // stride of k along the sequence, in elements
-    long long v_batch;  // stride of v along batch, in elements
-    long long v_head;  // stride of v along heads, in elements
-    long long v_row;  // stride of v along the sequence, in elements
-    long long out_batch;  // stride of out along batch, in elements
-    long long out_head;  // stride of out along heads, in elements
-    long long out_row;  // stride of out along the sequence, in elements
-    long long dout_batch;  // stride of dout along batch, in elements
-    long long dout_head;  // stride of dout along heads, in elements
-    long long dout_row;  // stride of dout along the sequence, in elements
-    long long dq_batch;  // stride of dq along batch, in elements
-    long long dq_head;  // stride of dq along heads, in elements
-    long long dq_row;  // stride of dq along the sequence, in elements
-    long long dk_batch;  // stride of dk along batch, in elements
-    long long dk_head;  // stride of dk along heads, in elements
-    long long dk_row;  // stride of dk along the sequence, in elements
-    long long dv_batch;  // stride of dv along batch, in elements
-    long long dv_head;  // stride of dv along heads, in elements
-    long long dv_row;  // stride of dv along the sequence, in elements
-    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
-    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
-    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
-    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -74,14 +36,6 @@ struct Params {
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
     int list_stride;  // entries per row of tile_list
-    int mask_batches;  // batch if each entry has its own dense mask, else 1
-    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
-    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
-    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
-    int bits_row;  // words per row of bits
-    int padded_q;  // tiles_m * tile_m
-    int padded_k;  // tiles_n * tile_n
-    int threads;  // CPU threads to use
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
 };
@@ -624,7 +578,7 @@ __device__ __forceinline__ void store(const Params& p, const Rows& rows, element
                 const float empty = __int_as_float(0xff800000);
                 lse[row] = sum == 0.0f ? empty : rows.row_max[i][half] * p.scale + log2_approx(sum) * ln2;
             }
-            element* target = out + row * p.out_row;
+            element* target = out + row * p.out.row;
 #pragma unroll
             for (int j = 0; j < kFragsD; ++j) {
                 const float* x = rows.o[i][j] + half * 2;
@@ -730,19 +684,19 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     work.tile = owned_tile(p, place.rank);
     const int head_kv = work.head / (p.heads_q / p.heads_kv);
     const int query0 = work.tile * kTileM;
-    work.q = static_cast<const element*>(p.q) + work.batch * p.q_batch + work.head * p.q_head + query0 * p.q_row;
-    work.k = static_cast<const element*>(p.k) + work.batch * p.k_batch + head_kv * p.k_head;
-    work.v = static_cast<const element*>(p.v) + work.batch * p.v_batch + head_kv * p.v_head;
+    work.q = static_cast<const element*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head + query0 * p.q.row;
+    work.k = static_cast<const element*>(p.k.data) + work.batch * p.k.batch + head_kv * p.k.head;
+    work.v = static_cast<const element*>(p.v.data) + work.batch * p.v.batch + head_kv * p.v.head;
     work.visits = visits(p, work.tile);
     return work;
 }
 
 // Block: start copying the keys from `key0` on to buffer `stage` of K, and the same rows of V.
 __device__ __forceinline__ void load_k(const Params& p, const Work& work, unsigned base, int stage, int key0) {
-    load_kv_tile(base + kOffsetK + stage * kTileBytesN, work.k + key0 * p.k_row, p.k_row, p.seq_k - key0);
+    load_kv_tile(base + kOffsetK + stage * kTileBytesN, work.k + key0 * p.k.row, p.k.row, p.seq_k - key0);
 }
 __device__ __forceinline__ void load_v(const Params& p, const Work& work, unsigned base, int stage, int key0) {
-    load_kv_tile(base + kOffsetV + stage * kTileBytesN, work.v + key0 * p.v_row, p.v_row, p.seq_k - key0);
+    load_kv_tile(base + kOffsetV + stage * kTileBytesN, work.v + key0 * p.v.row, p.v.row, p.seq_k - key0);
 }
 
 // Block: add all key tiles that the rows of `work` see. V is copied while S is computed, and the next K during softmax.
@@ -796,11 +750,11 @@ attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0(const __grid_constant__
     operands.v = base + kOffsetV + tile_offset(row_of_a(lane), chunk_of_a(lane));
     Rows rows = empty_rows(work.tile * kTileM + warp_row + lane / 4);
 
-    load_q_tile(base + kOffsetQ, work.q, p.q_row, p.seq_q - work.tile * kTileM);
+    load_q_tile(base + kOffsetQ, work.q, p.q.row, p.seq_q - work.tile * kTileM);
     operands.q = q_warp;
     attend(p, work, base, operands, rows);
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 
-    element* out = static_cast<element*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    element* out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + work.head * p.out.head;
     store(p, rows, out, p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q);
 }

@@ -21,61 +21,19 @@
 // consumer warpgroup owns 64 query rows of a tile, splits their Q, and P as it is computed.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
+// A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
+struct TensorRef {
+    void* data;
+    long long batch, head, row;
+};
+
 struct Params {
-    void* q;  // (batch, heads, seq, head_dim), strides below
-    void* k;  // (batch, heads, seq, head_dim), strides below
-    void* v;  // (batch, heads, seq, head_dim), strides below
-    void* out;  // (batch, heads, seq, head_dim), strides below
-    void* dout;  // (batch, heads, seq, head_dim), strides below
-    void* dq;  // (batch, heads, seq, head_dim), strides below
-    void* dk;  // (batch, heads, seq, head_dim), strides below
-    void* dv;  // (batch, heads, seq, head_dim), strides below
-    float* lse;  // (batch, heads_q, seq_q) natural-log sum of exp, -inf for an empty row
-    const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // workspace of the backward, 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
-    float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, kernel's own order
-    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
-    const int* ends;  // (seq_k)
-    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
-    const unsigned char* dense;  // dense mask as bytes, 1 where query i sees key j; strides below
-    const unsigned* mask_bits;  // the same as bits, (mask_planes, seq_q, mask_words); one of the two
-    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) the dense mask, 32 pairs a word
-    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << parts | a bit for each part with hidden pairs
-    int* reach;  // (mask_planes, tiles_m, 4, 2) lists of key tiles: visits [x, y) that show a 64-row part anything
+    TensorRef q;  // (batch, heads_q, seq_q, head_dim)
+    TensorRef k;  // (batch, heads_kv, seq_k, head_dim)
+    TensorRef v;  // (batch, heads_kv, seq_k, head_dim_v)
+    TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
+    float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
-    int* turn;  // (mask_planes, tiles, list_stride) ordered dq sums: each visit's turn
-    int* pieces;  // (2) pieces of work taken from the counter, and blocks that found none left; 0 between launches
-    int* turns_taken;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: ordered sums so far
-    long long q_batch;  // stride of q along batch, in elements
-    long long q_head;  // stride of q along heads, in elements
-    long long q_row;  // stride of q along the sequence, in elements
-    long long k_batch;  // stride of k along batch, in elements
-    long long k_head;  // stride of k along heads, in elements
-    long long k_row;  // stride of k along the sequence, in elements
-    long long v_batch;  // stride of v along batch, in elements
-    long long v_head;  // stride of v along heads, in elements
-    long long v_row;  // stride of v along the sequence, in elements
-    long long out_batch;  // stride of out along batch, in elements
-    long long out_head;  // stride of out along heads, in elements
-    long long out_row;  // stride of out along the sequence, in elements
-    long long dout_batch;  // stride of dout along batch, in elements
-    long long dout_head;  // stride of dout along heads, in elements
-    long long dout_row;  // stride of dout along the sequence, in elements
-    long long dq_batch;  // stride of dq along batch, in elements
-    long long dq_head;  // stride of dq along heads, in elements
-    long long dq_row;  // stride of dq along the sequence, in elements
-    long long dk_batch;  // stride of dk along batch, in elements
-    long long dk_head;  // stride of dk along heads, in elements
-    long long dk_row;  // stride of dk along the sequence, in elements
-    long long dv_batch;  // stride of dv along batch, in elements
-    long long dv_head;  // stride of dv along heads, in elements
-    long long dv_row;  // stride of dv along the sequence, in elements
-    long long dense_batch;  // stride of dense along batch, 0 where it is the same for all
-    long long dense_head;  // stride of dense along heads_q, 0 where it is the same for all
-    long long dense_row;  // stride of dense along queries, 0 where it is the same for all
-    long long dense_col;  // stride of dense along keys, 0 where it is the same for all
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -83,16 +41,6 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
-    int list_stride;  // entries per row of tile_list
-    int mask_batches;  // batch if each entry has its own dense mask, else 1
-    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
-    int mask_planes;  // mask_batches * mask_heads; 1 for other masks
-    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
-    int bits_row;  // words per row of bits
-    int padded_q;  // tiles_m * tile_m
-    int padded_k;  // tiles_n * tile_n
-    int threads;  // CPU threads to use
-    float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
 };
 
@@ -392,15 +340,15 @@ attnforge_fwd_sm90a_fp32_d128_full_a16_m128_n64_s1_p1_r1_q0_preprocess(const __g
     const int batch = blockIdx.x / p.tiles_n / p.heads_kv;
     const long long key0 = static_cast<long long>(tile) * kTileN;
     const int valid = p.seq_k - tile * kTileN;
-    const float* k = static_cast<const float*>(p.k) + batch * p.k_batch + head * p.k_head + key0 * p.k_row;
-    const float* v = static_cast<const float*>(p.v) + batch * p.v_batch + head * p.v_head + key0 * p.v_row;
-    write_splits(keys_at(p, blockIdx.x), k, p.k_row, valid, kHeadDim, kSplitBytesK, kSwizzleBytes);
-    write_splits(values_at(p, blockIdx.x), v, p.v_row, valid, kHeadDimV, kSplitBytesV, kSwizzleBytesV);
+    const float* k = static_cast<const float*>(p.k.data) + batch * p.k.batch + head * p.k.head + key0 * p.k.row;
+    const float* v = static_cast<const float*>(p.v.data) + batch * p.v.batch + head * p.v.head + key0 * p.v.row;
+    write_splits(keys_at(p, blockIdx.x), k, p.k.row, valid, kHeadDim, kSplitBytesK, kSwizzleBytes);
+    write_splits(values_at(p, blockIdx.x), v, p.v.row, valid, kHeadDimV, kSplitBytesV, kSwizzleBytesV);
 }
 
 // ---- Work ----------------------------------------------------------------------------------------------------------
 
-// One piece of work: a query tile of a head.
+// A work tile: a query tile of a head.
 struct Work {
     int tile, head, batch;
 };
@@ -571,7 +519,7 @@ __device__ __forceinline__ void load_q(const Params& p, const float* q, int row,
     for (int i = 0; i < kSteps * 4; ++i) {
         const int query = row + i % 2 * 8;
         const int column = i / 2 * 8 + threadIdx.x % 4 * 2;
-        const float2 x = load_pair(q + query * p.q_row, column, query < p.seq_q ? kHeadDim : 0);
+        const float2 x = load_pair(q + query * p.q.row, column, query < p.seq_q ? kHeadDim : 0);
         const Split pair = split(x.x, x.y);
         const int chunk = chunk_at(row_in_split + i % 2 * 8, column / 8, 64, kSwizzleBytes);
         const unsigned to = splits + chunk + threadIdx.x % 4 * 4;
@@ -622,7 +570,7 @@ __device__ __forceinline__ void store_pair(float* row, int column, float x, floa
 // Warp: write its rows of O, divided by their sums, and their lse. `row` is the thread's first query.
 __device__ __forceinline__ void store(const Params& p, const Work& work, const Rows& rows,
                                       const float (&o)[kColumnsOut / 2], int row) {
-    float* out = static_cast<float*>(p.out) + work.batch * p.out_batch + work.head * p.out_head;
+    float* out = static_cast<float*>(p.out.data) + work.batch * p.out.batch + work.head * p.out.head;
     float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -640,7 +588,7 @@ __device__ __forceinline__ void store(const Params& p, const Work& work, const R
             }
 #pragma unroll
             for (int i = half * 2; i < kColumnsOut / 2; i += 4) {
-                store_pair(out + query * p.out_row, i * 2 - half * 4 + threadIdx.x % 4 * 2, o[i] * inverse,
+                store_pair(out + query * p.out.row, i * 2 - half * 4 + threadIdx.x % 4 * 2, o[i] * inverse,
                            o[i + 1] * inverse);
             }
         }
@@ -673,7 +621,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
         const int row = work.tile * kTileM + row_in_tile;
         const int count = visits(p, work.tile);
         int entry = count > 0 ? visit(p, work.tile, 0) : 0;
-        const float* head = static_cast<const float*>(p.q) + work.batch * p.q_batch + work.head * p.q_head;
+        const float* head = static_cast<const float*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head;
         const unsigned q = base + group * kSplits * kSplitBytesQ;
         named_sync(kMeetingOfFirst + group, 128);  // all warps are done with the rows before
         load_q(p, head, row, q);

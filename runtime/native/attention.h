@@ -5,8 +5,8 @@
 
 namespace attnforge {
 
-// Rows are aligned as `variant` needs; `stream` is torch's current one (a CUstream; null on the CPU). Without `with_lse`
-// the second result is undefined.
+// Rows are aligned as `variant` needs; `stream` is torch's current one (a CUstream; null on the CPU).
+// Without `with_lse` the second result is undefined.
 inline ForwardResult attend_with(const Variant& variant, const Call& call, bool with_lse, void* stream) {
     const Tensor& q = call.q;
     const int64_t heads = q.size(1), rows = q.size(2);

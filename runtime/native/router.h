@@ -31,8 +31,8 @@ public:
             static_cast<uint64_t>(c.q.size(3)) << 48 | static_cast<uint64_t>(c.v.size(3)) << 32 |
                 static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             visible_octave << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
-                rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 | deterministic * 2u |
-                backward};
+                rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 |
+                deterministic * 2u | backward};
         {
             const std::shared_lock lock(mutex_);
             const auto found = handles_.find(route);

@@ -152,22 +152,6 @@ def test_a_changed_part_is_a_new_kernel_to_cache_and_journal(
 CONTEXT = {"spec", "plan", "c", "knobs", "params_struct"}
 # What package.py gives those of a package.
 PACKAGE = {"tree", "command", "numbers", "codes", "masks"}
-# Files that still take names that only their includer sets. To be emptied.
-NOT_YET_CLEAN = (
-    "sm90a/backward_loop.cuh.jinja",
-    "sm90a/backward_loop_lagging.cuh.jinja",
-    "sm90a/forward_consumer.cuh.jinja",
-    "sm90a/forward_mask.cuh.jinja",
-    "sm90a/forward_next_found.cuh.jinja",
-    "sm90a/forward_next_told.cuh.jinja",
-    "sm90a/forward_pass.cuh.jinja",
-    "sm90a/forward_pieces.cuh.jinja",
-    "sm90a/forward_pieces_parted.cuh.jinja",
-    "sm90a/forward_producer.cuh.jinja",
-    "sm90a/forward_store.cuh.jinja",
-    "sm90a/forward_work.cuh.jinja",
-    "sm90a/work.cuh.jinja",
-)
 # Folders whose files all say in their first comment what they take.
 DECLARING = ("common", "cpu", "sm80")
 
@@ -185,7 +169,7 @@ def undeclared(text: str) -> set[str]:
     return names - declared
 
 
-@pytest.mark.parametrize("name", [name for name in every_template() if name not in NOT_YET_CLEAN])
+@pytest.mark.parametrize("name", every_template())
 def test_templates_take_no_name_that_only_an_includer_sets(name: str) -> None:
     names = undeclared((TEMPLATES / name).read_text())
     assert names <= (PACKAGE if name.startswith("export/") else set())

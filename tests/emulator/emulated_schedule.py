@@ -13,7 +13,7 @@ from cpu_kernel import Params
 from emulator import FLAGS
 from torch import Tensor
 
-from attnforge.codegen.params_flat import struct
+from attnforge.codegen.params import struct
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Mask, Spec
 
@@ -59,7 +59,7 @@ class EmulatedSchedule:
         if self.plan.owner == "n":
             p.list_stride, owned = owned, p.list_stride
         if self.spec.problem.mask is Mask.DENSE:
-            p.dense, (p.dense_row, p.dense_col) = mask.data_ptr(), mask.stride()
+            p.dense.data, (p.dense.row, p.dense.col) = mask.data_ptr(), mask.stride()
             p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
         else:
             assert ends is not None
@@ -68,10 +68,10 @@ class EmulatedSchedule:
             "tile_count": (owned,),
             "tile_order": (owned,),
             "tile_list": (owned, p.list_stride),
-            "turn": (owned, p.list_stride),
-            "reach": (p.tiles_m, 4, 2),
+            "dq_order": (owned, p.list_stride),
+            "kv_range": (p.tiles_m, 4, 2),
             "bounds": (p.padded_k, 2),
-            "pieces": (2,),
+            "tile_counter": (2,),
             "bits": (p.padded_q if self.plan.bits == "k" else p.padded_k, max(1, p.bits_row)),
         }
         tables = {name: torch.full(shape, SENTINEL, dtype=torch.int32) for name, shape in shapes.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import gxx
 import torch
-from cpu_kernel import Params
+from cpu_kernel import Params, TensorRef, full_params
 from torch import Tensor
 
 import attnforge
@@ -92,7 +92,7 @@ STATEMENTS = {
 
 def translate(source: Source) -> str:
     """C++ that g++ compiles, with a function `run_<symbol>` for each launch."""
-    text, align = source.text, source.spec.problem.align
+    text, align = full_params(source.text), source.spec.problem.align
     bytes_copied = "bytes" if "const void* src, int bytes)" in text else f"valid ? {align} : 0"
     add = "for (size_t i = 0; i < sizeof(x) / 4; ++i) { target[i] += reinterpret_cast<const float*>(&x)[i]; }"
     bodies = BODIES | {"cp_async": f"copy_async(dst, src, {align}, {bytes_copied});", "add_to": add}
@@ -168,7 +168,7 @@ class Emulated:
         p.delta = self._workspace(heads * p.padded_q * 2)
         p.dq_accum = self._workspace(heads * p.padded_q * plan.columns)
         p.dkv_accum = self._kv_workspace(p)
-        p.turns_taken = self._workspace(heads * p.tiles_m + p.batch * p.heads_kv * p.tiles_n)
+        p.dq_semaphore = self._workspace(heads * p.tiles_m + p.batch * p.heads_kv * p.tiles_n)
         self._run(plan.launches, p)
         return grads
 
@@ -182,9 +182,7 @@ class Emulated:
     def _params(self, tensors: dict[str, Tensor], mask: Mask) -> Params:
         p, tuning = Params(), self.spec.tuning
         for name, x in tensors.items():
-            setattr(p, name, x.data_ptr())
-            for axis, stride in zip(("batch", "head", "row"), x.stride()[:3], strict=True):
-                setattr(p, f"{name}_{axis}", stride)
+            setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
         p.batch, p.heads_q, p.seq_q = tensors["q"].shape[:3]
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
         p.tiles_m, p.tiles_n = -(-p.seq_q // tuning.tile_m), -(-p.seq_k // tuning.tile_n)
@@ -211,9 +209,9 @@ class Emulated:
         p.bits_row = p.padded_k // 32
         p.bits = self._workspace(p.mask_planes * p.padded_q * p.bits_row)
         p.tile_count, p.tile_order = (self._workspace(p.mask_planes * owned) for _ in range(2))
-        p.tile_list, p.turn = (self._workspace(p.mask_planes * owned * p.list_stride) for _ in range(2))
-        p.reach = self._workspace(p.mask_planes * owned * 8)
-        p.bounds, p.pieces = self._workspace(p.padded_k * 2), self._workspace(2)
+        p.tile_list, p.dq_order = (self._workspace(p.mask_planes * owned * p.list_stride) for _ in range(2))
+        p.kv_range = self._workspace(p.mask_planes * owned * 8)
+        p.bounds, p.tile_counter = self._workspace(p.padded_k * 2), self._workspace(2)
         self._run(self.plan.schedule, p)
 
     def _run(self, launches: tuple[Launch, ...], p: Params) -> None:

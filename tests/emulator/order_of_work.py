@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import gxx
-from cpu_kernel import Params
+from cpu_kernel import Params, full_params
 
 from attnforge.codegen.render import Source
 from attnforge.runtime.search.case import Case
@@ -33,9 +33,9 @@ class WorkOrder:
     """`place_of` of a kernel, and `work_index` where it has that."""
 
     def __init__(self, source: Source, directory: Path) -> None:
-        head, *sections = re.split(r"(?=^// ---- )", source.text, flags=re.MULTILINE)
+        head, *sections = re.split(r"(?=^// ---- )", full_params(source.text), flags=re.MULTILINE)
         kept = [part for part in sections if part.startswith(("// ---- Specialisation", "// ---- Order of"))]
-        rounds = "".join(ROUNDS.findall(source.text))
+        rounds = "".join(ROUNDS.findall(full_params(source.text)))
         text = (
             '#include "cuda_words.h"\nstatic struct { unsigned x; } blockIdx, gridDim;\n'
             + head

@@ -200,7 +200,7 @@ static std::string run_blocks(const Params& p, int count, unsigned seed) {
         require(stored[{plane / p.heads_q, plane % p.heads_q, tile, group}] == any, "a tile is not stored once");
     }
 #if MASKED
-    require(p.pieces[0] == 0 && p.pieces[1] == 0, "the scheduler is not reset");
+    require(p.tile_counter[0] == 0 && p.tile_counter[1] == 0, "the scheduler is not reset");
 #endif
     return failure;
 }

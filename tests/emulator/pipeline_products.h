@@ -108,8 +108,8 @@ static int keys_of(const Params& p, int query) {
 }
 static bool visible_pair(const Params& p, int query, int key) {
 #if MASKED
-    if (p.dense != nullptr) {
-        return p.dense[query * p.dense_row + key] != 0;
+    if (p.dense.data != nullptr) {
+        return static_cast<const unsigned char*>(p.dense.data)[query * p.dense.row + key] != 0;
     }
     return p.starts[key] <= query && query < p.ends[key];
 #else

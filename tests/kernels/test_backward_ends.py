@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cpu_kernel import full_params
 from emulator import Emulated, runs
 from torch import Tensor
 
@@ -26,7 +27,7 @@ static float2 unpack(unsigned x) { return {widen(x & 0xffff), widen(x >> 16)}; }
 
 def translate(source: Source) -> str:
     """C++ of all launches but the main one."""
-    first, *sections = re.split(r"(?=^// ---- )", source.text, flags=re.MULTILINE)
+    first, *sections = re.split(r"(?=^// ---- )", full_params(source.text), flags=re.MULTILINE)
     kept = [section for section in sections if section.removeprefix("// ---- ").startswith(NEEDED)]
     text = "".join((first, *kept)).replace("#pragma unroll", "//")
     text = text.replace("__align__(16)", "__attribute__((aligned(16)))")
@@ -81,7 +82,7 @@ class Ends:
         )
         p.lse, p.delta, p.dq_accum = self.lse.data_ptr(), self.stats.data_ptr(), self.sums.data_ptr()
         p.dlse = self.dlse.data_ptr()
-        p.dkv_accum, p.turns_taken = self.sums_kv.data_ptr(), self.turns.data_ptr()
+        p.dkv_accum, p.dq_semaphore = self.sums_kv.data_ptr(), self.turns.data_ptr()
 
     def run(self, name: str) -> None:
         self.emulated._run((self.launches[name],), self.params)

@@ -16,7 +16,7 @@ from pathlib import Path
 import gxx
 import pytest
 from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, Break
-from cpu_kernel import Params
+from cpu_kernel import Params, full_params
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import Source, render
@@ -56,8 +56,10 @@ def hopper(head_dim: int, mask: Mask, *knobs: int) -> Source:
 
 def translate(source: Source, breaks: dict[str, Break]) -> str:
     """C++ that g++ compiles, with a function `run`."""
-    text = source.text.replace("#pragma unroll", "//").replace(
-        "work_of(p, blockIdx.x)", "work_of(p, here().number)"
+    text = (
+        full_params(source.text)
+        .replace("#pragma unroll", "//")
+        .replace("work_of(p, blockIdx.x)", "work_of(p, here().number)")
     )
     text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = nullptr;", text)
     text = text.replace('extern "C" __global__', "static")
@@ -156,8 +158,8 @@ class Simulated:
             "tile_count": table([len(entries) for entries in visits]),
             "tile_order": table(starts),
             "tile_list": table(*visits, width=p.tiles_m),
-            "turn": table(*number_turns(visits, starts), width=p.tiles_m),
-            "turns_taken": table([0] * (p.batch * (p.heads_q * p.tiles_m + p.heads_kv * p.tiles_n))),
+            "dq_order": table(*number_turns(visits, starts), width=p.tiles_m),
+            "dq_semaphore": table([0] * (p.batch * (p.heads_q * p.tiles_m + p.heads_kv * p.tiles_n))),
         }
         for name, values in held.items():
             setattr(p, name, ctypes.addressof(values))

@@ -12,7 +12,7 @@ from pathlib import Path
 import gxx
 import pytest
 import torch
-from cpu_kernel import Params
+from cpu_kernel import Params, full_params
 from emulator import FLAGS
 from torch import Tensor
 
@@ -103,12 +103,14 @@ extern "C" void run(const Params* p, int key, int query0, float x, float* out) {
 
 def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     """The constants, the mask and the softmax of a kernel, with a function `run`."""
-    first, *sections = re.split(r"(?=^// ---- )", source.text, flags=re.MULTILINE)
+    first, *sections = re.split(r"(?=^// ---- )", full_params(source.text), flags=re.MULTILINE)
     kept = [
         s for s in sections if s.removeprefix("// ---- ").startswith(("Specialisation", "Mask", "Softmax"))
     ]
     spans = re.findall(
-        r"^__device__ __forceinline__ int2 queries_of.*?^}\n", source.text, re.MULTILINE | re.DOTALL
+        r"^__device__ __forceinline__ int2 queries_of.*?^}\n",
+        full_params(source.text),
+        re.MULTILINE | re.DOTALL,
     )
     text = "".join((first, *kept, *spans))  # the section of the mask has span_of, which queries_of calls
     bounds = r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*"r"\(([^;]*)\)\);'

@@ -15,7 +15,7 @@ from pathlib import Path
 import gxx
 import pytest
 import torch
-from cpu_kernel import Params
+from cpu_kernel import Params, full_params
 from emulated_schedule import EmulatedSchedule
 from torch import Tensor
 
@@ -38,7 +38,7 @@ Run = Callable[[tuple[int, int, int, int, int], int, int], str]
 
 def translate(source: Source) -> str:
     """C++ that g++ compiles, with a function `run`."""
-    text = source.text.replace("#pragma unroll", "//")
+    text = full_params(source.text).replace("#pragma unroll", "//")
     text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = nullptr;", text)
     text = re.sub(r'asm volatile\("setmaxnreg[^;]*;"\);', "", text)
     text = text.replace('extern "C" __global__', "static")
@@ -107,7 +107,7 @@ def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -
         held[:] = attach(p, schedule, seed) if schedule else []
         lse = (ctypes.c_float * (p.batch * p.heads_q * p.seq_q))()
         row = (ctypes.c_char * 1024)()  # what all rows that see nothing are written to
-        p.lse, p.out = ctypes.addressof(lse), ctypes.addressof(row)
+        p.lse, p.out.data = ctypes.addressof(lse), ctypes.addressof(row)
         count = -(-p.tiles_m // launch.cluster) * launch.cluster * p.batch * p.heads_q
         count = min(count, 4) if launch.persistent else count
         at = ctypes.c_void_p(ctypes.addressof(boxes) + start * 8)
@@ -128,7 +128,7 @@ def attach(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
         held["pieces"].zero_()
     for name, table in held.items():
         setattr(p, name, table.data_ptr())
-    p.dense_row, p.list_stride = p.seq_k, p.tiles_n
+    p.dense.row, p.list_stride = p.seq_k, p.tiles_n
     p.mask_batches = p.mask_heads = p.mask_planes = 1
     return list(held.values())
 
@@ -231,7 +231,7 @@ def test_a_broken_causal_protocol_is_found(change: tuple[str, str], said: str, t
         (("skip_visits(kv_range.begin, kv_range.begin)", "skip_visits(0, 0)"), "a key tile is missing"),
         (("visit_count - kv_range.end;", "0;"), "a wrong tile"),
         (("entry >> warpgroup & 1", "entry & 1"), "hidden pairs are not masked"),
-        (("p.pieces[1] = 0", "p.pieces[1] = 1"), "the scheduler is not reset"),
+        (("p.tile_counter[1] = 0", "p.tile_counter[1] = 1"), "the scheduler is not reset"),
         (
             ("named_sync(kWarpgroupBarrier + warpgroup, 128);\n    if", "if"),
             "before all warps have written it",

@@ -75,7 +75,7 @@ def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor
         assert torch.equal(entries & of_rows, flags[index] & of_rows)
         for part in range(parts if parts > 1 else 0):
             slots = shows[tile, part, visited].nonzero()[:, 0].tolist()
-            assert tables["reach"][tile, part].tolist() == ([slots[0], slots[-1] + 1] if slots else [0, 0])
+            assert tables["kv_range"][tile, part].tolist() == ([slots[0], slots[-1] + 1] if slots else [0, 0])
     order = torch.sort(visits.sum(1), descending=True, stable=True).indices
     if plan.descending:
         order = order.sort(descending=True).values
@@ -85,7 +85,7 @@ def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor
         turn = visits[order].cumsum(0) - 1
         for rank, tile in enumerate(order.tolist()):
             mine = visits[tile]
-            assert torch.equal(tables["turn"][tile, : int(mine.sum())].long(), turn[rank, mine])
+            assert torch.equal(tables["dq_order"][tile, : int(mine.sum())].long(), turn[rank, mine])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -109,7 +109,7 @@ def test_spans(name: str, tmp_path: Path) -> None:
             if schedule.plan.bounds:
                 assert torch.equal(tables["bounds"][:seq_k], torch.stack((starts, ends), 1))
                 assert not tables["bounds"][seq_k:].any()
-                assert not tables["pieces"].any()
+                assert not tables["tile_counter"].any()
 
 
 @pytest.mark.parametrize("name", ["192x128", "128x96", "sm80", "backward", "ordered"])

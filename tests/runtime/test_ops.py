@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import attnforge
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
-from attnforge.codegen.variant import describe
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
-from attnforge.runtime import kernels, ops
+from attnforge.codegen.variant import describe
+from attnforge.runtime import ops
 from attnforge.runtime.build import cache
 from attnforge.runtime.masks import load_operators
 from attnforge.runtime.native.launcher import launcher
@@ -279,7 +279,9 @@ def unordered() -> int:
     entry = cache.obtain(source)
     with entry.library() as path:
         described = describe(replace(source, plan=replace(source.plan, deterministic=False)))
-        return int(torch.ops.attnforge.add_variant(described, cpu, torch.empty(0, dtype=torch.uint8), str(path)))
+        return int(
+            torch.ops.attnforge.add_variant(described, cpu, torch.empty(0, dtype=torch.uint8), str(path))
+        )
 
 
 class Unordered(torch.autograd.Function):

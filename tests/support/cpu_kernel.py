@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import gxx
 import torch
 
-from attnforge.codegen import params_flat as params
+from attnforge.codegen import params
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import DType, Mask, Spec
 
@@ -21,13 +22,56 @@ TORCH_DTYPE = {
     DType.FLOAT16: torch.float16,
 }
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
-CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+
+
+class TensorRef(ctypes.Structure):
+    """Mirror of `struct TensorRef`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("batch", "head", "row")),
+    )
+
+
+class MaskRef(ctypes.Structure):
+    """Mirror of `struct MaskRef`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("batch", "head", "row", "col")),
+    )
+
+
+CTYPES: dict[str, Any] = {
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
+    "TensorRef": TensorRef,
+    "MaskRef": MaskRef,
+}
+STRUCTS = re.compile(
+    r"(?:// A (?:tensor|bool mask) .*\nstruct \w+ \{\n(?:    .*\n)*\};\n\n)*"
+    r"struct Params \{\n(?:    .*\n)*\};"
+)
 
 
 class Params(ctypes.Structure):
-    """Mirror of `struct Params`."""
+    """Mirror of the launcher's `struct Params`, with all members."""
 
     _fields_ = tuple((f.name, CTYPES.get(f.ctype, ctypes.c_void_p)) for f in params.FIELDS)
+
+    def packed(self, names: tuple[str, ...]) -> ctypes.Array[ctypes.c_char]:
+        """The argument of a kernel that prints the members `names`."""
+        places = (getattr(Params, name) for name in names)
+        return ctypes.create_string_buffer(
+            b"".join(bytes(self)[x.offset : x.offset + x.size] for x in places)
+        )
+
+
+def full_params(text: str) -> str:
+    """A kernel's text with all members of Params, as the mirror has them and harnesses use them."""
+    whole, count = STRUCTS.subn(lambda _: params.struct(), text)
+    assert count == 1
+    return whole
 
 
 @dataclass(frozen=True)
@@ -48,6 +92,7 @@ class Kernel:
     def __init__(self, spec: Spec, directory: Path, flags: tuple[str, ...] = FLAGS) -> None:
         self.spec = spec
         source = render(spec)
+        self.members = source.params
         path = directory / source.file_name
         path.write_text(source.text)
         self.library = gxx.library(path, *flags)
@@ -77,7 +122,7 @@ class Kernel:
         delta = torch.full((*x.q.shape[:2], padded), math.nan)
         dq_accum = torch.full((*delta.shape, x.q.shape[3]), math.nan)
         turns = torch.full((*x.q.shape[:2], padded // tile_m), -1, dtype=torch.int32)
-        flat = {"lse": lse, "delta": delta, "dq_accum": dq_accum, "turns_taken": turns}
+        flat = {"lse": lse, "delta": delta, "dq_accum": dq_accum, "dq_semaphore": turns}
         if dlse is not None:
             flat["dlse"] = dlse
         self._call(x, {"dout": dout, "out": out, **grads}, flat, threads)
@@ -89,9 +134,7 @@ class Kernel:
         """Params of a call; they point into the tensors given, which the caller keeps alive."""
         p = Params()
         for name, tensor in {"q": x.q, "k": x.k, "v": x.v, **strided}.items():
-            setattr(p, name, tensor.data_ptr())
-            for axis, stride in zip(("batch", "head", "row"), tensor.stride()[:3], strict=True):
-                setattr(p, f"{name}_{axis}", stride)
+            setattr(p, name, TensorRef(tensor.data_ptr(), *tensor.stride()[:3]))
         for name, tensor in flat.items():
             setattr(p, name, tensor.data_ptr())
         p.batch, p.heads_q, p.seq_q = x.q.shape[:3]
@@ -114,8 +157,8 @@ class Kernel:
         held.append(torch.empty(owned, other, dtype=torch.int32))
         p.starts, p.ends = x.starts.data_ptr(), x.ends.data_ptr()
         held.append(torch.empty_like(held[2]))
-        p.tile_count, p.tile_order, p.tile_list, p.turn = (t.data_ptr() for t in held)
-        getattr(self.library, f"{self.spec.symbol}_schedule")(ctypes.byref(p))
+        p.tile_count, p.tile_order, p.tile_list, p.dq_order = (t.data_ptr() for t in held)
+        getattr(self.library, f"{self.spec.symbol}_schedule")(p.packed(self.members))
         return held
 
     def _call(
@@ -123,5 +166,5 @@ class Kernel:
     ) -> None:
         p = self.prepare(x, strided, flat, threads)
         held = self.schedule(p, x) if self.spec.problem.mask is Mask.SPANS else []
-        getattr(self.library, self.spec.symbol)(ctypes.byref(p))
+        getattr(self.library, self.spec.symbol)(p.packed(self.members))
         del held
