@@ -56,11 +56,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """One test at a time has the GPU, however many workers there are: some fill it, some count its memory."""
+    """Tests share the GPU, as many at a time as have 16 GiB of its memory each."""
     if item.get_closest_marker("gpu") is None or no_gpu():
         return (yield)
-    with kept.lock("gpu"):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    with kept.lock(f"gpu{worker % gpu_places()}"):
         return (yield)
+
+
+@cache
+def gpu_places() -> int:
+    import torch
+
+    return max(1, torch.cuda.get_device_properties(0).total_memory >> 34)
 
 
 @cache
