@@ -68,7 +68,7 @@ class Plan:
     short_last: bool = False  # last query tiles start last of all; warpgroups without rows pass them by
     from_end: bool = False  # the last query tile ends with the last query; the first may begin before query 0
     staggered: bool = False  # warpgroups begin with the first key tile, from the end, that their own rows see
-    alternating: bool = False  # every other section of the work starts with its smallest tiles (order.cuh)
+    alternating: bool = False  # every other section of the work starts with its smallest tiles (schedule.cuh)
     cluster: int = 1  # blocks that take neighbouring tiles of a head and share their loads
     bounds: bool = False  # its schedule has bounds and pieces
     bits: str = (

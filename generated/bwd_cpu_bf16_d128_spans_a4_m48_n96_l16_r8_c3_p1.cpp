@@ -469,7 +469,7 @@ struct Scratch {
     Queries queries;
     KeyPanel panels[kPanels];
 };
-static_assert(sizeof(Scratch) == kScratchBytes, "codegen/plan_cpu.py disagrees");
+static_assert(sizeof(Scratch) == kScratchBytes, "codegen/families/cpu.py disagrees");
 
 // Panel with the key rows from `row` on.
 static void start(const Params* p, int batch, int head_kv, int row, KeyPanel& panel) {

@@ -100,7 +100,7 @@ constexpr int kOffsetDs = kOffsetP + kScoreBytes;
 constexpr int kOffsetStats = kOffsetDs + kScoreBytes;
 constexpr int kOffsetSpans = kOffsetStats + kStages * kStatBytes;
 constexpr int kSharedBytes = kOffsetSpans + kTileN * 8;
-static_assert(kSharedBytes == 119552, "codegen/plan_fp32.py disagrees");
+static_assert(kSharedBytes == 119552, "codegen/families/sm80_fp32.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain: docs/performance.md, log 11.
+// sections gain: docs/experiments.md, 11.
 constexpr long long kCacheBytes = 40 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -987,8 +987,9 @@ __device__ __forceinline__ void load_first(const Params& p, const Work& work, un
 }
 
 // Warp: its share of dQ = scale * dS K of this step, added in memory.
-__device__ __forceinline__ void step_dq(const Params& p, const Work& work, const QueryTile& query, unsigned ds,
-                                        const float* k, const Operands& at) {
+__device__ __forceinline__ void step_dq(const Params& p, const Work& work, int step, unsigned ds, const float* k,
+                                        const Operands& at) {
+    const QueryTile query = query_tile_at(p, work, step);  // again: to keep it in registers would spill others
     const int query0 = query.tile * kTileM;
     float* dq = static_cast<float*>(p.dq.data) + work.batch * p.dq.batch + query.head * p.dq.head + query0 * p.dq.row;
     add_dq(dq, p.dq.row, p.seq_q - query0, p.scale, ds + at.ds_left, k + at.dq_right, at.dq_row, at.dq_column);
@@ -1022,7 +1023,7 @@ __device__ __forceinline__ void walk(const Params& p, const Work& work, unsigned
         store_scores(ds_tile, dp);
         __syncthreads();  // P and dS are complete
 
-        step_dq(p, work, query, base + kOffsetDs, k_tile, at);
+        step_dq(p, work, step, base + kOffsetDs, k_tile, at);
         add_dv(sums.dv, p_tile + at.dkv_left, do_tile + at.do_right);
         add_dk(sums.dk, ds_tile + at.dkv_left, q_tile + at.q_right);
 

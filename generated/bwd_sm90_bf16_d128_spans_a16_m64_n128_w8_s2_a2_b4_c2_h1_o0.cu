@@ -96,7 +96,7 @@ constexpr int kOffsetDs = kOffsetP + kScoreBytes;
 constexpr int kOffsetStats = kOffsetDs + kScoreBytes;
 constexpr int kOffsetSpans = kOffsetStats + kStages * kStatBytes;
 constexpr int kSharedBytes = kOffsetSpans + kTileN * 8;
-static_assert(kSharedBytes == 165888, "codegen/plan_sm80_backward.py disagrees");
+static_assert(kSharedBytes == 165888, "codegen/families/sm80_backward.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain: docs/performance.md, log 11.
+// sections gain: docs/experiments.md, 11.
 constexpr long long kCacheBytes = 40 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.

@@ -95,7 +95,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds the tensors; encoded by the host for each call.
+// What TMA needs to know of each tensor; encoded by the host for each call.
 struct TensorMaps {
     TensorMap q, dout, k, v;
 };
@@ -103,6 +103,14 @@ struct TensorMaps {
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDim = 128;
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSwizzleBytes.
+constexpr int kColumns = 64;
+constexpr int kSwizzleBytes = kColumns * 2;
+constexpr unsigned kSwizzle = 1;  // wgmma's code for it
+constexpr int kPanels = 2;
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row
+constexpr int kRowBytes = kMain * 2;
+constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
@@ -110,14 +118,6 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
 constexpr int kStagesQ = 3;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
-// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
-constexpr int kColumns = 64;
-constexpr int kSpan = kColumns * 2;
-constexpr unsigned kSwizzle = 1;  // wgmma's code for it
-constexpr int kPanels = 2;
-constexpr int kMain = kColumns * kPanels;  // columns of a stored row
-constexpr int kRowBytes = kMain * 2;
-constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kDqColumns = 64;  // of dQ that a consumer computes: half of them, for all keys of the block
 constexpr int kDqSecond = kDqColumns;  // the first column of the second consumer
 constexpr int kDqBytes = 64 * kDqColumns * 4;  // of a consumer
@@ -173,7 +173,7 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Thread: make initialised barriers visible to the copy engine.
+// Thread: make initialised barriers visible to TMA.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -198,6 +198,25 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         "@!done bra again;\n"
         "}" ::"r"(barrier), "r"(parity)
         : "memory");
+}
+
+// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: close the group of wgmma issued since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
+template <int n>
+__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
 }
 
 // Thread: start fetching a descriptor, which the first copy would wait for.
@@ -237,25 +256,6 @@ __device__ __forceinline__ void tma_store_wait() {
 // Readers call it, not writers: these would wait until their writes are done, which products in flight delay.
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
-__device__ __forceinline__ void wgmma_fence() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-// Warpgroup: close the group of wgmma issued since the last commit.
-__device__ __forceinline__ void wgmma_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
-template <int n>
-__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-        asm volatile("" : "+f"(d[i])::"memory");
-    }
 }
 
 // Warpgroup: wait until at most `groups` groups are in flight.
@@ -394,7 +394,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain: docs/performance.md, log 11.
+// sections gain: docs/experiments.md, 11.
 constexpr long long kCacheBytes = 40 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -586,7 +586,7 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address, int l
 
 // Where k16 step `step` along the columns of a tile of `rows` rows starts, in units of a descriptor's address.
 __device__ __forceinline__ constexpr int step_at(int step, int rows) {
-    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
+    return (step / (kColumns / 16) * rows * kSwizzleBytes + step % (kColumns / 16) * 32) >> 4;
 }
 
 // Thread: start copying `rows` rows of a head, from `row` on, to a tile.
@@ -810,8 +810,8 @@ __device__ __forceinline__ void start_row_stats(float (&s)[kTileM / 2], const un
 
 // Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.
 __device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned keys, unsigned queries) {
-    const unsigned long long a = descriptor(keys, 0, 8 * kSpan, kSwizzle);
-    const unsigned long long b = descriptor(queries, 0, 8 * kSpan, kSwizzle);
+    const unsigned long long a = descriptor(keys, 0, 8 * kSwizzleBytes, kSwizzle);
+    const unsigned long long b = descriptor(queries, 0, 8 * kSwizzleBytes, kSwizzle);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         wgmma_scores(s, a + step_at(step, kTileN), b + step_at(step, kTileM), step > 0);
@@ -821,20 +821,20 @@ __device__ __forceinline__ void start_scores(float (&s)[kTileM / 2], unsigned ke
 // Warpgroup: start dV += P^T dO or dK += dS^T Q, for its keys; the sum is overwritten if `add` is 0.
 __device__ __forceinline__ void start_dkv(float (&sum)[kHeadDim / 2], const unsigned (&frags)[kTileM / 16][4],
                                           unsigned queries, int add) {
-    const unsigned long long b = descriptor(queries, kTileM * kSpan, 8 * kSpan, kSwizzle);
+    const unsigned long long b = descriptor(queries, kTileM * kSwizzleBytes, 8 * kSwizzleBytes, kSwizzle);
 #pragma unroll
     for (int step = 0; step < kTileM / 16; ++step) {
-        wgmma_dkv(sum, frags[step], b + (step * 16 * kSpan >> 4), step > 0 ? 1 : add);
+        wgmma_dkv(sum, frags[step], b + (step * 16 * kSwizzleBytes >> 4), step > 0 ? 1 : add);
     }
 }
 
 // Warpgroup: start dQ = dS K over all keys of the block, for the kDqColumns columns that start at `k`.
 __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], unsigned ds, unsigned k) {
     const unsigned long long a = descriptor(ds, 0, 8 * kDsRowBytes, kSwizzleDs);
-    const unsigned long long b = descriptor(k, kTileN * kSpan, 8 * kSpan, kSwizzle);
+    const unsigned long long b = descriptor(k, kTileN * kSwizzleBytes, 8 * kSwizzleBytes, kSwizzle);
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_dq(dq, a + (step * 16 * kDsRowBytes >> 4), b + (step * 16 * kSpan >> 4), step > 0);
+        wgmma_dq(dq, a + (step * 16 * kDsRowBytes >> 4), b + (step * 16 * kSwizzleBytes >> 4), step > 0);
     }
 }
 
@@ -919,11 +919,11 @@ struct Consumer {
 
     __device__ __forceinline__ void wait_k() {
         barrier_wait(base + kFullK, 0);
-        k = base + kOffsetK + group * 64 * kSpan;
+        k = base + kOffsetK + group * 64 * kSwizzleBytes;
     }
     __device__ __forceinline__ void wait_v() {
         barrier_wait(base + kFullV, 0);
-        v = base + kOffsetV + group * 64 * kSpan;
+        v = base + kOffsetV + group * 64 * kSwizzleBytes;
     }
     __device__ __forceinline__ void wait_q() { barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase); }
     __device__ __forceinline__ void wait_dout() { barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase); }
@@ -963,7 +963,7 @@ struct Consumer {
 
     // Issue dQ = dS K, the columns of this consumer, of the step whose dS is at `ds`.
     __device__ __forceinline__ void issue_dq(unsigned ds) {
-        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSpan));
+        start_dq(dq, ds, base + kOffsetK + group * (kDqSecond / kColumns * kTileN * kSwizzleBytes));
         wgmma_commit();
     }
 

@@ -328,7 +328,7 @@ struct alignas(64) Scratch {
     word k[kTileN * kDepth];
     word v[kTileN / 2 * kColumnsV];
 };
-static_assert(sizeof(Scratch) == kScratchBytes, "codegen/plan_cpu.py disagrees");
+static_assert(sizeof(Scratch) == kScratchBytes, "codegen/families/cpu.py disagrees");
 
 // Panel with query rows from `row` on of head `head`.
 static void start(const Params* p, int batch, int head, int row, Panel& panel) {

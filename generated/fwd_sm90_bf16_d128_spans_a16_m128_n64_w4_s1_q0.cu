@@ -60,7 +60,7 @@ constexpr int kSharedBytes = kTileBytesM + 2 * kStages * kTileBytesN;
 constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
-static_assert(kSharedBytes == 65536, "codegen/plan_sm80.py disagrees");
+static_assert(kSharedBytes == 65536, "codegen/families/sm80.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain: docs/performance.md, log 11.
+// sections gain: docs/experiments.md, 11.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.

@@ -73,7 +73,7 @@ constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kTileM * kPitch * 4;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kSharedBytes = kOffsetV + kStages * kTileBytesV;
-static_assert(kSharedBytes == 69632, "codegen/plan_fp32.py disagrees");
+static_assert(kSharedBytes == 69632, "codegen/families/sm80_fp32.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ __device__ __forceinline__ int visit(const Params& p, int plane, int tile, int i
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain: docs/performance.md, log 11.
+// sections gain: docs/experiments.md, 11.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.

@@ -56,7 +56,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// How the copy engine finds the tensors; encoded by the host for each call.
+// What TMA needs to know of each tensor; encoded by the host for each call.
 struct TensorMaps {
     TensorMap q, k, v, out;
 };
@@ -64,6 +64,14 @@ struct TensorMaps {
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDim = 128;
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSwizzleBytes.
+constexpr int kColumns = 64;
+constexpr int kSwizzleBytes = kColumns * 2;
+constexpr unsigned kSwizzle = 1;  // wgmma's code for it
+constexpr int kPanels = 2;
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row
+constexpr int kRowBytes = kMain * 2;
+constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileM = 192;  // query rows of a work tile
 constexpr int kTileN = 80;  // keys of a visit
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
@@ -71,18 +79,10 @@ constexpr int kHiddenVisits = 2;  // of a work tile before the first that its fi
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
 // 1 at most. Elsewhere they are updated only when the average of P over a thread's columns passes 1.25. P is rounded:
-// a row whose largest P is not 1 loses accuracy. What these two numbers cost: docs/performance.md, log 24.
+// a row whose largest P is not 1 loses accuracy. What these two numbers cost: docs/experiments.md, 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 3;  // buffers of K and of V
-// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSpan bytes.
-constexpr int kColumns = 64;
-constexpr int kSpan = kColumns * 2;
-constexpr unsigned kSwizzle = 1;  // wgmma's code for it
-constexpr int kPanels = 2;
-constexpr int kMain = kColumns * kPanels;  // columns of a stored row
-constexpr int kRowBytes = kMain * 2;
-constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
 constexpr int kBuffersQ = 2;  // O is stored through the buffer of its Q
@@ -107,7 +107,7 @@ constexpr int kBroadcast = kEmptyV + 8 * kStages;
 constexpr int kBroadcastBytes = 16;
 static_assert(kBroadcast % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kBroadcast + kBroadcastBytes * kBuffersQ;
-static_assert(kSharedBytes == 221344, "codegen/plan_sm90.py disagrees");
+static_assert(kSharedBytes == 221344, "codegen/families/sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 //   kOrderBarrier      orders warpgroups: one syncs before it issues products, the one before it arrives after its own
@@ -125,7 +125,7 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Thread: make initialised barriers visible to the copy engine.
+// Thread: make initialised barriers visible to TMA.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -150,6 +150,25 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         "@!done bra again;\n"
         "}" ::"r"(barrier), "r"(parity)
         : "memory");
+}
+
+// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: close the group of wgmma issued since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
+template <int n>
+__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
 }
 
 // Thread: arrive if `condition`; no branch, as divergence would make ptxas take the wgmma around it one by one.
@@ -226,25 +245,6 @@ __device__ __forceinline__ void tma_store_wait() {
 // Readers call it, not writers: these would wait until their writes are done, which products in flight delay.
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
-__device__ __forceinline__ void wgmma_fence() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-// Warpgroup: close the group of wgmma issued since the last commit.
-__device__ __forceinline__ void wgmma_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
-template <int n>
-__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-        asm volatile("" : "+f"(d[i])::"memory");
-    }
 }
 
 // Warpgroup: wait until no group, or at most one, is in flight.
@@ -345,7 +345,7 @@ __device__ __forceinline__ int visits(const Params& p, int tile) {
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain: docs/performance.md, log 11.
+// sections gain: docs/experiments.md, 11.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -383,7 +383,7 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address, int l
 
 // Where k16 step `step` along the columns of a tile of `rows` rows starts, in units of a descriptor's address.
 __device__ __forceinline__ constexpr int step_at(int step, int rows) {
-    return (step / (kColumns / 16) * rows * kSpan + step % (kColumns / 16) * 32) >> 4;
+    return (step / (kColumns / 16) * rows * kSwizzleBytes + step % (kColumns / 16) * 32) >> 4;
 }
 
 // Thread: start copying `rows` rows of a head, from `row` on, to a tile.
@@ -395,14 +395,14 @@ __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, u
 // Descriptor of the rows from `row` on of a tile of `rows` rows, whether wgmma sums over columns or over rows (over
 // columns it ignores the distance of panels).
 __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
-    return descriptor(tile + row * kSpan, rows * kSpan, 8 * kSpan, kSwizzle);
+    return descriptor(tile + row * kSwizzleBytes, rows * kSwizzleBytes, 8 * kSwizzleBytes, kSwizzle);
 }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: it XORs the chunk's number
 // with the row's place in the pattern.
 __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
     const int place = chunk % 8 ^ row / 1 % 8;
-    return chunk / 8 * rows * kSpan + row * kSpan + place * 16;
+    return chunk / 8 * rows * kSwizzleBytes + row * kSwizzleBytes + place * 16;
 }
 
 // Thread: store 64 rows, from `from` on, of a tile of `rows` rows as rows `row` and following of a head; rows past its
@@ -411,7 +411,7 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, unsigned tile, 
                                            int rows) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-        tma_store(map, tile + (panel * rows + from) * kSpan, panel * kColumns, row, 0, head, batch);
+        tma_store(map, tile + (panel * rows + from) * kSwizzleBytes, panel * kColumns, row, 0, head, batch);
     }
     tma_store_commit();
 }
@@ -456,7 +456,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kHeadDim / 2], const unsi
     const unsigned long long b = panels_at(v, kTileN, 0);
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_out(o, p[step], b + (step * 16 * kSpan >> 4), step > 0 || accumulate);
+        wgmma_out(o, p[step], b + (step * 16 * kSwizzleBytes >> 4), step > 0 || accumulate);
     }
 }
 
@@ -487,9 +487,17 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     return {owned_tile(p, place.rank), place.head, place.batch};
 }
 
-// Pieces of work, those that see nothing included.
+// Work tiles, those that see nothing included.
 __device__ __forceinline__ int count_work(const Params& p) {
     return p.tiles_m * p.heads_q * p.batch;
+}
+
+// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
+// work tile every time.
+__device__ __forceinline__ int work_index(const Params& p, int round) {
+    const int total = count_work(p);
+    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return index < total ? index : -1;
 }
 
 // The first query row of a work tile.
@@ -500,14 +508,6 @@ __device__ __forceinline__ int first_row(const Params& p, const Work& work) {
 // How many key tiles a work tile visits.
 __device__ __forceinline__ int visits_of(const Params& p, const Work& work) {
     return visits(p, work.tile);
-}
-
-// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
-// piece every time.
-__device__ __forceinline__ int work_index(const Params& p, int round) {
-    const int total = count_work(p);
-    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    return index < total ? index : -1;
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 98368, "codegen/plan_sm90_fp32.py disagrees");
+static_assert(kSharedBytes == 98368, "codegen/families/sm90_fp32.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 enum NamedBarrier { kOrderOfFirst = 1, kMeetingOfFirst = 1 + kConsumers };
@@ -109,7 +109,7 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Thread: make initialised barriers visible to the copy engine.
+// Thread: make initialised barriers visible to TMA.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -136,22 +136,6 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         : "memory");
 }
 
-// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
-__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-        "l"(src), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
-// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
-__device__ __forceinline__ void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Warpgroup: order register and shared-memory accesses before the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -169,6 +153,22 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     for (int i = 0; i < n; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");
     }
+}
+
+// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
+__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Warpgroup: wait until no group is in flight.
@@ -257,7 +257,7 @@ __device__ __forceinline__ int2 reach_of(const Params& p, int plane, int tile, i
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain: docs/performance.md, log 11.
+// sections gain: docs/experiments.md, 11.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -525,13 +525,13 @@ __device__ __forceinline__ Work work_at(const Params& p, int index) {
     return {owned_tile(p, plane, place.rank), place.head, place.batch, plane};
 }
 
-// Pieces of work, those that see nothing included.
+// Work tiles, those that see nothing included.
 __device__ __forceinline__ int count_work(const Params& p) {
     return p.tiles_m * p.heads_q * p.batch;
 }
 
 // The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
-// piece every time.
+// work tile every time.
 __device__ __forceinline__ int work_index(const Params& p, int round) {
     const int total = count_work(p);
     const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);

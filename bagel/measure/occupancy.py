@@ -1,6 +1,6 @@
 """Bounds from tile schedules: hidden pairs in visited tiles, and SMs that wait for the last one.
 
-A simulation on the host, from the lists of tiles and the order in which blocks take them (order.cuh.jinja).
+A simulation on the host, from the lists of tiles and the order in which blocks take them (schedule.cuh.jinja).
 Time is counted in full tiles: one tile of one head takes 1.
 """
 

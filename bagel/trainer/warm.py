@@ -79,7 +79,9 @@ def gpu_targets(gpu: str | None, arch: str | None) -> tuple[Target, ...]:
     wanted = Arch(arch)
     archs = [archs for archs in kernels.ARCHS.values() if wanted in archs]
     if not archs:
-        raise ValueError(f"--arch: {wanted.value} is no GPU's; CPU kernels depend on the machine they run on")
+        raise ValueError(
+            f"--arch: {wanted.value} is not a GPU; CPU kernels depend on the machine they run on"
+        )
     files = [path for place in tables.folders() for path in place.glob("*.json")]
     named = {path.stem for path in files if _is_of(path.stem, archs[0])}
     return tuple(Target(name, archs[0]) for name in sorted({*named, ""}))

@@ -68,8 +68,8 @@ static void accumulator_fence(T&) {}
 static std::vector<Range> own_rows(unsigned keys) {
     std::vector<Range> ranges;
     for (int panel = 0; panel < kPanels; ++panel) {
-        const unsigned from = keys + panel * kTileN * kSpan + warp() % 4 * 16 * kSpan;
-        ranges.push_back({from, from + 16 * kSpan});
+        const unsigned from = keys + panel * kTileN * kSwizzleBytes + warp() % 4 * 16 * kSwizzleBytes;
+        ranges.push_back({from, from + 16 * kSwizzleBytes});
     }
     return ranges;
 }
@@ -136,7 +136,7 @@ static void start_dkv(S& sum, const F& frags, unsigned queries, int add) {
 }
 template <class S>
 static void start_dq(S& dq, unsigned ds, unsigned k) {
-    const unsigned panels = (kDqColumns + kColumns - 1) / kColumns, panel = kTileN * kSpan;
+    const unsigned panels = (kDqColumns + kColumns - 1) / kColumns, panel = kTileN * kSwizzleBytes;
     const unsigned first = kOffsetK + (k - kOffsetK) / panel * panel;
     const Range scores{ds, ds + kDsBytes}, keys{first, first + panels * panel};
     const Write a = origin({scores}, ds), b = origin({keys}, kOffsetK);

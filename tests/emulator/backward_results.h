@@ -114,7 +114,7 @@ static std::vector<Range> staged_rows(unsigned part, int warp, int half) {
     for (int row = warp * 16; row < warp * 16 + 16; ++row) {
         for (int chunk = half; chunk < kHeadDim / 8; chunk += 2) {
             const int place = chunk % chunks ^ row / (64 / kColumns) % chunks;
-            const unsigned from = part + chunk / chunks * 64 * kSpan + row * kSpan + place * 16;
+            const unsigned from = part + chunk / chunks * 64 * kSwizzleBytes + row * kSwizzleBytes + place * 16;
             ranges.push_back({from, from + 16});
         }
     }

@@ -5,15 +5,15 @@
 static Piece read(unsigned tile, int from, int count, int rows, Tensor tensor) {
     Read read{{}, current->group};
     std::map<unsigned, Piece>& shared = here().shared;
-    const Piece first = shared[tile + from * kSpan];
+    const Piece first = shared[tile + from * kSwizzleBytes];
     for (int row = from; row < from + count; ++row) {
         for (int panel = 0; panel <= kPanels; ++panel) {
             const bool tail = panel == kPanels;
             if (tail && kMain * 2 == kRowBytes) {
                 break;
             }
-            const int width = tail ? kRowBytes - kMain * 2 : kSpan;
-            const unsigned address = tile + panel * rows * kSpan + row * width;
+            const int width = tail ? kRowBytes - kMain * 2 : kSwizzleBytes;
+            const unsigned address = tile + panel * rows * kSwizzleBytes + row * width;
             Piece expected = first;
             expected.tensor = tensor;
             expected.column = panel * kColumns;

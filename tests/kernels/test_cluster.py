@@ -106,9 +106,12 @@ def test_tables_older_than_the_knob_mean_blocks_by_themselves() -> None:
 def test_exported_launches_know_their_clusters() -> None:
     items = tuple(Item(spec_of(*VARIANTS[i]), 1024, "guess") for i in (0, 2))
     table = Tree(NAME, Arch.SM90A, items).files(COMMAND)[f"{NAME}/{NAME}.cu"]
-    for item, persistent in zip(items, ("true", "false"), strict=True):
+    for item, persistent in zip(items, (1, 0), strict=True):
         (launch,) = item.plan.launches
-        assert f"{launch.threads}, {launch.shared_bytes}, {persistent}, 2}}," in table
+        _, found, rest = table.partition(f"  symbol {launch.symbol}\n")
+        assert found
+        sizes = f"  threads {launch.threads}\n  shared_bytes {launch.shared_bytes}\n"
+        assert f"{sizes}  persistent {persistent}\n  cluster 2\n" in rest.partition("tensor_maps")[0]
 
 
 @pytest.mark.gpu

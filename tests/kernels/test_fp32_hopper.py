@@ -121,7 +121,7 @@ def test_the_workspace_holds_three_parts_of_k_and_v() -> None:
     assert plan.dkv_accum
     assert (plan.columns * 4, plan.columns_v * 4) == (3 * 48 * 2, 3 * 80 * 2)
     assert plan.constants["columns_out"] == 72
-    assert [launch.symbol.rpartition("_")[2] == "prepare" for launch in plan.launches] == [True, False]
+    assert [launch.symbol.rpartition("_")[2] == "preprocess" for launch in plan.launches] == [True, False]
 
 
 @pytest.mark.nvcc

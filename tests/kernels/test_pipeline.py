@@ -125,7 +125,7 @@ def attach(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
         held = {"starts": starts, "ends": ends} | schedule.run(starts, ends, p.seq_q, p.seq_k)
     else:
         held = {"dense": dense} | schedule.run(dense, None, p.seq_q, p.seq_k)
-        held["pieces"].zero_()
+        held["tile_counter"].zero_()
     for name, table in held.items():
         setattr(p, name, table.data_ptr())
     p.dense.row, p.list_stride = p.seq_k, p.tiles_n

@@ -108,7 +108,7 @@ def test_a_search_makes_the_table_know_dense_masks(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
-    (table,) = (tmp_path / "tuned").glob("cpu-*.json")
+    (table,) = tmp_path.glob("cpu-*.json")
     (entry,) = json.loads(table.read_text())
     assert (entry["class"]["mask"], entry["class"]["octave"], entry["class"]["visible_octave"]) == (
         "dense",

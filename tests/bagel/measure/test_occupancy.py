@@ -29,7 +29,7 @@ def documents(*lengths: int, heads: int = 1) -> Case:
 
 
 def test_the_cache_budget_is_the_templates() -> None:
-    text = (Path(__file__).parents[3] / "templates" / "common" / "order.cuh.jinja").read_text()
+    text = (Path(__file__).parents[3] / "templates" / "common" / "schedule.cuh.jinja").read_text()
     match = re.search(r"kCacheBytes = \{\{ (\d+) if forward else (\d+) \}\} << 20;", text)
     assert match is not None
     assert {FORWARD: int(match[1]) << 20, BACKWARD: int(match[2]) << 20} == CACHE_BYTES
