@@ -26,7 +26,7 @@
 //   lse       64                    ln(sum exp(scale S)) = scale row_max + ln(row_sum)
 //   work tile                       one query tile of one head
 //   visit     0 to visit_count - 1  one key tile of a work tile
-//   kv_range  [begin, end)          the visits that show a warpgroup's rows anything
+//   kv_range  [begin, end)          the visits in which a warpgroup's rows see a key
 //
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
@@ -263,7 +263,7 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Thread: ptxas, no longer knowing what x is, keeps it in its register in place of computing it anew. Costs nothing.
+// Thread: hide x's value from ptxas, so that it keeps x in a register instead of computing it again. No instruction.
 template <class Word>
 __device__ __forceinline__ void pin(Word& x) {
     asm volatile("" : "+r"(x));
@@ -715,7 +715,7 @@ struct TileTail {
 // One consumer warpgroup, which owns 64 query rows of every work tile. Its visit i is
 //
 //     S = Q K_i^T               issue_qk                                  wgmma, to s
-//     P = 2^(S - row_max)       apply_mask_and_release_k, softmax_step    s to p_frags
+//     P = 2^(scale log2(e) (S - row_max))   apply_mask_and_release_k, softmax_step   s to p_frags
 //     O = O + P V_i             issue_pv                                  wgmma, to o
 //
 // wgmma is asynchronous. Inside a work tile, S of visit i is in flight together with P V of visit i - 1;

@@ -103,7 +103,7 @@ _SUBJECTS = {
     ("sm80", "bwd"): "mma.sync with the warps split differently for each of the five products",
     ("sm80_fp32", "fwd"): "float32 from three tf32 products per product; short sums on the tensor cores",
     ("sm80_fp32", "bwd"): "the five products of the backward in split tf32",
-    ("sm90a", "fwd"): "a TMA producer warp and wgmma consumer warpgroups; softmax overlaps the next Q K^T",
+    ("sm90a", "fwd"): "a TMA producer thread and wgmma consumer warpgroups; softmax overlaps the next Q K^T",
     ("sm90a", "bwd"): "wgmma for all five products, dQ summed through TMA reductions, overlapped launches",
     ("sm90a_fp32", "fwd"): "float32 from six bf16 wgmma products per product",
 }

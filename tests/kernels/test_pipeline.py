@@ -15,7 +15,7 @@ from pathlib import Path
 import gxx
 import pytest
 import torch
-from cpu_kernel import Params, full_params
+from cpu_kernel import MaskRef, Params, full_params
 from emulated_schedule import EmulatedSchedule
 from torch import Tensor
 
@@ -127,7 +127,7 @@ def attach(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
         held = {"dense": dense} | schedule.run(dense, None, p.seq_q, p.seq_k)
         held["tile_counter"].zero_()
     for name, table in held.items():
-        setattr(p, name, table.data_ptr())
+        setattr(p, name, MaskRef(table.data_ptr()) if name == "dense" else table.data_ptr())
     p.dense.row, p.list_stride = p.seq_k, p.tiles_n
     p.mask_batches = p.mask_heads = p.mask_planes = 1
     return list(held.values())
