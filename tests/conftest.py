@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -91,6 +92,14 @@ def no_gpu() -> str:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     return ""
+
+
+@pytest.fixture(autouse=True)
+def deterministic_mode() -> Iterator[None]:
+    """What a test, or a program that it runs, makes of torch's deterministic mode ends with the test."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

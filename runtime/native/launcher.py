@@ -29,17 +29,21 @@ log = logging.getLogger("attnforge")
 NAME = "attnforge_launcher"
 LIBRARY = f"{NAME}.so"
 FLAGS = ("-O2",)
+# Some compilers link libstdc++ statically. Its symbols must stay inside this library: two copies that share some of
+# them (those of locales are unique in a process) disagree about the facets of a stream, and formatting a number fails.
+LINK_FLAGS = ("-Wl,--exclude-libs,libstdc++.a",)
 
 # It also loads the result: what does not load is not published. ninja comes from its package, not the PATH.
 BUILD = """
 import os, sys
 import ninja
-directory, compiler, *flags = sys.argv[1:]
+directory, compiler, count, *flags = sys.argv[1:]
+count = int(count)
 os.environ["PATH"] = ninja.BIN_DIR + os.pathsep + os.environ.get("PATH", "")
 os.environ["CXX"] = compiler
 from torch.utils.cpp_extension import load
-load("attnforge_launcher", [directory + "/launcher.cpp"], extra_cflags=flags, build_directory=directory,
-     is_python_module=False, with_cuda=False)
+load("attnforge_launcher", [directory + "/launcher.cpp"], extra_cflags=flags[:count],
+     extra_ldflags=flags[count:], build_directory=directory, is_python_module=False, with_cuda=False)
 """
 
 _lock = threading.Lock()
@@ -82,6 +86,7 @@ def key(texts: dict[str, str]) -> str:
     parts = [
         *(part for item in sorted(texts.items()) for part in item),
         *FLAGS,
+        *LINK_FLAGS,
         torch.__version__,
         str(torch.version.git_version),
         str(torch.compiled_with_cxx11_abi()),
@@ -105,7 +110,8 @@ def build(directory: Path, texts: dict[str, str]) -> None:
         (directory / name).write_text(text)
     compiler = host_toolchain(os.environ).program
     begin = time.perf_counter()
-    command = (sys.executable, "-c", BUILD, str(directory), str(compiler), *FLAGS)
+    flags = (str(len(FLAGS)), *FLAGS, *LINK_FLAGS)
+    command = (sys.executable, "-c", BUILD, str(directory), str(compiler), *flags)
     code, output = run(command, directory)
     library = directory / LIBRARY
     if code != 0 or not library.is_file():

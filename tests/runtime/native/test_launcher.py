@@ -37,6 +37,25 @@ def test_mask_kinds_are_numbered_alike() -> None:
     assert "enum MaskKind : int64_t { kFull, kCausal, kSpans, kDense };" in variant.header()
 
 
+def test_a_static_libstdcxx_stays_inside(tmp_path: Path) -> None:
+    """Two copies in a process that share the symbols of locales crash when a message formats a number."""
+    source = tmp_path / "message.cpp"
+    source.write_text(
+        "#include <sstream>\n"
+        "std::string message(long number) { std::ostringstream text; text << number; return text.str(); }\n"
+    )
+    exported = []
+    for flags in ((), launcher.LINK_FLAGS):
+        built = tmp_path / "message.so"
+        command = ["g++", "-shared", "-fPIC", "-static-libstdc++", str(source), *flags, "-o", str(built)]
+        subprocess.run(command, check=True)
+        symbols = subprocess.run(
+            ["nm", "-D", "--defined-only", built], check=True, capture_output=True, text=True
+        )
+        exported.append("_ZNSt7num_putI" in symbols.stdout)
+    assert exported == [True, False]
+
+
 def test_failed_build_says_why_and_publishes_nothing(cache_dir: Path) -> None:
     texts = launcher.sources() | {"launcher.cpp": "#error broken on purpose\n"}
     with pytest.raises(CompileError, match=r"the launcher does not compile: .*broken on purpose"):
