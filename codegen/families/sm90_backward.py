@@ -101,9 +101,8 @@ def live_registers(t: Sm90Backward, head_dim: int) -> int:
     throughout = head_dim + -(-head_dim // 16) * 4 * t.in_regs  # dK and dV; K and V as fragments
     gradient = 2 * scores + packed  # P and dP, and P packed, as dV is running
     # The next S, and P and dS packed; with lag also the next dP, or dQ, and what ptxas needs beside these so as not to
-    # serialise the products (C7512), as found by compiling each head_dim from 64 to 96 with each in_regs.
-    beside = 20 if t.in_regs or head_dim % 16 else 4
-    issue = scores + 2 * packed + (max(scores, dq) + beside if t.lag else 0)
+    # serialise the products (C7512): more than 8 registers, at most 20, as found by trying.
+    issue = scores + 2 * packed + (max(scores, dq) + packed if t.lag else 0)
     return throughout + max(gradient, issue, scores + dq)  # the last: the next P and dQ
 
 
@@ -217,10 +216,10 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
     stages = ((4, 4), (4, 3), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
     for ordered, lag, in_regs, (of_q, of_dout), split in product(
         (False, True),
-        (True, False) if problem.head_dim <= 96 else (False,),
+        (True, False) if narrow else (False,),
         (2, 1, 0) if narrow else (0, 1),
         stages,
-        (False, True) if narrow else (True, False),
+        (True, False) if problem.head_dim > 96 else (False, True),
     ):
         for descending in (False,) if ordered else (False, True):
             yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, ordered, descending)

@@ -181,7 +181,6 @@ class Simulated:
         hopper(64, Mask.CAUSAL, 2, 3, 1, 2, 0, 0, 0),
         hopper(72, Mask.FULL, 4, 3, 1, 1, 0, 0, 0),
         hopper(72, Mask.SPANS, 2, 2, 1, 1, 1, 0, 1),
-        hopper(96, Mask.CAUSAL, 3, 2, 1, 0, 1, 0, 0),
         hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 1, 1, 0),
         hopper(64, Mask.FULL, 3, 3, 1, 2, 0, 1, 0),
         hopper(128, Mask.FULL, 3, 2, 0, 0, 0, 1, 0),

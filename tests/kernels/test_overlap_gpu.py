@@ -23,7 +23,6 @@ VARIANTS = [
     (64, Mask.SPANS, Sm90Backward(64, 128, 3, 3, True, 2, True, False, False)),
     (64, Mask.SPANS, Sm90Backward(64, 128, 3, 3, True, 2, True, True, False)),
     (72, Mask.CAUSAL, Sm90Backward(64, 128, 4, 3, True, 1, False, False, False)),
-    (96, Mask.SPANS, Sm90Backward(64, 128, 3, 2, True, 0, True, False, False)),
     (128, Mask.SPANS, Sm90Backward(64, 128, 3, 2, False, 0, False, False, False)),
     (128, Mask.DENSE, Sm90Backward(64, 128, 3, 2, False, 0, True, True, False)),
     (128, Mask.FULL, Sm90Backward(64, 128, 3, 2, False, 0, True, False, False)),
