@@ -96,7 +96,7 @@ def as_unavailable() -> Iterator[None]:
         raise
     except Exception as error:
         log.debug("a peer failed", exc_info=True)
-        words = " ".join(str(error).split())  # of several lines, the first may say nothing
+        words = " ".join(str(error).split())  # all lines, since the first one may hold no information
         raise Unavailable(f"{type(error).__name__}: {words[:200]}") from error
 
 
@@ -278,7 +278,7 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
 def _pair_mod(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     if seen.dim() > 2:
         raise Unavailable(
-            "a mask of its own for each batch entry or head is not written for FlexAttention here"
+            "masks that differ between batch entries or heads are not supported for FlexAttention here"
         )
 
     def in_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

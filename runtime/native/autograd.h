@@ -26,7 +26,7 @@ inline const auto& backward_op() {
     return op;
 }
 
-// Would the dispatcher go from here to the backend's kernel with at most autograd in between, and nobody looking on?
+// Would the dispatcher call the backend's kernel next, with at most autograd in between and no dispatch mode active?
 inline bool is_plain(std::initializer_list<const Tensor*> tensors, const OptionalTensor& mask) {
     c10::DispatchKeySet keys;
     for (const Tensor* x : tensors) {

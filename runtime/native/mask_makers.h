@@ -107,7 +107,7 @@ inline Tensor mask_of_data(const Tensor& data) {
 }
 
 // Keys of split i, up to ends[i], are visible to the queries from firsts[i] on, or from their own on if that is -1, to
-// lasts[i]. Keys from `limit` on are visible to nobody.
+// lasts[i]. Keys from `limit` on are visible to no query.
 inline Tensor mask_of_splits(at::IntArrayRef ends, at::IntArrayRef firsts, at::IntArrayRef lasts, int64_t limit,
                              at::Device place) {
     const c10::Device device =

@@ -12,8 +12,8 @@
 
 namespace attnforge {
 
-// An int tensor that outlives the call, where new_mask left no room. A thread of its own allocates it, since this one's
-// allocations may go into a pool in which nothing may stay behind.
+// An int tensor that outlives the call, where new_mask left no room. Another thread allocates it, since this
+// thread's allocations may go to the pool of a CUDA graph, which must not keep them.
 inline Tensor empty_to_keep(int64_t size, const at::TensorOptions& options, const c10::Stream& stream) {
     Tensor result;
     std::exception_ptr error;
