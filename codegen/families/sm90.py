@@ -158,7 +158,7 @@ def _shared(spec: Spec, t: Sm90Forward, parts: int) -> tuple[int, int, bool]:
     row, mask = panels_of(spec.problem.head_dim).row * 2, spec.problem.mask
     q_bytes, kv_bytes = t.tile_m * row, t.tile_n * row
     require_tiles(64 * row, kv_bytes)
-    bounds = t.stages * t.tile_n * 8 if mask is Mask.SPANS else 0
+    bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
     shared = 2 * t.stages * kv_bytes + bounds + 8 * 4 * t.stages
     # With two buffers, Q of the next work tile arrives before O of this one is stored.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
@@ -277,4 +277,4 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
         yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs, cluster)
 
 
-FORWARD = Family(Sm90Forward, plan, tunings, reasons=REASONS)
+FORWARD = Family(Sm90Forward, plan, tunings, honours=frozenset({"intervals", "planes"}), reasons=REASONS)
