@@ -59,6 +59,11 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(
             f"cluster: its blocks must visit the same key tiles, which a {p.mask.value} mask denies"
         )
+    if p.intervals > 2 and consumers > 2:
+        raise Infeasible(
+            f"intervals {p.intervals}: their bounds take registers that {consumers} consumer warpgroups do not have; "
+            "tile_m 128 fits"
+        )
     return _forward(spec, t, consumers)
 
 
@@ -252,9 +257,15 @@ DENSE = (
 )
 
 
+# Of three or four intervals, whose bounds take registers.
+INTERVALS = Sm90Forward(128, 128, 2, False, True, True, False)
+
+
 def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     """What a search tries, best guess first."""
     narrow = problem.head_dim <= 96
+    if problem.intervals > 2:
+        yield INTERVALS
     if problem.mask is Mask.DENSE:
         yield from DENSE
     if problem.mask is Mask.CAUSAL and not narrow:
