@@ -58,6 +58,7 @@ FIELDS: tuple[Field, ...] = (
     Field("const unsigned*", "mask_bits", "(mask_planes, seq_q, mask_words) dense mask as bits; or dense"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
     Field("const int*", "ends", "(seq_k)"),
+    Field("const int*", "spans", "(mask_planes, intervals, 2, seq_k) starts and ends of unions of intervals"),
     Field(
         "float*",
         "lse",

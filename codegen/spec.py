@@ -13,6 +13,8 @@ from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_type_hints
 
+MAX_INTERVALS = 4  # of the queries that see a key of spans
+
 
 class Direction(Enum):
     """Which half of the operator the kernel computes."""
@@ -62,7 +64,8 @@ class DType(Enum):
 class Mask(Enum):
     """Which (query i, key j) pairs are visible.
 
-    full: all. causal: j <= i + seq_k - seq_q (bottom-right aligned). spans: starts[j] <= i < ends[j].
+    full: all. causal: j <= i + seq_k - seq_q (bottom-right aligned). spans: starts[j] <= i < ends[j], or the union of
+    `Problem.intervals` of these, the same for all heads and batch entries or, with `Problem.planes`, not.
     dense: a bool tensor says so, one for all heads or one for each head or batch entry.
     """
 
@@ -137,10 +140,34 @@ class Problem:
         default=0,
         metadata=about("Columns of v and out; 0: those of q and k", "v", name="head_dim_v", after="head_dim"),
     )
+    intervals: int = field(
+        default=1,
+        metadata=about("Intervals of queries that see a key, 1 to 4; spans", "x", after="mask", match="near"),
+    )
+    planes: int = field(
+        default=0,
+        metadata=about("1: spans differ between batch entries or heads", "p", after="mask", match="near"),
+    )
 
     def __post_init__(self) -> None:
         if self.dim_v == self.head_dim:
             object.__setattr__(self, "dim_v", 0)
+        if not 1 <= self.intervals <= MAX_INTERVALS:
+            raise ValueError(f"intervals: got {self.intervals}, expected 1 to {MAX_INTERVALS}")
+        if self.planes not in (0, 1):
+            raise ValueError(f"planes: got {self.planes}, expected 0 or 1")
+        if self.mask is not Mask.SPANS and (self.intervals > 1 or self.planes):
+            raise ValueError(f"intervals, planes: are of spans, but the mask is {self.mask.value}")
+
+    @property
+    def unions(self) -> bool:
+        """Are these spans of several intervals or planes? Kernels then read `Params.spans`."""
+        return self.intervals > 1 or bool(self.planes)
+
+    @property
+    def in_planes(self) -> bool:
+        """Do visible pairs, and so tile lists, differ between batch entries or heads, at least perhaps?"""
+        return self.mask is Mask.DENSE or bool(self.planes)
 
     @property
     def head_dim_v(self) -> int:

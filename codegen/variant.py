@@ -44,6 +44,8 @@ VARIANT: tuple[Field, ...] = (
     _same("int64_t", "head_dim", "of q and k", f"{_PROBLEM}.head_dim"),
     _same("int64_t", "head_dim_v", "of v and out", f"{_PROBLEM}.head_dim_v"),
     _same("MaskKind", "mask", "", f"{_PROBLEM}.mask.value"),
+    _same("int64_t", "intervals", "of queries that see a key of spans", f"{_PROBLEM}.intervals"),
+    Field("bool", "planes", "spans of batch entries or heads", lambda s: bool(s.plan.spec.problem.planes)),
     _same("int64_t", "align", "bytes that every row start must be a multiple of", f"{_PROBLEM}.align"),
     _same("int64_t", "tile_m", "queries of a tile", f"{_TUNING}.tile_m"),
     _same("int64_t", "tile_n", "keys of a tile", f"{_TUNING}.tile_n"),

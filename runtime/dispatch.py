@@ -158,11 +158,14 @@ def resolve(
     device: torch.device,
     deterministic: bool,
     visible_keys: int,
+    intervals: int = 1,
+    planes: bool = False,
 ) -> int:
     """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
     arch, kind = kernels.target(device), MASKS[mask]
-    problem = Problem(direction, arch, _DTYPES[dtype], head_dim, kind, align, head_dim_v)
+    form = {"intervals": intervals, "planes": int(planes)}
+    problem = Problem(direction, arch, _DTYPES[dtype], head_dim, kind, align, head_dim_v, **form)
     choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward, visible_keys)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     return kernels.load(choice.spec, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnforge.codegen.spec import Mask
+from attnforge.codegen.spec import MAX_INTERVALS, Mask
 
 # Masks are numbered in this order in operator schemas.
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE)
@@ -158,19 +158,29 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int) -> None:
     if mask.device != q.device:
         raise ValueError(f"mask: is on {mask.device}, but q is on {q.device}; move the mask there")
     if what is Mask.SPANS:
-        _check_spans(mask, k)
+        _check_spans(mask, q, k)
     else:
         _check_dense(mask, q, k)
     if not mask.is_contiguous():
         raise ValueError(f"mask: data has strides {mask.stride()}, expected contiguous memory")
 
 
-def _check_spans(mask: Tensor, k: Tensor) -> None:
-    if mask.dim() != 2 or mask.shape[0] != 2:
-        raise ValueError(f"mask: data of spans has shape {_shape(mask)}, expected (2, seq_k)")
-    if mask.shape[1] != k.shape[2]:
+def _check_spans(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    unions = mask.dim() == 5 and 1 <= mask.shape[2] <= MAX_INTERVALS
+    if not (unions or mask.dim() == 2) or mask.shape[-2] != 2:
         raise ValueError(
-            f"mask: is of {mask.shape[1]} keys, but k has {k.shape[2]} rows; expected one entry a key"
+            f"mask: data of spans has shape {_shape(mask)}, expected (2, seq_k) or (batch or 1, heads or 1, "
+            f"1 to {MAX_INTERVALS} intervals, 2, seq_k)"
+        )
+    if mask.shape[-1] != k.shape[2]:
+        raise ValueError(
+            f"mask: is of {mask.shape[-1]} keys, but k has {k.shape[2]} rows; expected one entry a key"
+        )
+    heads = (1, k.shape[1], q.shape[1])
+    if unions and (mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] not in heads):
+        raise ValueError(
+            f"mask: spans are of {mask.shape[0]} batch entries and {mask.shape[1]} heads, expected 1 or {q.shape[0]} "
+            f"batch entries and 1, {k.shape[1]} (of k) or {q.shape[1]} (of q) heads"
         )
 
 

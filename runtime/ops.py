@@ -89,8 +89,8 @@ def attention(
     q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv). float32, bfloat16 or, on a GPU, float16; float32 is
         not reduced to tf32. Any strides, with a unit stride along head_dim. Query head h reads kv head
         h // (Hq / Hkv). Pass a packed (T, H, D) tensor as x.transpose(0, 1)[None], without a copy. D, Dv: 1 to 256.
-    mask: None (all pairs), Causal(), Spans(starts, ends) or DenseMask(bool tensor). A row that sees no key gives
-        zeros and zero gradients.
+    mask: None (all pairs), Causal(), Spans(starts, ends), of up to 4 intervals a key and with planes for batch entries
+        or heads, or DenseMask(bool tensor). A row that sees no key gives zeros and zero gradients.
     scale: factor of q k^T, above 0 in float32 (kernels use the nearest value in 1e-30 to 2e38); None: D ** -0.5.
     deterministic: gradients have the same bits on every run; torch.use_deterministic_algorithms(True) implies it.
         With warn_only=True it does not: as with torch's kernels, a nondeterministic backward warns once.

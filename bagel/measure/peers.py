@@ -258,6 +258,8 @@ def _compiled_flex() -> Any:
 def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     if isinstance(case.mask, Spans):
         starts, ends = case.mask.starts, case.mask.ends
+        if starts.dim() > 1:
+            raise Unavailable("takes one interval a key here")
 
         def in_span(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (starts[j] <= i) & (i < ends[j])

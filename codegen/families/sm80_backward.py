@@ -20,6 +20,7 @@ from attnforge.codegen.families.mma import (
     require_grids,
     require_one_order,
     require_problem,
+    span_bytes,
     write,
 )
 from attnforge.codegen.families.schedule import schedule_launches
@@ -76,7 +77,7 @@ class Tiles:
         """Bytes of shared memory."""
         tiles = (t.tile_n + t.stages * t.tile_m) * (self.row[0] + self.row_v[0])
         scores, stats = 2 * t.tile_m * self.row_score[0], t.stages * t.tile_m * 8
-        return tiles + scores + stats + (8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0)
+        return tiles + scores + stats + span_bytes(spec)
 
     def registers(self, t: Sm80Backward) -> int:
         """Of a thread, for dK and dV, and beside them S and dP or dQ."""
@@ -230,4 +231,4 @@ def _guesses(problem: Problem) -> list[Sm80Backward]:
     return sorted(guesses, key=lambda t: up(problem.head_dim, 8 * columns_unit(t)) > PADDING * least)
 
 
-BACKWARD = Family(Sm80Backward, plan, tunings, honours=frozenset({"align", "dim_v"}))
+BACKWARD = Family(Sm80Backward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes"}))

@@ -24,6 +24,7 @@ from attnforge.codegen.families.mma import (
     forward_plan,
     require_grids,
     require_one_order,
+    span_bytes,
 )
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan
@@ -217,8 +218,7 @@ def _backward_shared(spec: Spec, t: Fp32Backward) -> int:
     """Bytes: K, V and buffers of Q and dO; P and dS; buffers of row_stats; the bounds of spans."""
     pitches = pitch(spec.problem.head_dim) + pitch(spec.problem.head_dim_v)
     floats = (t.tile_n + t.stages * t.tile_m) * pitches + 2 * t.tile_m * (t.tile_n + 4)
-    spans = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
-    return 4 * floats + t.stages * t.tile_m * 8 + spans
+    return 4 * floats + t.stages * t.tile_m * 8 + span_bytes(spec)
 
 
 def _backward_registers(t: Fp32Backward, frags: dict[str, int]) -> int:
@@ -362,6 +362,6 @@ def backward_tunings(problem: Problem) -> Iterator[Fp32Backward]:
     yield from (dataclasses.replace(tuning, deterministic=True) for tuning in guesses)
 
 
-HONOURED = frozenset({"align", "dim_v"})
+HONOURED = frozenset({"align", "dim_v", "intervals", "planes"})
 FORWARD = Family(Fp32Forward, plan_forward, forward_tunings, HONOURED)
 BACKWARD = Family(Fp32Backward, plan_backward, backward_tunings, HONOURED)

@@ -62,8 +62,9 @@ def plan(spec: Spec) -> Plan:
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
     require_hopper(p, "backward", 128)
-    if p.mask is Mask.DENSE and not t.split_heads:
-        raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
+    if p.in_planes and not t.split_heads:
+        what = "dense mask" if p.mask is Mask.DENSE else "planes of spans"
+        raise Infeasible(f"{what}: takes split_heads, for q heads of a group may visit different tiles")
     if t.tile_m != 64:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
     if t.tile_n != 64 * CONSUMERS:
@@ -227,4 +228,4 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
             yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending)
 
 
-BACKWARD = Family(Sm90Backward, plan, tunings, reasons=REASONS)
+BACKWARD = Family(Sm90Backward, plan, tunings, honours=frozenset({"intervals", "planes"}), reasons=REASONS)

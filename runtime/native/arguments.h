@@ -20,16 +20,26 @@ inline TensorRef ref(const Tensor& x) {
     return {const_cast<void*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+inline void set_planes(Params& p, const Tensor& mask) {
+    p.mask_batches = static_cast<int>(mask.size(0));
+    p.mask_heads = static_cast<int>(mask.size(1));
+    p.mask_planes = p.mask_batches * p.mask_heads;
+}
+
 inline void set_spans(Params& p, at::TensorList mask) {
+    if (mask[0].dim() == 5) {
+        set_planes(p, mask[0]);
+        p.spans = mask[0].const_data_ptr<int>();
+        return;
+    }
     p.starts = mask[0].const_data_ptr<int>();
     p.ends = mask.size() == 2 ? mask[1].const_data_ptr<int>() : p.starts + mask[0].size(1);
 }
 
 inline void set_dense(Params& p, const Tensor& mask) {
-    const bool planes = mask.dim() == 4;
-    p.mask_batches = planes ? static_cast<int>(mask.size(0)) : 1;
-    p.mask_heads = planes ? static_cast<int>(mask.size(1)) : 1;
-    p.mask_planes = p.mask_batches * p.mask_heads;
+    if (mask.dim() == 4) {
+        set_planes(p, mask);
+    }
     if (mask.scalar_type() == at::kBool) {
         p.dense = {static_cast<const unsigned char*>(mask.const_data_ptr()), p.mask_batches > 1 ? mask.stride(0) : 0,
                    p.mask_heads > 1 ? mask.stride(1) : 0, mask.stride(-2), mask.stride(-1)};

@@ -19,12 +19,17 @@ struct Call {
     const Tensor& q;
     const Tensor& k;
     const Tensor& v;
-    // Of spans: their data (2, seq_k), see masks.h, or starts and ends. Of a dense mask: its data, or a bool tensor
+    // Of spans: their data, see masks.h, or starts and ends (seq_k). Of a dense mask: its data, or a bool tensor
     // (seq_q, seq_k) or (batch or 1, heads_q or 1, seq_q, seq_k). Else none.
     at::TensorList mask;
     int64_t kind;
     std::optional<double> scale;
     int64_t visible_keys = 0;  // keys that a query sees on average, 0: unknown
+
+    // Of spans: are they unions of intervals, or in planes, as data of 5 dimensions is?
+    bool is_union() const { return kind == kSpans && mask[0].dim() == 5; }
+    int64_t intervals() const { return is_union() ? mask[0].size(2) : 1; }
+    bool planes() const { return is_union() && mask[0].size(0) * mask[0].size(1) > 1; }
 
     // No pair of a query and a key at all: there is nothing to launch.
     bool is_empty() const { return q.numel() == 0 || k.size(2) == 0; }

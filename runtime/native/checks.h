@@ -22,11 +22,18 @@ inline bool is_input(const Tensor& x, const Tensor& q) {
            x.size(3) > 0 && (x.stride(3) == 1 || x.size(3) == 1 || x.numel() == 0);
 }
 
+constexpr int64_t kMaxIntervals = 4;  // as MAX_INTERVALS of codegen/spec.py
+
 inline bool is_mask_data(const Tensor& x, const Call& c) {
     if (x.scalar_type() != at::kInt || x.device() != c.q.device() || !x.is_contiguous()) {
         return false;
     }
     const int64_t seq_q = c.q.size(2), seq_k = c.k.size(2);
+    if (c.kind == kSpans && x.dim() == 5) {
+        return (x.size(0) == 1 || x.size(0) == c.q.size(0)) &&
+               (x.size(1) == 1 || x.size(1) == c.q.size(1) || x.size(1) == c.k.size(1)) && x.size(2) >= 1 &&
+               x.size(2) <= kMaxIntervals && x.size(3) == 2 && x.size(4) == seq_k;
+    }
     if (c.kind == kSpans) {
         return x.dim() == 2 && x.size(0) == 2 && x.size(1) == seq_k;
     }

@@ -34,7 +34,8 @@ TORCH_LIBRARY(attnforge, m) {
     m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, float? scale, int visible, Tensor? dout, "
           "Tensor? out, Tensor? lse, Tensor? dlse) -> ()");
     m.def("resolve(bool backward, ScalarType dtype, int head_dim, int head_dim_v, int kind, int heads_q, int heads_kv, "
-          "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible) -> int");
+          "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible, int intervals, "
+          "bool planes) -> int");
     m.def("load_mask_kernels(Device device) -> ()");
     // Called from Python.
     m.def("add_variant(str description, Device device, Tensor binary, str path) -> int");

@@ -1,4 +1,5 @@
-// Masks as values. A mask is one int32 tensor, its data: spans are (2, seq_k), starts and ends; a dense mask is
+// Masks as values. A mask is one int32 tensor, its data: spans are (2, seq_k), starts and ends, and unions of up to 4
+// intervals (batch or 1, heads_q, heads_kv or 1, intervals, 2, seq_k); a dense mask is
 // (batch or 1, heads_q or 1, seq_q, ceil(seq_k / 32)), a bit for each pair, the lowest for the first key.
 //
 // The storage of that tensor owns the mask's tile schedules: the context of its DataPtr is a MaskState. So every alias

@@ -91,7 +91,7 @@ def _data(like: Tensor, *shape: int) -> Tensor:
 
 
 def _mask_of_spans(starts: Tensor, ends: Tensor) -> Tensor:
-    return _data(starts, 2, starts.shape[0])
+    return _data(starts, *starts.shape[:-1], 2, starts.shape[-1])
 
 
 def _mask_of_pairs(visible: Tensor) -> Tensor:

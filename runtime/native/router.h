@@ -33,7 +33,7 @@ public:
                 static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             visible_octave << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
                 rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 |
-                deterministic * 2u | backward};
+                static_cast<uint64_t>(c.intervals()) << 4 | c.planes() * 4u | deterministic * 2u | backward};
         {
             const std::shared_lock lock(mutex_);
             const auto found = handles_.find(route);
@@ -42,11 +42,13 @@ public:
             }
         }
         static const auto resolve = find_op<int64_t(bool, at::ScalarType, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                                    int64_t, int64_t, int64_t, at::Device, bool, int64_t)>(
+                                                    int64_t, int64_t, int64_t, at::Device, bool, int64_t, int64_t,
+                                                    bool)>(
             "attnforge::resolve");
         const int64_t handle =
             resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.kind, c.q.size(1), c.k.size(1),
-                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible_keys);
+                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible_keys, c.intervals(),
+                         c.planes());
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;
@@ -73,10 +75,12 @@ inline const Variant& choose(const Call& c, bool backward, bool deterministic, i
     }
     const Variant& v = variants().at(handle);
     TORCH_CHECK_VALUE(v.backward == backward && v.dtype == c.q.scalar_type() && v.head_dim == c.q.size(3) &&
-                          v.head_dim_v == c.v.size(3) && v.mask == c.kind && v.device == c.q.device() &&
+                          v.head_dim_v == c.v.size(3) && v.mask == c.kind && v.intervals == c.intervals() &&
+                          v.planes == c.planes() && v.device == c.q.device() &&
                           align % v.align == 0 && (v.deterministic || !deterministic),
                       "variant: ", v.name, " on ", v.device, " does not fit this call (", backward ? "bwd" : "fwd",
                       ", ", c.q.scalar_type(), ", head_dim ", c.q.size(3), " and of v ", c.v.size(3), ", mask ", c.kind,
+                      c.is_union() ? c10::str(" of ", c.intervals(), " intervals", c.planes() ? " in planes" : "") : "",
                       ", rows aligned to ", align, " bytes, ", c.q.device(), deterministic ? ", deterministic" : "",
                       ")");
     return v;

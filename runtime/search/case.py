@@ -75,7 +75,10 @@ class Case:
         row = math.gcd(self.head_dim, self.head_dim_v) * self.dtype.bytes
         sizes = (16, 8, 4, 2) if arch.is_gpu else (4, 2)
         align = next(size for size in sizes if row % size == 0)
-        return Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align, self.dim_v)
+        form = {}
+        if isinstance(self.mask, Spans):
+            form = {"intervals": self.mask.intervals, "planes": int(self.mask.planes != (1, 1))}
+        return Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align, self.dim_v, **form)
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Standard normal tensors, the same for the same seed on the same device."""

@@ -195,7 +195,12 @@ class Emulated:
     def _set_mask(self, p: Params, mask: Mask) -> None:
         """As set_dense of runtime/native/arguments.h and attach_schedule of runtime/native/schedules.h."""
         p.mask_batches = p.mask_heads = p.mask_planes = 1
-        if isinstance(mask, attnforge.Spans):
+        if isinstance(mask, attnforge.Spans) and self.spec.problem.unions:
+            data = mask.data if mask.data.dim() == 5 else mask.data[None, None, None]
+            p.spans = data.data_ptr()
+            p.mask_batches, p.mask_heads = mask.planes
+            p.mask_planes = p.mask_batches * p.mask_heads
+        elif isinstance(mask, attnforge.Spans):
             p.starts, p.ends = (row.data_ptr() for row in mask.data)
         elif isinstance(mask, attnforge.DenseMask):
             p.mask_bits = mask.data.data_ptr()
@@ -211,7 +216,8 @@ class Emulated:
         p.tile_count, p.tile_order = (self._workspace(p.mask_planes * owned) for _ in range(2))
         p.tile_list, p.dq_order = (self._workspace(p.mask_planes * owned * p.list_stride) for _ in range(2))
         p.kv_range = self._workspace(p.mask_planes * owned * 8)
-        p.bounds, p.tile_counter = self._workspace(p.padded_k * 2), self._workspace(2)
+        p.bounds = self._workspace(p.mask_planes * self.spec.problem.intervals * p.padded_k * 2)
+        p.tile_counter = self._workspace(2)
         self._run(self.plan.schedule, p)
 
     def _run(self, launches: tuple[Launch, ...], p: Params) -> None:

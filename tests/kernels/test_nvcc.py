@@ -129,6 +129,30 @@ def test_sums_of_the_backward_compile_cleanly(
     assert not any(used["spill_bytes"] for used in resources.values()), resources
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("intervals", "planes"), [(1, 1), (2, 0), (2, 1), (4, 1)])
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        (Arch.SM80, DType.BFLOAT16),
+        (Arch.SM80, DType.FLOAT32),
+        (Arch.SM90A, DType.BFLOAT16),
+        (Arch.SM90A, DType.FLOAT32),
+    ],
+    ids=lambda value: value.value,
+)
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+def test_unions_compile_cleanly(
+    direction: Direction, arch: Arch, dtype: DType, intervals: int, planes: int, head_dim: int, tmp_path: Path
+) -> None:
+    if (arch, dtype, direction) == (Arch.SM90A, DType.FLOAT32, Direction.BACKWARD):
+        pytest.skip("there is none")
+    form = {"intervals": intervals, "planes": planes}
+    problem = Problem(direction, arch, dtype, head_dim, Mask.SPANS, **form)
+    log = check_resources(render(next(candidates(problem))), tmp_path)
+    assert not SERIALISED.search(log), log
+
+
 @pytest.mark.parametrize("align", [8, 4, 2])
 def test_rows_aligned_to_less_compile_cleanly(align: int, tmp_path: Path) -> None:
     problem = Problem(Direction.FORWARD, Arch.SM90, DType.FLOAT16, 72, Mask.CAUSAL, align)

@@ -22,6 +22,7 @@ from torch import Tensor
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import masks
 
 FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
 SEEDS = 4
@@ -88,6 +89,7 @@ def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -
     words = [f"-DCLUSTER={plan.cluster}"] if plan.cluster > 1 else []
     listed = source.spec.problem.mask.listed
     words += [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
+    words.append(f"-DINTERVALS={source.spec.problem.intervals}")
     library = gxx.library(path, *FLAGS, *words)
     library.run.restype = ctypes.c_char_p
     schedule = EmulatedSchedule(source.spec, directory) if listed else None
@@ -104,6 +106,7 @@ def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -
         p.batch, p.heads_q, p.heads_kv, tiles_m, p.tiles_n = sizes
         p.seq_q, p.seq_k = max(1, tiles_m * tuning.tile_m - seed * missing), p.tiles_n * tuning.tile_n - seed
         p.tiles_m = -(-p.seq_q // tuning.tile_m)
+        p.padded_k = p.tiles_n * tuning.tile_n
         held[:] = attach(p, schedule, seed) if schedule else []
         lse = (ctypes.c_float * (p.batch * p.heads_q * p.seq_q))()
         row = (ctypes.c_char * 1024)()  # what all rows that see nothing are written to
@@ -118,6 +121,9 @@ def build(source: Source, directory: Path, change: tuple[str, str] = ("", "")) -
 
 def attach(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
     """Point `p` to a mask and to the tables that the kernel's own schedule makes of it; returns what it points to."""
+    p.mask_batches = p.mask_heads = p.mask_planes = 1
+    if schedule.spec.problem.unions:
+        return attach_unions(p, schedule, seed)
     starts, ends = spans(p.seq_q, p.seq_k, seed)
     query = torch.arange(p.seq_q)[:, None]
     dense = (starts <= query) & (query < ends)
@@ -129,15 +135,38 @@ def attach(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
     for name, table in held.items():
         setattr(p, name, MaskRef(table.data_ptr()) if name == "dense" else table.data_ptr())
     p.dense.row, p.list_stride = p.seq_k, p.tiles_n
-    p.mask_batches = p.mask_heads = p.mask_planes = 1
     return list(held.values())
 
 
-def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL) -> Source:
+def attach_unions(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
+    """As `attach`, for spans of several intervals, and of a plane for each q head of each batch entry."""
+    problem = schedule.spec.problem
+    batch, heads = (p.batch, p.heads_q) if problem.planes else (1, 1)
+    bounds = [spans(p.seq_q, p.seq_k, seed + 4 * i) for i in range(batch * heads * problem.intervals)]
+    starts, ends = (
+        torch.stack(side).view(batch, heads, problem.intervals, -1) for side in zip(*bounds, strict=True)
+    )
+    first, last = masks._united(starts, ends)
+    query = torch.arange(p.seq_q)[:, None]
+    seen = ((starts[:, :, :, None] <= query) & (query < ends[:, :, :, None])).any(2)  # for pipeline.h alone
+    held = {"spans": torch.stack([first, last], 3).contiguous(), "dense": seen}
+    held |= schedule.run(held["spans"], None, p.seq_q, p.seq_k)
+    for name, table in held.items():
+        setattr(p, name, MaskRef(table.data_ptr()) if name == "dense" else table.data_ptr())
+    p.dense.head, p.dense.row = p.seq_q * p.seq_k, p.seq_k
+    p.list_stride = p.tiles_n
+    p.mask_batches, p.mask_heads, p.mask_planes = batch, heads, batch * heads
+    return list(held.values())
+
+
+def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 1, planes: int = 0) -> Source:
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, cluster, *counter = knobs
     flags = (bool(ping_pong), bool(persistent), bool(counter), bool(q_in_regs))
     tuning = Sm90Forward(tile_m, tile_n, stages, *flags, cluster)
-    return render(Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
+    form = {"intervals": intervals, "planes": planes}
+    return render(
+        Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, **form), tuning)
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,6 +205,9 @@ def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL) -> Source:
                 (Mask.DENSE, 64, 64, 64, 3, 0, 0, 0, 1),
             )
         ),
+        hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, intervals=2),
+        hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, planes=1),
+        hopper(64, 128, 128, 2, 0, 1, 1, 1, mask=Mask.SPANS, intervals=3, planes=1),
     ],
     ids=lambda source: source.spec.slug,
 )

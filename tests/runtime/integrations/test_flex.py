@@ -35,8 +35,8 @@ MODS: dict[str, tuple[Mod, type]] = {
     "window": (lambda b, h, q, k: (q >= k) & (q - k < 33), attnforge.Spans),
     "nothing": (lambda b, h, q, k: q < 0, attnforge.Spans),
     "holes": (lambda b, h, q, k: HOLES[q, k], attnforge.DenseMask),
-    "heads": (lambda b, h, q, k: q >= k + h, attnforge.DenseMask),
-    "batch": (lambda b, h, q, k: q >= k * b, attnforge.DenseMask),
+    "heads": (lambda b, h, q, k: q >= k + h, attnforge.Spans),
+    "batch": (lambda b, h, q, k: q >= k * b, attnforge.Spans),
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from oracle import unions
 
+import attnforge
 from attnforge.bagel.measure.cases import make_case
-from attnforge.codegen.spec import Direction, DType
+from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.search.case import Case, Inputs, causal_case
 from attnforge.runtime.search.reference import reference
@@ -107,6 +110,21 @@ def test_a_large_case_is_sampled() -> None:
 
     with pytest.raises(WrongResult, match="dq: rows whose dout is zero"):
         verify(check, kernel(case, BACKWARD, leak))
+
+
+@pytest.mark.parametrize("planes", [(1, 1), (2, 1), (1, 4), (2, 2)], ids=str)
+def test_odd_cases_take_the_same_kernels(planes: tuple[int, int]) -> None:
+    """Spans of several intervals and planes keep their form, so that what is verified is what is timed."""
+    case = replace(
+        dense_case(DType.FLOAT32), batch=2, heads_q=4, heads_kv=2, mask=unions(300, 300, 2, "cpu", planes)
+    )
+    for direction in Direction:
+        problem = case.problem(direction, Arch.CPU)
+        assert (problem.intervals, problem.planes) == (2, int(planes != (1, 1)))
+        assert odd_case(case).problem(direction, Arch.CPU) == problem
+    odd = odd_case(case).mask
+    assert isinstance(odd, attnforge.Spans)
+    assert not odd.visible(333, 333).any(-1).all()
 
 
 def test_odd_cases_have_hidden_rows_and_keys() -> None:
