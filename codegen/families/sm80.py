@@ -108,4 +108,4 @@ def _guesses(problem: Problem) -> tuple[tuple[int, Sm80Forward], ...]:
     return GUESSES[1:] if busy else GUESSES
 
 
-FORWARD = Family(Sm80Forward, plan, tunings, honours=frozenset({"align", "dim_v"}))
+FORWARD = Family(Sm80Forward, plan, tunings, honours=frozenset({"align", "dim_v", "score"}))
