@@ -207,7 +207,7 @@ def check_score(q: Tensor, k: Tensor, score: str, given: Sequence[Tensor | None]
         if x.numel() == 0:
             raise ValueError(f"score: a tensor has no elements, its shape is {_shape(x)}")
     sizes = {"b": q.shape[0], "h": q.shape[1], "q_idx": q.shape[2], "kv_idx": k.shape[2]}
-    for tensor, axis, name in _direct(score):
+    for tensor, axis, name in _direct(score) if score else ():
         found = tensors[tensor].shape[axis]
         if found < sizes[name]:
             raise ValueError(

@@ -277,4 +277,4 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
         yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs, cluster)
 
 
-FORWARD = Family(Sm90Forward, plan, tunings, reasons=REASONS)
+FORWARD = Family(Sm90Forward, plan, tunings, honours=frozenset({"score"}), reasons=REASONS)

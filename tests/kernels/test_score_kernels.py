@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+from itertools import product
 from pathlib import Path
 
+import gxx
 import pytest
 import torch
-from emulator import Emulated
+from cpu_kernel import Params, ScoreRef, full_params
+from emulator import FLAGS, Emulated
 from oracle import Shape, draw, make_mask
 from score_oracle import attended, compare, functions, oracle
-from strict_nvcc import check_resources
+from strict_nvcc import SERIALISED, check_resources
 
+from attnforge import scores
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm80_fp32 import Fp32Forward
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import toolchain
 from attnforge.runtime.build.settings import COMPILER
@@ -75,17 +81,80 @@ def test_a_kernel_without_scores_is_no_choice() -> None:
         make_plan(spec)
 
 
-@pytest.mark.nvcc
-@pytest.mark.parametrize("name", ["softcap", "mixed", "alibi"])
+# What apply_score of a Hopper kernel makes of 2 in a warp's 16 rows, from row `row` and column `column` on.
+HOPPER = """#include "emulator.h"
+static float exp2_approx(float x) { return std::exp2(x); }
+"""
+RUN = """
+extern "C" void run(const Params* p, int b, int h, int row, int column, float* out) {
+    launch([=] {
+        float s[kWidth / 2];
+        std::fill(s, s + kWidth / 2, 2.0f);
+        APPLY
+        for (int i = 0; i < kWidth / 2; ++i) {
+            const int place = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            out[(threadIdx.x / 4 + i / 2 % 2 * 8) * kWidth + place] = s[i];
+        }
+    }, 1, 32, 0);
+}
+"""
+
+
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
-@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90, Arch.SM120], ids=lambda x: x.value)
+def test_a_warp_of_the_hopper_kernels(direction: Direction, tmp_path: Path) -> None:
+    """Which pair an element of a fragment is: rows are queries in the forward, keys in the backward."""
+    plane = torch.randn(2, 3, 70, 300)
+    score = scores.bias(plane)
+    problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=ScoreMod(score.text))
+    spec = next(candidates(problem))
+    first, *sections = re.split(r"(?=^// ---- )", full_params(render(spec).text), flags=re.MULTILINE)
+    kept = [s for s in sections if s.startswith(("// ---- Specialisation", "// ---- Score"))]
+    forward = direction is FORWARD
+    width, apply = (
+        ("kTileN", "row + threadIdx.x / 4, column")
+        if forward
+        else ("kTileM", "column, row + threadIdx.x / 4")
+    )
+    run = RUN.replace("kWidth", width).replace("APPLY", f"apply_score(*p, s, b, h, {apply});")
+    path = tmp_path / "score.cpp"
+    path.write_text(HOPPER + "".join((first, *kept)).replace("#pragma unroll", "//") + run)
+    library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0")
+    columns = spec.tuning.tile_n if forward else spec.tuning.tile_m
+    out = torch.full((16, columns), torch.nan)
+    p = Params(scale=0.5, score0=ScoreRef.of(plane))
+    library.run(ctypes.byref(p), 1, 2, 5, 7, ctypes.c_void_p(out.data_ptr()))
+    expected = (plane if forward else plane.mT)[1, 2]
+    assert torch.equal(out[:, :50], 1 + expected[5:21, 7:57])
+
+
+HOPPER_CASES = [(Arch.SM90A, FORWARD, name) for name in ("softcap", "mixed", "alibi")]
+HOPPER_CASES += [(Arch.SM90A, BACKWARD, name) for name in ("bias", "alibi", "relative")]
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("mask", [Mask.CAUSAL, Mask.SPANS], ids=lambda x: x.value)
+@pytest.mark.parametrize(
+    ("arch", "direction", "name"),
+    [
+        *product((Arch.SM80, Arch.SM90, Arch.SM120), Direction, ("softcap", "mixed", "alibi")),
+        *HOPPER_CASES,
+    ],
+    ids=lambda x: getattr(x, "value", x),
+)
 def test_nvcc(
-    arch: Arch, direction: Direction, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arch: Arch, direction: Direction, name: str, mask: Mask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if toolchain.find_nvcc(dict(toolchain._environment())) is None:
         pytest.skip(toolchain.NVCC_PLACES)
     monkeypatch.setenv(COMPILER, "nvcc")
-    check_resources(render(first(direction, arch, DType.BFLOAT16, Mask.SPANS, name, 128)), tmp_path)
+    log = check_resources(render(first(direction, arch, DType.BFLOAT16, mask, name, 128)), tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+def test_the_hopper_backward_refuses_curved_scores() -> None:
+    problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=ScoreMod("a: score * score"))
+    assert not list(candidates(problem))
+    assert "only add to a score; sm90 takes this one" in why_infeasible(problem)
 
 
 @pytest.mark.gpu

@@ -163,6 +163,7 @@ def test_a_function_inside_compiled_code_breaks_the_graph() -> None:
     assert_close(
         torch.compile(call, backend="eager")(x.q.detach()), attnforge.attention(x.q, x.k, x.v).detach()
     )
+    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="TypeError"):
         torch.compile(call, backend="eager", fullgraph=True)(x.q.detach())
 
