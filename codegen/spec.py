@@ -8,10 +8,13 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_type_hints
+
+from attnforge.codegen.score import ScoreMod
 
 MAX_INTERVALS = 4  # of the queries that see a key of spans
 
@@ -149,6 +152,11 @@ class Problem:
         metadata=about("1: spans differ between batch entries or heads", "p", after="mask", match="near"),
     )
 
+    score: ScoreMod = field(
+        default=ScoreMod(),
+        metadata=about("Function of a score as text, see codegen/score.py; empty: none", match="near"),
+    )
+
     def __post_init__(self) -> None:
         if self.dim_v == self.head_dim:
             object.__setattr__(self, "dim_v", 0)
@@ -211,7 +219,7 @@ class ProblemField:
     """What was declared of a field of `Problem`; see `about`."""
 
     attribute: str
-    type: type[Enum] | type[int]
+    type: type[Enum] | type[int] | type[ScoreMod]
     name: str
     code: str
     text: str
@@ -250,8 +258,15 @@ def _problem_fields() -> tuple[ProblemField, ...]:
 
 
 def plain(value: Any) -> str | int:
-    """A field's or knob's value as names and JSON have it."""
+    """A field's or knob's value as JSON has it."""
+    if isinstance(value, str):
+        return str(value)
     return str(value.value) if isinstance(value, Enum) else int(value)
+
+
+def _word(f: ProblemField, value: str | int) -> str:
+    """The value as slugs have it: a text that is no name goes by its label."""
+    return ScoreMod(value).label if f.type is ScoreMod else str(value)
 
 
 PROBLEM_FIELDS = _problem_fields()
@@ -294,7 +309,9 @@ class Spec:
 
         A head_dim of v of its own follows that of q and k: `d192v128`.
         """
-        head = "".join(f"{'' if f.after else '_'}{f.code}{value}" for f, value in self.problem.named_fields())
+        head = "".join(
+            f"{'' if f.after else '_'}{f.code}{_word(f, value)}" for f, value in self.problem.named_fields()
+        )
         knobs = (
             f"{f.metadata['code']}{int(getattr(self.tuning, f.name))}"
             for f in dataclasses.fields(self.tuning)
@@ -308,7 +325,7 @@ class Spec:
 
     def to_cli(self) -> str:
         """Arguments of `cli.py render` that reproduce this spec."""
-        words = [f"{f.option} {value}" for f, value in self.problem.named_fields()]
+        words = [f"{f.option} {shlex.quote(str(value))}" for f, value in self.problem.named_fields()]
         words += [f"--set {name}={value}" for name, value in self.tuning.to_json().items()]
         return " ".join(words)
 

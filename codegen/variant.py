@@ -46,6 +46,13 @@ VARIANT: tuple[Field, ...] = (
     _same("MaskKind", "mask", "", f"{_PROBLEM}.mask.value"),
     _same("int64_t", "intervals", "of queries that see a key of spans", f"{_PROBLEM}.intervals"),
     Field("bool", "planes", "spans of batch entries or heads", lambda s: bool(s.plan.spec.problem.planes)),
+    _same("std::string", "score", "its function as text, empty: none", f"{_PROBLEM}.score"),
+    Field(
+        "std::vector<std::string>",
+        "score_tensors",
+        "dtype and dimensions of those that the function reads",
+        lambda s: tuple(f"{dtype}[{dims}]" for dtype, dims in s.plan.spec.problem.score.tensors),
+    ),
     _same("int64_t", "align", "bytes that every row start must be a multiple of", f"{_PROBLEM}.align"),
     _same("int64_t", "tile_m", "queries of a tile", f"{_TUNING}.tile_m"),
     _same("int64_t", "tile_n", "keys of a tile", f"{_TUNING}.tile_n"),

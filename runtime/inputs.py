@@ -6,9 +6,13 @@ raise. The fake kernels always call them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 
 # Masks are numbered in this order in operator schemas.
@@ -193,6 +197,46 @@ def _check_dense(mask: Tensor, q: Tensor, k: Tensor) -> None:
             f"mask: data of a dense mask has shape {_shape(mask)}, expected (1 or {batch}, 1 or {heads}, {seq_q} "
             f"queries, {words} words of 32 keys)"
         )
+
+
+def check_score(q: Tensor, k: Tensor, score: str, given: Sequence[Tensor | None]) -> None:
+    """Raises ValueError if a function of a score is none, or if the tensors are not what its formula reads.
+
+    Nor may they have fewer elements along an axis than the index that reads it has values.
+    """
+    expected = [f"{dtype}[{dims}]" for dtype, dims in ScoreMod(score).tensors]
+    tensors = [x for x in given if x is not None]
+    got = [f"{str(x.dtype).removeprefix('torch.')}[{x.dim()}]" for x in tensors]
+    if got != expected:
+        raise ValueError(
+            f"score: got tensors {', '.join(got) or 'none'}, expected {', '.join(expected) or 'none'}"
+        )
+    for x in tensors:
+        if x.device != q.device:
+            raise ValueError(f"score: a tensor is on {x.device}, but q is on {q.device}; move it there")
+        if x.numel() == 0:
+            raise ValueError(f"score: a tensor has no elements, its shape is {_shape(x)}")
+    sizes = {"b": q.shape[0], "h": q.shape[1], "q_idx": q.shape[2], "kv_idx": k.shape[2]}
+    for tensor, axis, name in _direct(score) if score else ():
+        found = tensors[tensor].shape[axis]
+        if found < sizes[name]:
+            raise ValueError(
+                f"score: {name} takes {sizes[name]} values, but axis {axis} of captured tensor {tensor} has "
+                f"{found} elements; its shape is {tuple(tensors[tensor].shape)}"
+            )
+
+
+@lru_cache(maxsize=256)
+def _direct(text: str) -> tuple[tuple[int, int, str], ...]:
+    """(tensor, axis, index) wherever an axis is read at an index itself."""
+    program, _ = ScoreMod(text).parsed
+    found = set()
+    for node in program.nodes:
+        if node.op.startswith("load:"):
+            for axis, i in enumerate(node.args):
+                if program.nodes[i].op == "leaf":
+                    found.add((int(node.op[5:]), axis, str(program.nodes[i].value)))
+    return tuple(sorted(found))
 
 
 def check_backward(

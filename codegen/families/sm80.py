@@ -109,4 +109,6 @@ def _guesses(problem: Problem) -> tuple[tuple[int, Sm80Forward], ...]:
     return GUESSES[1:] if busy else GUESSES
 
 
-FORWARD = Family(Sm80Forward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes"}))
+FORWARD = Family(
+    Sm80Forward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes", "score"})
+)

@@ -292,4 +292,6 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
         yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs, cluster)
 
 
-FORWARD = Family(Sm90Forward, plan, tunings, honours=frozenset({"intervals", "planes"}), reasons=REASONS)
+FORWARD = Family(
+    Sm90Forward, plan, tunings, honours=frozenset({"intervals", "planes", "score"}), reasons=REASONS
+)

@@ -10,6 +10,7 @@ from typing import Any
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
     ALIGNMENT,
+    REASONS,
     REGISTERS_BESIDES,
     consumer_warpgroups,
     require_registers,
@@ -147,4 +148,10 @@ def tunings(problem: Problem) -> Iterator[Sm90Fp32Forward]:
         yield Sm90Fp32Forward(tile_m, tile_n, stages, ping_pong, persistent, q_in_regs)
 
 
-FORWARD = Family(Sm90Fp32Forward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes"}))
+FORWARD = Family(
+    Sm90Fp32Forward,
+    plan,
+    tunings,
+    honours=frozenset({"align", "dim_v", "intervals", "planes"}),
+    reasons=REASONS,
+)

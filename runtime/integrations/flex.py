@@ -39,15 +39,16 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), for masks without a score_mod.
+    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D).
 
+    score_mod: traced at every call; attnforge.scores.score_mod(function), made once, saves that and can be passed
+        instead. Captured tensors get no gradient.
     block_mask: converted by `from_block_mask` at its first use; the result is kept with it.
     kernel_options: ignored; they are for torch's kernels and do not change results.
     return_lse, return_aux: lse is the natural logarithm; differentiable.
-    Raises ValueError for a score_mod, for max_scores, for a BlockMask of other lengths, and as `attention`.
+    Raises ValueError for a score_mod that cannot be translated, for max_scores, for a BlockMask of other lengths, and
+    as `attention`.
     """
-    if score_mod is not None:
-        raise ValueError("score_mod: not supported; only masks are. Call torch's flex_attention for it")
     expect_layout("(batch, heads, seq, head_dim)", query=query, key=key, value=value)
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(f"return_aux: got {type(return_aux).__name__}, expected torch's AuxRequest or None")
@@ -61,7 +62,7 @@ def flex_attention(
             f"block_mask: is of {block_mask.seq_lengths} queries and keys, but q and k have "
             f"{query.shape[2]} and {key.shape[2]}; make one of these lengths"
         )
-    out, lse = attention(query, key, value, mask, scale=scale, return_lse=True)
+    out, lse = attention(query, key, value, mask, scale=scale, return_lse=True, score=score_mod)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out

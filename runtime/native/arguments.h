@@ -49,6 +49,31 @@ inline void set_dense(Params& p, const Tensor& mask) {
     }
 }
 
+inline ScoreRef score_ref(const Tensor& x) {
+    ScoreRef found{x.const_data_ptr(), {0, 0, 0, 0}, {1, 1, 1, 1}};
+    for (int64_t axis = 0; axis < x.dim(); ++axis) {
+        found.stride[axis] = x.stride(axis);
+        found.size[axis] = static_cast<int>(x.size(axis));
+    }
+    return found;
+}
+
+// The tensors that the variant's formula reads; they are as it declares them, or an error says which is not.
+inline void set_score(Params& p, const Variant& variant, at::TensorList tensors) {
+    ScoreRef* const places[] = {&p.score0, &p.score1, &p.score2, &p.score3};
+    TORCH_CHECK_VALUE(tensors.size() == variant.score_tensors.size(), "score: got ", tensors.size(),
+                      " tensors, but its formula has ", variant.score_tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        const Tensor& x = tensors[i];
+        const auto dtype = x.scalar_type();
+        const std::string name = dtype == at::kFloat ? "float32" : dtype == at::kInt ? "int32" : "bfloat16";
+        const std::string kind = name + "[" + std::to_string(x.dim()) + "]";
+        TORCH_CHECK_VALUE(kind == variant.score_tensors[i], "score: tensor ", i, " is ", kind,
+                          ", but its formula has ", variant.score_tensors[i]);
+        *places[i] = score_ref(x);
+    }
+}
+
 // The scale that kernels get. Some divide lse by it, all multiply it by log2(e), and both must stay finite. Beyond the
 // bounds it makes no difference to a softmax in float32 unless scores exceed 1e22, or differ by less than 1e-36.
 inline double softmax_scale(std::optional<double> scale, int64_t head_dim) {
@@ -76,6 +101,9 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
         set_spans(p, c.mask);
     } else if (c.kind == kDense) {
         set_dense(p, c.mask[0]);
+    }
+    if (!c.score.text.empty()) {
+        set_score(p, variant, c.score.tensors);
     }
     p.threads = at::get_num_threads();
     const double scale = softmax_scale(c.scale, c.q.size(3));

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <optional>
+#include <string_view>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -14,6 +16,33 @@ using OptionalTensor = std::optional<Tensor>;
 using ForwardResult = std::tuple<Tensor, Tensor>;           // out, lse
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
 
+// What a score function reads: the first ones that are there.
+struct ScoreTensors {
+    const OptionalTensor &x0, &x1, &x2, &x3;
+};
+
+// A function of a score: its text (codegen/score.py), empty for none, and its tensors.
+struct Score {
+    std::string_view text = {};
+    std::vector<Tensor> tensors = {};
+
+    Score() = default;
+    Score(std::string_view text_, const ScoreTensors& given) : text(text_) {
+        for (const OptionalTensor* x : {&given.x0, &given.x1, &given.x2, &given.x3}) {
+            if (x->has_value()) {
+                tensors.push_back(**x);
+            }
+        }
+    }
+    // As an operator takes it.
+    OptionalTensor tensor(size_t i) const { return i < tensors.size() ? OptionalTensor(tensors[i]) : std::nullopt; }
+};
+
+inline const Score& no_score() {
+    static const Score none;
+    return none;
+}
+
 // The arguments that forward and backward share. The tensors are the caller's.
 struct Call {
     const Tensor& q;
@@ -25,6 +54,7 @@ struct Call {
     int64_t kind;
     std::optional<double> scale;
     int64_t visible_keys = 0;  // keys that a query sees on average, 0: unknown
+    const Score& score = no_score();
 
     // Of spans: are they unions of intervals, or in planes, as data of 5 dimensions is?
     bool is_union() const { return kind == kSpans && mask[0].dim() == 5; }

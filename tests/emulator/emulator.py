@@ -14,7 +14,7 @@ from pathlib import Path
 
 import gxx
 import torch
-from cpu_kernel import Params, TensorRef, full_params
+from cpu_kernel import Params, ScoreRef, TensorRef, full_params
 from torch import Tensor
 
 import attnforge
@@ -135,6 +135,7 @@ class Emulated:
         self.library = gxx.library(path, *FLAGS, half)
         self.held: list[Tensor] = []  # memory that Params point to
         self.scale: float | None = None
+        self.score_tensors: tuple[Tensor, ...] = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """(out, lse), as the operator."""
@@ -183,6 +184,8 @@ class Emulated:
         p, tuning = Params(), self.spec.tuning
         for name, x in tensors.items():
             setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
+        for i, x in enumerate(self.score_tensors):
+            setattr(p, f"score{i}", ScoreRef.of(x))
         p.batch, p.heads_q, p.seq_q = tensors["q"].shape[:3]
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
         p.tiles_m, p.tiles_n = -(-p.seq_q // tuning.tile_m), -(-p.seq_k // tuning.tile_n)

@@ -147,8 +147,7 @@ def test_unions_compile_cleanly(
 ) -> None:
     if (arch, dtype, direction) == (Arch.SM90A, DType.FLOAT32, Direction.BACKWARD):
         pytest.skip("there is none")
-    form = {"intervals": intervals, "planes": planes}
-    problem = Problem(direction, arch, dtype, head_dim, Mask.SPANS, **form)
+    problem = Problem(direction, arch, dtype, head_dim, Mask.SPANS, intervals=intervals, planes=planes)
     log = check_resources(render(next(candidates(problem))), tmp_path)
     assert not SERIALISED.search(log), log
 

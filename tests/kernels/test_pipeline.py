@@ -163,10 +163,10 @@ def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, cluster, *counter = knobs
     flags = (bool(ping_pong), bool(persistent), bool(counter), bool(q_in_regs))
     tuning = Sm90Forward(tile_m, tile_n, stages, *flags, cluster)
-    form = {"intervals": intervals, "planes": planes}
-    return render(
-        Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, **form), tuning)
+    problem = Problem(
+        Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, intervals=intervals, planes=planes
     )
+    return render(Spec(problem, tuning))
 
 
 @pytest.mark.parametrize(

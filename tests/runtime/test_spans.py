@@ -191,7 +191,7 @@ def test_a_mask_is_a_copy_and_travels(count: int) -> None:
     loaded = pickle.loads(pickle.dumps(mask))  # noqa: S301
     for other in (mask, copy.deepcopy(mask), loaded, mask.to("cpu")):
         assert torch.equal(other.visible(20, 40), expected)
-        assert other.bucket == 4
+        assert other.visible_keys_rounded == 4
 
 
 def test_narrow() -> None:
