@@ -13,7 +13,7 @@ import gxx
 import pytest
 import torch
 from cpu_kernel import Params, full_params
-from emulator import FLAGS
+from emulator import FLAGS, PARTS
 from torch import Tensor
 
 from attnforge.codegen.render import Source, render
@@ -120,7 +120,7 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     text = text.replace("\n    __device__ __forceinline__ ", "\n    ")  # members, which are not static
     path = directory / "softmax.cpp"
     path.write_text(PRELUDE + text.replace("#pragma unroll", "//") + harness)
-    return gxx.library(path, *FLAGS)
+    return gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
 
 @pytest.fixture(scope="module")
