@@ -16,6 +16,7 @@ from attnforge.bagel.commands.options import Commands
 from attnforge.bagel.commands.render import render
 from attnforge.bagel.commands.search import search
 from attnforge.bagel.commands.tables import tables
+from attnforge.bagel.commands.tune import tune
 from attnforge.bagel.commands.verify import verify
 from attnforge.bagel.commands.warm import warm
 
@@ -27,7 +28,21 @@ def main(traceback: bool) -> None:
     """Generate, search, check and benchmark attention kernels."""
 
 
-for command in (bench, cache, challenge, doctor, export, mask, model, render, search, tables, verify, warm):
+for command in (
+    bench,
+    cache,
+    challenge,
+    doctor,
+    export,
+    mask,
+    model,
+    render,
+    search,
+    tables,
+    tune,
+    verify,
+    warm,
+):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ OF_SPANS: dict[str, Break] = {
         "bounds of other keys",
     ),
     "bounds-of-all": (
-        {"(entry & (1 << kParts) - 1) != 0": "(entry & (broken == n ? 1 : (1 << kParts) - 1)) != 0"},
+        {"(entry & (1 << kRowGroups) - 1) != 0": "(entry & (broken == n ? 1 : (1 << kRowGroups) - 1)) != 0"},
         "bounds of other keys",
     ),
     "frees-q": (
