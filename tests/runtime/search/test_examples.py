@@ -90,7 +90,7 @@ def tuned_params() -> Iterator[ParameterSet]:
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("spec", tuned_params())
+@pytest.mark.parametrize("spec", list(tuned_params()))
 def test_every_tuned_kernel_compiles(spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most winners have no file in generated/. float32 kernels of the mma.sync family won although they spill."""
     if find_nvcc(dict(os.environ)) is None:
