@@ -62,6 +62,13 @@ def quick_compiler(directory: Path) -> None:
     os.environ["CXX"] = str(script)
 
 
+def pytest_collection_finish() -> None:
+    """Collecting builds nothing: all workers would wait for it, on one core."""
+    launcher = sys.modules.get("attnforge.runtime.native.launcher")
+    if launcher is not None and launcher._loaded:
+        raise pytest.UsageError("a test module builds or loads the launcher where it is imported")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, saying what is missing."""
     if item.get_closest_marker("nvcc") and (missing := no_cuda_compiler()):
