@@ -81,6 +81,12 @@ def test_write_repairs_and_removes_what_is_ours_only(directory: Path) -> None:
     assert (directory / "mine.cpp").exists()
 
 
+def test_every_tuned_kernel_renders() -> None:
+    """The slow ones below are compiled only on demand."""
+    specs = tuned_specs()
+    assert len({render(spec).file_name for spec in specs}) == len(set(specs)) > 30
+
+
 def tuned_params() -> Iterator[ParameterSet]:
     """The winners on GPUs; those that are no example in generated/ are slow ones."""
     shown = examples.examples()
