@@ -35,6 +35,7 @@ FLAGS = (
     "-shared",
     f"-I{gxx.HERE}",
 )
+PARTS = ("emulator.cpp", "emulator_warp.cpp", "emulator_hopper.cpp")  # of emulator.h
 MULTIPROCESSORS = 3
 # New bodies of the functions of templates/sm80/ptx.cuh.jinja and of the few beside them that hold PTX.
 BODIES = {
@@ -60,7 +61,7 @@ FP32_BODIES = {
 }
 # Of the functions of templates/sm90a/fp32_ptx.cuh.jinja.
 HOPPER_BODIES = {
-    "barrier_init": "shared_barriers[barrier] = {count, count, 0, 0};",
+    "barrier_init": "make_barrier(barrier, count);",
     "barrier_init_fence": "",
     "barrier_arrive": "arrive(barrier, 0);",
     "barrier_expect": "arrive(barrier, bytes);",
@@ -132,7 +133,7 @@ class Emulated:
         path = directory / f"{spec.slug}.cpp"
         path.write_text(translate(source))
         half = f"-DEMULATED_FP16={int(spec.problem.dtype is DType.FLOAT16)}"
-        self.library = gxx.library(path, *FLAGS, half)
+        self.library = gxx.library(path, *FLAGS, half, parts=PARTS)
         self.held: list[Tensor] = []  # memory that Params point to
         self.scale: float | None = None
         self.score_tensors: tuple[Tensor, ...] = ()

@@ -34,6 +34,7 @@ struct State {
 enum Tensor { kNone, kQ, kK, kV, kOut, kBounds };
 static const int* all_bounds;
 static int padded_keys, planes_of_mask, heads_of_q;
+static int broken;  // number of the break of the protocol that is on, or 0
 #include "turns.h"
 
 static std::map<std::tuple<int, int, int, int>, int> stored;  // batch, head, tile, warpgroup: how often

@@ -14,7 +14,7 @@ import gxx
 import pytest
 import torch
 from cpu_kernel import Params, full_params
-from emulator import FLAGS
+from emulator import FLAGS, PARTS
 from torch import Tensor
 
 from attnforge.codegen.render import Source, render
@@ -130,7 +130,7 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     path = directory / "softmax.cpp"
     harness = harness.replace("SEEN_BY;", SEEN_BY[source.spec.problem.unions] + ";")
     path.write_text(PRELUDE + text.replace("#pragma unroll", "//") + harness)
-    return gxx.library(path, *FLAGS)
+    return gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
 
 @pytest.fixture(scope="module")

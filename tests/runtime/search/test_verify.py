@@ -44,17 +44,19 @@ def dense_case(dtype: DType = DType.BFLOAT16) -> Case:
     return Case("dense", 2, 4, 2, 90, 64, 41, dtype, mask, 0, CPU, dim_v=64)
 
 
-CASES = [
-    SMALL,
-    odd_case(make_case("finetune/0", "0.5B", DType.BFLOAT16, CPU)),
-    dense_case(),
-    odd_case(dense_case(DType.FLOAT32)),
-]
+# Made when a test runs: the mask of a pack needs the launcher, which workers should not build while they collect.
+CASES: dict[str, Callable[[], Case]] = {
+    "small": lambda: SMALL,
+    "odd pack": lambda: odd_case(make_case("finetune/0", "0.5B", DType.BFLOAT16, CPU)),
+    "dense": dense_case,
+    "odd dense": lambda: odd_case(dense_case(DType.FLOAT32)),
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
-def test_verification_accepts_the_exact_answer(case: Case, direction: Direction) -> None:
+def test_verification_accepts_the_exact_answer(name: str, direction: Direction) -> None:
+    case = CASES[name]()
     errors = verify(make_check(case, direction), kernel(case, direction, lambda results: None))
     assert set(errors) == ({"out", "lse"} if direction is FORWARD else {"dq", "dk", "dv"})
     assert all(error.ok for error in errors.values())
