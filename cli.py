@@ -12,6 +12,7 @@ from attnforge.bagel.commands.doctor import doctor
 from attnforge.bagel.commands.export import export
 from attnforge.bagel.commands.mask import mask
 from attnforge.bagel.commands.model import model
+from attnforge.bagel.commands.models import models
 from attnforge.bagel.commands.options import Commands
 from attnforge.bagel.commands.render import render
 from attnforge.bagel.commands.search import search
@@ -27,7 +28,11 @@ def main(traceback: bool) -> None:
     """Generate, search, check and benchmark attention kernels."""
 
 
-for command in (bench, cache, challenge, doctor, export, mask, model, render, search, tables, verify, warm):
+COMMANDS = (
+    *(bench, cache, challenge, doctor, export, mask, model),
+    *(models, render, search, tables, verify, warm),
+)
+for command in COMMANDS:
     main.add_command(command)
 
 if __name__ == "__main__":

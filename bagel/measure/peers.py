@@ -124,7 +124,8 @@ def _sdpa(name: str, case: Case) -> Attention:
     """One call; a mask of spans or pairs becomes an additive one."""
     backend = BACKENDS[name]
     on_cpu = case.device.type == "cpu"
-    masked = isinstance(case.mask, (Spans, DenseMask))
+    # torch's own causal mask is aligned at the top left.
+    masked = isinstance(case.mask, (Spans, DenseMask)) or (case.mask is not None and case.seq_q != case.seq_k)
     if masked and name == "sdpa-flash" and not on_cpu:
         raise Unavailable("takes no mask")
     need = _bytes_needed(name, case)
@@ -132,10 +133,10 @@ def _sdpa(name: str, case: Case) -> Attention:
     if need > room:
         raise Unavailable(f"needs {need / 2**30:.0f} GiB, {room / 2**30:.0f} are free")
     bias = None
-    if isinstance(case.mask, (Spans, DenseMask)):
+    if masked and case.mask is not None:
         seen = case.mask.visible(case.seq_q, case.seq_k, case.device)
         bias = _bias(seen, case.torch_dtype)
-    causal = case.mask_kind is Mask.CAUSAL
+    causal = case.mask_kind is Mask.CAUSAL and not masked
     repeat = name == "sdpa-efficient" or on_cpu  # the kernel has no grouped heads: BAGEL repeats k and v, too
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ def _samples(case: Case) -> Attention:
                 for a, b, bias in pieces
             ]
         rest = q.shape[2] - pieces[-1][1]
-        return torch.cat([*parts, q.new_zeros(*q.shape[:2], rest, q.shape[3])], dim=2)
+        return torch.cat([*parts, q.new_zeros(*q.shape[:2], rest, v.shape[3])], dim=2)
 
     return call
 
