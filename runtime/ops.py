@@ -226,7 +226,8 @@ def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
                 "(batch or 1, heads_q or 1) in front if it has any"
             )
         return mask.data, _DENSE, mask.bucket
+    hint = "; a bool tensor, True where a key is visible, goes in as attnforge.DenseMask(mask)"
     raise TypeError(
         f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "
-        "and attnforge.DenseMask(...)"
+        f"and attnforge.DenseMask(...){hint if isinstance(mask, Tensor) else ''}"
     )

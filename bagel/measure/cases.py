@@ -16,6 +16,7 @@ from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.workloads import names, summary, workload
 from attnforge.codegen.spec import DType
 from attnforge.runtime import mask_patterns
+from attnforge.runtime.inputs import MAX_HEAD_DIM
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.search.case import Case
 
@@ -150,6 +151,8 @@ def model_of(model: str) -> Model:
         heads_q, heads_kv, head_dim, head_dim_v = (int(number or 0) for number in match.groups())
         if heads_q % heads_kv:
             raise ValueError(f"heads: got {heads_q}/{heads_kv}, expected query heads a multiple of kv heads")
+        if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim: got {max(head_dim, head_dim_v)}, accepted are 1 to {MAX_HEAD_DIM}")
         return Model(model, heads_q, heads_kv, head_dim, 1, "heads as given", head_dim_v=head_dim_v)
     if model not in MODELS:
         raise ValueError(

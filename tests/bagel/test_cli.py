@@ -197,6 +197,40 @@ def test_cache_and_doctor(cache_dir: Path) -> None:
     assert "torch" in run("doctor").stdout
 
 
+def test_doctor_as_json(cache_dir: Path) -> None:
+    findings = json.loads(run("doctor", "--json").stdout)
+    assert {"name", "status", "value", "remedy"} == set(findings[0])
+    assert {"python", "torch", "cache"} <= {finding["name"] for finding in findings}
+
+
+def test_recorded_packs_that_are_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "packs.jsonl"
+    path.write_bytes(b"\x93\xff\x00")
+    assert (
+        f"packs: {path} is not text; expected the JSON lines"
+        in run("verify", "--packs", str(path), code=2).stderr
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_that_of_click(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/search.md says how to switch it on."""
+    monkeypatch.setenv("_ATTNFORGE_COMPLETE", f"{shell}_source")
+    result = CliRunner().invoke(main, prog_name="attnforge")
+    assert "_ATTNFORGE_COMPLETE" in result.output
+    assert f"_ATTNFORGE_COMPLETE={shell}_source" in (ROOT / "docs" / "search.md").read_text()
+
+
+def test_models_are_listed_with_their_sources(tmp_path: Path) -> None:
+    shown = run("models", "--sources", "--json", str(tmp_path / "models.json")).stdout
+    presets = json.loads((tmp_path / "models.json").read_text())
+    assert {"qwen3-32b", "llama3-8b", "deepseek-v3", "siglip", "dit-xl", "7B"} <= {
+        one["name"] for one in presets
+    }
+    assert all(one["name"] in shown for one in presets)
+    assert "Qwen/Qwen2.5-7B" in shown
+
+
 def test_generated_is_up_to_date() -> None:
     assert "up to date" in run("render", "--check").stdout
 
