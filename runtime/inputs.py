@@ -75,7 +75,7 @@ def check_forward(
     mask: Tensor | None,
     kind: int,
     scale: float | None,
-    visible: int = 0,
+    visible_keys: int = 0,
 ) -> None:
     """Raises ValueError or TypeError for the first argument that `attention` does not support."""
     expect_tensors(q=q, k=k, v=v)
@@ -90,9 +90,9 @@ def check_forward(
             f"scale: got {scale}, expected a number above 0 that float32 holds, {LEAST_SCALE:.2g} to "
             f"{LARGEST_SCALE:.2g}, or None for head_dim ** -0.5"
         )
-    if visible < 0:
+    if visible_keys < 0:
         raise ValueError(
-            f"visible: got {visible}, expected keys that a query sees on average, 0 if not known"
+            f"visible_keys: got {visible_keys}, expected keys that a query sees on average, 0 if not known"
         )
 
 

@@ -124,19 +124,20 @@ def _masks(request: Request, device: torch.device) -> tuple[str, ...]:
         names = () if trained == "bagel" and request.length is None else (trained,)
     if request.length is not None and (not names or "bagel" in names):
         raise ValueError("--length: goes with --mask causal, full or window:N; packs have their own length")
-    return tuple(_mask(name, request.length, device) for name in names)
+    return tuple(_mask(name, request, device) for name in names)
 
 
-def _mask(name: str, length: tuple[int, int] | None, device: torch.device) -> str:
+def _mask(name: str, request: Request, device: torch.device) -> str:
     """The pack of one --mask."""
     if is_mask_file(name):
-        if length is not None:
+        if request.length is not None:
             raise ValueError(f"--length: {name} has a length of its own")
         return name
     if not NAMED_MASK.fullmatch(name):
         raise ValueError(f"--mask: {name!r} is neither causal, full, window:N nor a .npy or .npz file")
-    seq_q, seq_k = length or (LENGTHS[device.type],) * 2
-    return f"{name}/{seq_q}" if seq_q == seq_k else f"{name}/{seq_q}/{seq_k}"
+    seq_q, seq_k = request.length or (LENGTHS[device.type],) * 2
+    batch = f"{request.batch}x" if request.batch else ""
+    return f"{name}/{batch}{seq_q}" if seq_q == seq_k else f"{name}/{batch}{seq_q}/{seq_k}"
 
 
 def _model(request: Request) -> str | None:

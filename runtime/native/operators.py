@@ -38,7 +38,7 @@ def _forward(
     kind: int,
     scale: float | None,
     deterministic: bool = False,
-    visible: int = 0,
+    visible_keys: int = 0,
     variant: int = 0,
 ) -> tuple[Tensor, Tensor]:
     inputs.check_forward(q, k, v, mask, kind, scale)
@@ -56,7 +56,7 @@ def _backward(
     kind: int,
     scale: float | None,
     deterministic: bool = False,
-    visible: int = 0,
+    visible_keys: int = 0,
     dlse: Tensor | None = None,
     variant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,13 +72,13 @@ def _complain(
     mask: Tensor | None,
     kind: int,
     scale: float | None,
-    visible: int,
+    visible_keys: int,
     dout: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
     dlse: Tensor | None,
 ) -> None:
-    inputs.check_forward(q, k, v, mask, kind, scale, visible)
+    inputs.check_forward(q, k, v, mask, kind, scale, visible_keys)
     if dout is not None and out is not None and lse is not None:
         inputs.check_backward(q, v, dout, out, lse, dlse)
 

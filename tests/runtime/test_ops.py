@@ -51,7 +51,7 @@ def test_opcheck(device: str, kind: str) -> None:
     load_operators()
     x = draw(Shape(group=2), DTYPE, device)
     data, code, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
-    shared = {"visible": visible}
+    shared = {"visible_keys": visible}
     torch.library.opcheck(torch.ops.attnforge.forward.default, (x.q, x.k, x.v, data, code, None), shared)
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
     out, lse = ops.forward(q, k, v, make_mask(kind, 65, 65, device))
