@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.spec import Mask
+from attnforge.runtime import mask_svg
 from attnforge.runtime.inputs import MAX_INDEX
 from attnforge.runtime.native.operators import operators
 
@@ -159,6 +160,14 @@ class Spans(_Listed):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(seq_k={self.seq_k}, device={self.device})"
 
+    def _repr_html_(self) -> str:
+        """For notebooks: a picture of the tiles, as many queries as keys, or more if an interval ends later."""
+        starts, ends = self.starts, self.ends
+        seq_q = max(self.seq_k, int(ends.max()) if ends.numel() else 0)
+        tile = mask_svg.tile_of(seq_q, self.seq_k)
+        shares = mask_svg.span_shares(starts, ends, seq_q, tile, tile)
+        return mask_svg.html(repr(self), shares, seq_q, self.seq_k, tile)
+
 
 class DenseMask(_Listed):
     """Any mask: key j is visible to query i where `mask[..., i, j]` is True.
@@ -224,6 +233,12 @@ class DenseMask(_Listed):
 
     def __repr__(self) -> str:
         return f"DenseMask(shape={self.shape}, device={self.device})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a picture of the tiles, averaged over planes."""
+        tile = mask_svg.tile_of(self.seq_q, self.seq_k)
+        shares = mask_svg.dense_shares(self.mask, tile, tile)
+        return mask_svg.html(repr(self), shares, self.seq_q, self.seq_k, tile)
 
 
 def round_visible_keys(visible_keys: float | None) -> int:

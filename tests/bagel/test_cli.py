@@ -7,11 +7,13 @@ import os
 import shlex
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -100,6 +102,7 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
     ("arguments", "message"),
     [
         ("mask pretrain/77", "pack: there is no 'pretrain/77'; packs are pretrain/0 to 3, finetune/0"),
+        ("mask pretrain/0 --out mask.gif", "--out: mask.gif is neither a .png nor a .svg"),
         ("mask t2i_lowres/0 --vit", "pack: t2i_lowres/0 has no image"),
         ("verify --pack full/0 --device cpu", "pack: there is no 'full/0'"),
         ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
@@ -142,6 +145,37 @@ def test_mask_picture(tmp_path: Path) -> None:
     colours = {colour for _, colour in Image.open(out).getcolors(1 << 24)}  # type: ignore[union-attr]
     # Full tiles of text, image and noise, skipped and hidden: all are in the picture.
     assert {(64, 110, 190), (42, 140, 106), (212, 122, 46), (244, 245, 247), (214, 217, 223)} <= colours
+
+
+@pytest.mark.parametrize(
+    "pack", ["causal/300", "window:50/200/400", "full/100", "blocks/0.5/512", "FILE", "finetune/0"]
+)
+def test_any_mask_as_svg_and_png(pack: str, tmp_path: Path) -> None:
+    seen = np.random.default_rng(0).random((2, 3, 90, 140)) < 0.5
+    np.save(tmp_path / "mask.npy", seen)
+    name = str(tmp_path / "mask.npy") if pack == "FILE" else pack
+    for kind in ("svg", "png"):
+        said = run(
+            "mask", name, "--out", str(tmp_path / f"x.{kind}"), "--tile-m", "64", "--tile-n", "32"
+        ).stdout
+        assert "visible pairs" in said
+    text = (tmp_path / "x.svg").read_text()
+    inner = ET.fromstring(text).find(".//{*}g/{*}svg")
+    assert inner is not None
+    _, _, seq_k, seq_q = map(int, inner.attrib["viewBox"].split())
+    width, height = int(inner.attrib["width"]), int(inner.attrib["height"])
+    assert width / height == pytest.approx(seq_k / seq_q, rel=0.01)
+    assert Image.open(tmp_path / "x.png").width > 400
+
+
+def test_pictures_of_packs_have_true_aspect(tmp_path: Path) -> None:
+    sizes = []
+    for tile_n in ("64", "256"):
+        out = tmp_path / "mask.png"
+        run("mask", "finetune/0", "--out", str(out), "--tile-n", tile_n)
+        sizes.append(Image.open(out).size)
+    # 11520 tokens: cells are whole pixels, so that a side differs by less than a cell a tile.
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.12)
 
 
 def test_search_end_to_end(tmp_path: Path) -> None:
