@@ -29,7 +29,7 @@ endif
 ROOMS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/*.py tests/*/*/*.py))))
 
 # What SYSTEM=1 takes for granted, by the names that are imported.
-NEEDS := torch numpy jinja2 click rich platformdirs ninja PIL setuptools
+NEEDS := torch numpy scipy jinja2 click rich platformdirs filelock ninja PIL setuptools
 
 # The first target: bare `make` prints the comment at the top of this file.
 help:

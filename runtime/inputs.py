@@ -61,6 +61,8 @@ def expect_flags(**values: object) -> None:
 
 def expect_integers(name: str, values: object, words: str) -> None:
     """Raises TypeError naming the argument unless it is a sequence of integers; `words` describes it."""
+    if isinstance(values, Tensor):  # its entries would be tensors, too
+        raise TypeError(f"{name}: got Tensor, expected {words}; use {name}.tolist()")
     try:
         entries = list(values)  # type: ignore[call-overload]
     except TypeError:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
+from attnforge.runtime import mask_svg
 from attnforge.runtime.inputs import MAX_INDEX
 from attnforge.runtime.native.operators import operators
 
@@ -246,6 +247,13 @@ class Spans(_Listed):
         form = f", intervals={self.intervals}, planes={self.planes}" if self.data.dim() == 5 else ""
         return f"{type(self).__name__}(seq_k={self.seq_k}{form}, device={self.device})"
 
+    def _repr_html_(self) -> str:
+        """For notebooks: a picture of the tiles, for as many queries as keys."""
+        length = self.seq_k
+        tile = mask_svg.tile_of(length, length)
+        shares = mask_svg.span_shares(self.starts, self.ends, length, tile, tile)
+        return mask_svg.html(repr(self), shares, length, length, tile)
+
 
 class DenseMask(_Listed):
     """Any mask: key j is visible to query i where `mask[..., i, j]` is True.
@@ -311,6 +319,12 @@ class DenseMask(_Listed):
 
     def __repr__(self) -> str:
         return f"DenseMask(shape={self.shape}, device={self.device})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a picture of the tiles, averaged over planes."""
+        tile = mask_svg.tile_of(self.seq_q, self.seq_k)
+        shares = mask_svg.dense_shares(self.mask, tile, tile)
+        return mask_svg.html(repr(self), shares, self.seq_q, self.seq_k, tile)
 
 
 def round_visible_keys(visible_keys: float | None) -> int:

@@ -288,7 +288,8 @@ def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
                 "(batch or 1, heads_q or 1) in front if it has any"
             )
         return mask.data, _DENSE, mask.visible_keys_rounded
+    hint = "; a bool tensor, True where a key is visible, goes in as attnforge.DenseMask(mask)"
     raise TypeError(
         f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "
-        "and attnforge.DenseMask(...)"
+        f"and attnforge.DenseMask(...){hint if isinstance(mask, Tensor) else ''}"
     )

@@ -33,6 +33,7 @@ MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
+DISTANCES = (*_NEAR, "length (octaves)", "visible keys (octaves)", "GQA ratio (octaves)", "speed")
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 
 
@@ -218,22 +219,49 @@ def choose(
     it is unknown, and then it does not matter. Length comes first, since it determines how many blocks there are; the
     visible keys of full and causal masks follow from it.
     """
-    ranked = []
-    for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places):
-        if _counts(entry.spec.problem, problem):
-            ranked.append((_distance(entry, problem, group, size, visible_keys), rank, entry, path))
-    ranked.sort(key=lambda item: (item[1], item[0], item[2].spec.slug))
-    for _, rank, entry, path in ranked:
-        spec = Spec(problem, entry.spec.tuning)
+    for offer in offers(problem, group, size, name, places, visible_keys=visible_keys):
+        spec = Spec(problem, offer.entry.spec.tuning)
         try:
             make_plan(spec)
         except Infeasible:
             continue
-        verb = "modelled, not measured," if rank == 2 else "tuned"
-        yield (
-            spec,
-            f"{verb} as {entry.spec.slug} for {entry.size} rows{_seen(entry)}, GQA ratio {entry.group} ({path.name})",
-        )
+        yield spec, offer.reason
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An entry that counts for a call. `rank`: 0 of this device, 1 of another one, 2 modelled."""
+
+    entry: Tuned
+    path: Path
+    rank: int
+    distance: tuple[float, ...]  # as DISTANCES names its parts
+
+    @property
+    def reason(self) -> str:
+        """Why this entry's kernel was chosen."""
+        verb = "modelled, not measured," if self.rank == 2 else "tuned"
+        entry = self.entry
+        rows = f"{entry.size} rows{_seen(entry)}, GQA ratio {entry.group}"
+        return f"{verb} as {entry.spec.slug} for {rows} ({self.path.name})"
+
+
+def offers(
+    problem: Problem,
+    group: int,
+    size: int,
+    name: str,
+    places: Iterable[Path] | None = None,
+    *,
+    visible_keys: int = 0,
+) -> list[Offer]:
+    """The entries that count for a call, nearest first; see `choose`. Their tuning may be infeasible there."""
+    found = [
+        Offer(entry, path, rank, _distance(entry, problem, group, size, visible_keys))
+        for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places)
+        if _counts(entry.spec.problem, problem)
+    ]
+    return sorted(found, key=lambda offer: (offer.rank, offer.distance, offer.entry.spec.slug))
 
 
 def measured(

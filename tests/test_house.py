@@ -69,7 +69,7 @@ ALLOWED = {
         "runtime.build",
         "runtime.search",
     },
-    "bagel.pictures": {"bagel", "bagel.measure"},
+    "bagel.pictures": {"bagel", "bagel.measure", "runtime"},
 }
 
 

@@ -92,13 +92,16 @@ def tune(
     Slurm array as many as it has tasks. There is no server: each problem is a lock in DIR, and what a killed process
     leaves, another one takes over. Each problem has a JSONL log there. Run the command again to go on.
     """
-    from attnforge.bagel.commands.selection import select
+    from attnforge.bagel.commands.selection import Request, select
     from attnforge.bagel.measure.tuning_set import chosen, measured
     from attnforge.runtime import tables
     from attnforge.runtime.search.claims import Claims
 
     here = place(os.environ)
-    selection = select((), None, dtypes[0] if dtypes else None, direction, device or _own_gpu(here))
+    request = Request(
+        dtype=dtypes[0] if dtypes else None, direction=direction, device=device or _own_gpu(here)
+    )
+    selection = select(request)
     wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
     problems = list(dict.fromkeys(chosen(selection.device, models, packs, wanted, selection.directions)))
     if everything:

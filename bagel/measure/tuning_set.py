@@ -20,6 +20,8 @@ PACKS = {
 }
 IMAGES = {"cuda": ("pretrain/0", "full/8x4096"), "cpu": ("full/1024",)}
 
+BAGELS = tuple(name for name, model in MODELS.items() if model.mask == "bagel")
+
 
 @dataclass(frozen=True)
 class TuningProblem:
@@ -54,7 +56,7 @@ def chosen(
     for dtype in dtypes:
         for direction in directions:
             archs = _archs(device, dtype, direction)
-            for model in models or MODELS:
+            for model in models or BAGELS:
                 for pack in packs or (IMAGES if model == "vit" else PACKS)[device.type]:
                     for arch in archs if dtype is DType.FLOAT32 else archs[:1]:
                         yield TuningProblem(pack, model, dtype, direction, arch)

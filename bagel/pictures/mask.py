@@ -26,21 +26,22 @@ MARGIN, RULER, BARS = 28, 74, 190
 
 @dataclass(frozen=True)
 class Layout:
-    """Pixel geometry: a matrix of tiles_m x tiles_n cells whose corner is at (left, top)."""
+    """Pixel geometry: a matrix of tiles_m x tiles_n cells, at true aspect, whose corner is at (left, top)."""
 
     left: int
     top: int
-    cell: int
+    cell_m: int  # pixels of a tile, down
+    cell_n: int  # and to the right
     rows: int
     cols: int
 
     @property
     def width(self) -> int:
-        return self.cols * self.cell
+        return self.cols * self.cell_n
 
     @property
     def height(self) -> int:
-        return self.rows * self.cell
+        return self.rows * self.cell_m
 
 
 def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128) -> Image.Image:
@@ -48,10 +49,12 @@ def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128
     seq = mask.starts.numel()
     tiles = tile_map(mask, seq, tile_m, tile_n)
     rows, cols = tiles.kinds.shape
-    layout = Layout(MARGIN + RULER, 150 + RULER, max(1, SIDE // max(rows, cols)), rows, cols)
+    scale = SIDE / max(rows * tile_m, cols * tile_n)  # pixels a token
+    cells = (max(1, int(tile_m * scale)), max(1, int(tile_n * scale)))
+    layout = Layout(MARGIN + RULER, 150 + RULER, *cells, rows, cols)
     size = (layout.left + layout.width + BARS + MARGIN, layout.top + layout.height + 180)
     image = Image.new("RGB", (max(size[0], 900), size[1]), PAPER)
-    image.paste(_matrix(mask, tiles, layout.cell), (layout.left, layout.top))
+    image.paste(_matrix(mask, tiles, layout.cell_m, layout.cell_n), (layout.left, layout.top))
     draw = ImageDraw.Draw(image)
     _heading(draw, mask, title, tiles)
     _rulers(draw, mask, layout, seq)
@@ -65,28 +68,28 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def _matrix(mask: PackedMask, tiles: TileMap, cell: int) -> Image.Image:
+def _matrix(mask: PackedMask, tiles: TileMap, cell_m: int, cell_n: int) -> Image.Image:
     """Tile colours; inside partial tiles the mask itself, sampled at one point per pixel."""
     rows, cols = tiles.kinds.shape
     starts, ends = mask.starts.cpu(), mask.ends.cpu()
     seq = starts.numel()
-    query = (torch.arange(rows * cell) * tiles.tile_m // cell).clamp(max=seq - 1)
-    key = (torch.arange(cols * cell) * tiles.tile_n // cell).clamp(max=seq - 1)
+    query = (torch.arange(rows * cell_m) * tiles.tile_m // cell_m).clamp(max=seq - 1)
+    key = (torch.arange(cols * cell_n) * tiles.tile_n // cell_n).clamp(max=seq - 1)
     mode = torch.zeros(seq, dtype=torch.long)
     for split in mask.splits:
         mode[split.start : split.end] = list(MODE_COLOURS).index(split.mode)
     solid = torch.tensor([colours[0] for colours in MODE_COLOURS.values()], dtype=torch.uint8)
     light = torch.tensor([colours[1] for colours in MODE_COLOURS.values()], dtype=torch.uint8)
-    pixels = torch.empty(rows * cell, cols * cell, 3, dtype=torch.uint8)
+    pixels = torch.empty(rows * cell_m, cols * cell_n, 3, dtype=torch.uint8)
     for m in range(rows):  # one row of tiles at a time
-        strip = query[m * cell : (m + 1) * cell, None]
+        strip = query[m * cell_m : (m + 1) * cell_m, None]
         seen = (starts[key][None] <= strip) & (strip < ends[key][None])
-        kind = tiles.kinds[m].repeat_interleave(cell)[None]
-        colour = torch.tensor(EMPTY_COLOUR, dtype=torch.uint8).expand(cell, cols * cell, 3).clone()
+        kind = tiles.kinds[m].repeat_interleave(cell_n)[None]
+        colour = torch.tensor(EMPTY_COLOUR, dtype=torch.uint8).expand(cell_m, cols * cell_n, 3).clone()
         colour[(kind == PARTIAL) & ~seen] = torch.tensor(HIDDEN_COLOUR, dtype=torch.uint8)
         colour = torch.where(((kind == PARTIAL) & seen)[..., None], light[mode[key]][None], colour)
-        colour = torch.where((kind == FULL).expand(cell, -1)[..., None], solid[mode[key]][None], colour)
-        pixels[m * cell : (m + 1) * cell] = colour
+        colour = torch.where((kind == FULL).expand(cell_m, -1)[..., None], solid[mode[key]][None], colour)
+        pixels[m * cell_m : (m + 1) * cell_m] = colour
     return Image.fromarray(pixels.numpy())
 
 
@@ -151,8 +154,9 @@ def _work(draw: ImageDraw.ImageDraw, tiles: TileMap, layout: Layout) -> None:
         most = max(1, int((full + partial).sum(axis).max()))
         for index, (f, p) in enumerate(zip(full.sum(axis).tolist(), partial.sum(axis).tolist(), strict=True)):
             a, b = f * room // most, (f + p) * room // most
-            low = (layout.top if axis else layout.left) + index * layout.cell
-            high = low + layout.cell - (layout.cell > 7) - 1
+            cell = layout.cell_m if axis else layout.cell_n
+            low = (layout.top if axis else layout.left) + index * cell
+            high = low + cell - (cell > 7) - 1
             for start, end, shade in ((0, a, FAINT), (a, b, (186, 191, 201))):
                 if end > start and axis:
                     draw.rectangle((left + start, low, left + end - 1, high), shade)

@@ -30,8 +30,13 @@ def register_huggingface() -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
-        import transformers  # raises a clear ImportError if it is missing
-
+        try:
+            import transformers
+        except ImportError:
+            raise ImportError(
+                'register_huggingface: transformers is not installed; pip install "attnforge[huggingface]", or '
+                "transformers>=4.53"
+            ) from None
         raise RuntimeError(
             f"register_huggingface: transformers {transformers.__version__} has no interface to register attention "
             "and masks with; install transformers>=4.53"

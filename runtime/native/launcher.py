@@ -22,6 +22,7 @@ import torch
 from attnforge.codegen import native
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.build.notice import announce
 from attnforge.runtime.build.toolchain import host_toolchain, run
 
 log = logging.getLogger("attnforge")
@@ -105,6 +106,10 @@ def build(directory: Path, texts: dict[str, str]) -> None:
     log.info(
         "building the launcher for torch %s, once for this machine; this takes half a minute",
         torch.__version__,
+    )
+    announce(
+        "launcher",
+        f"building the launcher for torch {torch.__version__}, once for this machine; half a minute",
     )
     for name, text in texts.items():
         (directory / name).write_text(text)
