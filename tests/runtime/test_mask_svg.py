@@ -20,7 +20,8 @@ def by_definition(seen: Tensor, tile_m: int, tile_n: int) -> Tensor:
     rest = (0, -seen.shape[1] % tile_n, 0, -seen.shape[0] % tile_m)
     area, pairs = (F.pad(x.double(), rest) for x in (torch.ones_like(seen), seen))
     tiled = [x.unflatten(1, (-1, tile_n)).unflatten(0, (-1, tile_m)).sum((1, 3)) for x in (pairs, area)]
-    return tiled[0] / tiled[1]
+    shares: Tensor = tiled[0] / tiled[1]
+    return shares
 
 
 def covered(picture: str, seq_q: int, seq_k: int) -> Tensor:
