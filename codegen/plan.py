@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnforge.codegen.spec import Mask, Spec
+from attnforge.codegen.spec import Spec
 
 
 class Infeasible(ValueError):
@@ -84,9 +84,9 @@ class Plan:
 
     @property
     def grouped(self) -> bool:
-        """Does a block serve all q heads of a kv head, so that their planes of a dense mask share an order of tiles?"""
+        """Does a block serve all q heads of a kv head, so that their planes of a mask share an order of tiles?"""
         per_kv_head = self.owner == "n" and not getattr(self.spec.tuning, "split_heads", False)
-        return self.spec.problem.mask is Mask.DENSE and per_kv_head
+        return self.spec.problem.in_planes and per_kv_head
 
     @property
     def schedule_kind(self) -> str:
@@ -98,5 +98,6 @@ class Plan:
             name: getattr(self, name) for name in ("dq_semaphore", "descending", "bounds", "bits", "grouped")
         }
         target = "gpu" if problem.arch.is_gpu else "cpu"
+        form = f" x{problem.intervals} p{problem.planes}" if problem.unions else ""
         tile = f"{tuning.tile_m}x{tuning.tile_n}, {self.row_groups} row groups"
-        return f"{target} {problem.mask.value}, {tile}, owner {self.owner}, {flags}"
+        return f"{target} {problem.mask.value}{form}, {tile}, owner {self.owner}, {flags}"

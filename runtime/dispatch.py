@@ -14,6 +14,7 @@ import torch
 
 from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec
 from attnforge.runtime import kernels, tables
@@ -158,11 +159,25 @@ def resolve(
     device: torch.device,
     deterministic: bool,
     visible_keys: int,
+    intervals: int = 1,
+    planes: bool = False,
+    score: str = "",
 ) -> int:
     """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
     arch, kind = kernels.target(device), MASKS[mask]
-    problem = Problem(direction, arch, _DTYPES[dtype], head_dim, kind, align, head_dim_v)
+    problem = Problem(
+        direction,
+        arch,
+        _DTYPES[dtype],
+        head_dim,
+        kind,
+        align,
+        head_dim_v,
+        intervals=intervals,
+        planes=int(planes),
+        score=ScoreMod(score),
+    )
     choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward, visible_keys)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     return kernels.load(choice.spec, device)

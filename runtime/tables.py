@@ -34,7 +34,7 @@ _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
 DISTANCES = (*_NEAR, "length (octaves)", "visible keys (octaves)", "GQA ratio (octaves)", "speed")
-UNKNOWN = 1  # octaves between what a call says of its visible keys and an entry that does not say
+UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def save(
 
     beside: specs that were timed in the same run. If given, an entry does not replace a faster one of its class that
         is not among them: numbers of different runs differ by more than variants do.
-    An older entry that does not say its visible keys gives way to a new one of the same case that does.
+    An older entry without visible keys is replaced by a new one of the same case that has them.
     Processes that save at the same time do so one after the other; one that is killed leaves the table as it was.
     Raises TablesError if the folder cannot be written.
     """
@@ -215,9 +215,9 @@ def choose(
     An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
     tuning is then re-planned for the call. Nearest means, in this order: this device before another of the same
     architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest number of
-    visible keys (in octaves), nearest GQA ratio, and the faster. `visible_keys` is what the call's mask says, 0 if
-    nothing: then visible keys do not matter. Length comes first since it says how many blocks there are to be
-    shared out, without which nothing else helps; full and causal masks show what their length says.
+    visible keys (in octaves), nearest GQA ratio, and the faster. `visible_keys` is that of the call's mask; 0 if
+    it is unknown, and then it does not matter. Length comes first, since it determines how many blocks there are; the
+    visible keys of full and causal masks follow from it.
     """
     for offer in offers(problem, group, size, name, places, visible_keys=visible_keys):
         spec = Spec(problem, offer.entry.spec.tuning)
@@ -320,10 +320,10 @@ def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_key
     )
 
 
-def _visible(mask: Mask, size: int, said: int) -> int:
-    """Average number of keys that a query sees, 0 if unknown."""
+def _visible(mask: Mask, size: int, visible_keys: int) -> int:
+    """Average number of keys that a query sees, 0 if unknown; full and causal masks determine it."""
     if mask.listed:
-        return said
+        return visible_keys
     return size if mask is Mask.FULL else -(-size // 2)
 
 

@@ -112,7 +112,7 @@ def as_unavailable() -> Iterator[None]:
         raise
     except Exception as error:
         log.debug("a peer failed", exc_info=True)
-        words = " ".join(str(error).split())  # of several lines, the first may say nothing
+        words = " ".join(str(error).split())  # all lines, since the first one may hold no information
         raise Unavailable(f"{type(error).__name__}: {words[:200]}") from error
 
 
@@ -279,6 +279,8 @@ def _compiled_flex() -> Any:
 def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     if isinstance(case.mask, Spans):
         starts, ends = case.mask.starts, case.mask.ends
+        if starts.dim() > 1:
+            raise Unavailable("takes one interval a key here")
 
         def in_span(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (starts[j] <= i) & (i < ends[j])
@@ -299,7 +301,7 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
 def _pair_mod(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     if seen.dim() > 2:
         raise Unavailable(
-            "a mask of its own for each batch entry or head is not written for FlexAttention here"
+            "masks that differ between batch entries or heads are not supported for FlexAttention here"
         )
 
     def in_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -169,8 +169,10 @@ def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
     _, width_dq = _dq_blocks(dims[0], t)
     queries = t.tile_m * (words + 2 * width + width_dq + 3)
     queries += pairs * t.tile_m // 2 * (columns + 3 * width)
-    spans = 0 if spec.problem.mask is Mask.DENSE else 2  # starts and ends
+    spans = 0 if spec.problem.mask is Mask.DENSE else 2 * spec.problem.intervals  # starts and ends
     panel = width * (words + columns + spans) + width * width_dq // (1 + pairs) + 2
+    if spec.problem.score and not spec.problem.score.slope_is_one:
+        queries += t.tile_m * width  # score_slopes
     return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel)
 
 
@@ -232,6 +234,6 @@ def host_lanes() -> int:
     return 16 if "avx512f" in flags else 8 if "avx2" in flags or not flags else 4
 
 
-HONOURED = frozenset({"align", "dim_v"})
+HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "score"})
 FORWARD = Family(CpuForward, plan, forward_tunings, HONOURED)
 BACKWARD = Family(CpuBackward, plan, backward_tunings, HONOURED)

@@ -36,6 +36,12 @@ def require_problem(spec: Spec) -> None:
     require_words(spec)
 
 
+def span_bytes(spec: Spec) -> int:
+    """Bytes of shared memory for the spans of a backward's key tile; where planes differ, they stay in memory."""
+    p = spec.problem
+    return 8 * p.intervals * spec.tuning.tile_n if p.mask is Mask.SPANS and not p.planes else 0
+
+
 def pitch(width: int, swizzled: bool = True) -> tuple[int, bool]:
     """Bytes between rows of a 16-bit tile `width` columns wide, and whether it is swizzled.
 

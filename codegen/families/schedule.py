@@ -24,7 +24,7 @@ def schedule_launches(
     kernels += [("schedule", (tiles,))]
     kernels += [] if descending else [("order", (tiles,))]
     kernels += [("dq_order", ("tiles_m",))] if deterministic else []
-    planes = ("mask_planes",) if dense else ()
+    planes = ("mask_planes",) if spec.problem.in_planes else ()
     return tuple(
         Launch(f"{spec.symbol}_{name}", (*grid, *planes), SCHEDULE_THREADS) for name, grid in kernels
     )

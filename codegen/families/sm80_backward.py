@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from attnforge.codegen.families.family import Family
-from attnforge.codegen.families.limits import up
+from attnforge.codegen.families.limits import curved, up
 from attnforge.codegen.families.mma import (
     REGISTERS_BESIDES,
     WarpGrids,
@@ -20,6 +20,7 @@ from attnforge.codegen.families.mma import (
     require_grids,
     require_one_order,
     require_problem,
+    span_bytes,
     write,
 )
 from attnforge.codegen.families.schedule import schedule_launches
@@ -76,13 +77,13 @@ class Tiles:
         """Bytes of shared memory."""
         tiles = (t.tile_n + t.stages * t.tile_m) * (self.row[0] + self.row_v[0])
         scores, stats = 2 * t.tile_m * self.row_score[0], t.stages * t.tile_m * 8
-        return tiles + scores + stats + (8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0)
+        return tiles + scores + stats + span_bytes(spec)
 
-    def registers(self, t: Sm80Backward) -> int:
-        """Of a thread, for dK and dV, and beside them S and dP or dQ."""
+    def registers(self, t: Sm80Backward, curved: bool) -> int:
+        """Of a thread, for dK and dV, and beside them S and dP, with the slopes of a `curved` score, or dQ."""
         threads = t.warps * 32
         dkv = t.tile_n * (self.columns + self.columns_v) // threads
-        return dkv + max(2 * (t.tile_m * t.tile_n // threads), t.tile_m * self.columns // threads)
+        return dkv + max((2 + curved) * (t.tile_m * t.tile_n // threads), t.tile_m * self.columns // threads)
 
 
 def plan(spec: Spec) -> Plan:
@@ -93,7 +94,7 @@ def plan(spec: Spec) -> Plan:
     require_grids(t, 16)
     require_one_order(t.split_heads, t.deterministic)
     tiles, threads = Tiles.of(spec, t), t.warps * 32
-    shared, registers = tiles.shared(spec, t), tiles.registers(t)
+    shared, registers = tiles.shared(spec, t), tiles.registers(t, curved(spec.problem))
     require_fit(spec, shared, registers, threads)
     return Plan(
         spec=spec,
@@ -230,4 +231,6 @@ def _guesses(problem: Problem) -> list[Sm80Backward]:
     return sorted(guesses, key=lambda t: up(problem.head_dim, 8 * columns_unit(t)) > PADDING * least)
 
 
-BACKWARD = Family(Sm80Backward, plan, tunings, honours=frozenset({"align", "dim_v"}))
+BACKWARD = Family(
+    Sm80Backward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes", "score"})
+)

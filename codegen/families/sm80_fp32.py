@@ -13,6 +13,7 @@ from attnforge.codegen.families.limits import (
     REGISTER_FILE,
     REGISTER_LIMIT,
     SHARED_LIMIT,
+    curved,
     require_fp32,
     require_positive,
     require_split,
@@ -24,6 +25,7 @@ from attnforge.codegen.families.mma import (
     forward_plan,
     require_grids,
     require_one_order,
+    span_bytes,
 )
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan
@@ -148,6 +150,8 @@ def _mma(spec: Spec, t: Fp32Forward) -> Plan:
 def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
     """The kernel that multiplies on FP32 cores: a thread owns rows x (keys and columns of O)."""
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
+    if spec.problem.score:
+        raise Infeasible("score: the forward on FP32 cores takes none; set parts above 0")
     require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
     require_split("tile_m", t.tile_m, t.warps, 4, "warps")
     require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
@@ -178,7 +182,7 @@ def plan_backward(spec: Spec) -> Plan:
     require_fp32(spec)
     _check_grids(t)
     frags, threads = _gradient_frags(spec, t), t.warps * 32
-    shared, registers = _backward_shared(spec, t), _backward_registers(t, frags)
+    shared, registers = _backward_shared(spec, t), _backward_registers(t, frags, curved(spec.problem))
     _require_fit(spec, shared, registers, threads, t.blocks)
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     return Plan(
@@ -217,18 +221,17 @@ def _backward_shared(spec: Spec, t: Fp32Backward) -> int:
     """Bytes: K, V and buffers of Q and dO; P and dS; buffers of row_stats; the bounds of spans."""
     pitches = pitch(spec.problem.head_dim) + pitch(spec.problem.head_dim_v)
     floats = (t.tile_n + t.stages * t.tile_m) * pitches + 2 * t.tile_m * (t.tile_n + 4)
-    spans = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
-    return 4 * floats + t.stages * t.tile_m * 8 + spans
+    return 4 * floats + t.stages * t.tile_m * 8 + span_bytes(spec)
 
 
-def _backward_registers(t: Fp32Backward, frags: dict[str, int]) -> int:
+def _backward_registers(t: Fp32Backward, frags: dict[str, int], curved: bool) -> int:
     """Of a thread: dK and dV, and beside them S, dP and its other sums, or both sums of a split of a gradient."""
     frags_n, frags_m, per_split = (
         t.tile_n // t.warps_dkv // 16,
         t.tile_m // t.warps_dq // 16,
         _per_split(frags, t),
     )
-    sdp = 3 * t.tile_m * t.tile_n // (t.warps * 32)
+    sdp = (3 + curved) * t.tile_m * t.tile_n // (t.warps * 32)
     sums = 8 * max(frags_n * max(per_split["dk"], per_split["dv"]), frags_m * per_split["dq"])
     return 4 * frags_n * (frags["dk"] + frags["dv"]) + max(sdp, sums)
 
@@ -362,6 +365,6 @@ def backward_tunings(problem: Problem) -> Iterator[Fp32Backward]:
     yield from (dataclasses.replace(tuning, deterministic=True) for tuning in guesses)
 
 
-HONOURED = frozenset({"align", "dim_v"})
+HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "score"})
 FORWARD = Family(Fp32Forward, plan_forward, forward_tunings, HONOURED)
 BACKWARD = Family(Fp32Backward, plan_backward, backward_tunings, HONOURED)

@@ -63,6 +63,11 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(
             f"cluster: its blocks must visit the same key tiles, which a {p.mask.value} mask denies"
         )
+    if p.intervals > 2 and consumers > 2:
+        raise Infeasible(
+            f"intervals {p.intervals}: their bounds take registers that {consumers} consumer warpgroups do not have; "
+            "tile_m 128 fits"
+        )
     return _forward(spec, t, consumers)
 
 
@@ -162,7 +167,7 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool
     row, mask = panels_of(spec.problem.head_dim).row * 2, spec.problem.mask
     q_bytes, kv_bytes = t.tile_m * row, t.tile_n * row
     require_tiles(64 * row, kv_bytes)
-    bounds = t.stages * t.tile_n * 8 if mask is Mask.SPANS else 0
+    bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
     shared = 2 * t.stages * kv_bytes + bounds + 8 * 4 * t.stages
     # With two buffers, Q of the next work tile arrives before O of this one is stored.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
@@ -256,9 +261,15 @@ DENSE = (
 )
 
 
+# Of three or four intervals, whose bounds take registers.
+INTERVALS = Sm90Forward(128, 128, 2, False, True, True, False)
+
+
 def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     """What a search tries, best guess first."""
     narrow = problem.head_dim <= 96
+    if problem.intervals > 2:
+        yield INTERVALS
     if problem.mask is Mask.DENSE:
         yield from DENSE
     if problem.mask is Mask.CAUSAL and not narrow:
@@ -281,4 +292,6 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
         yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs, cluster)
 
 
-FORWARD = Family(Sm90Forward, plan, tunings, reasons=REASONS)
+FORWARD = Family(
+    Sm90Forward, plan, tunings, honours=frozenset({"intervals", "planes", "score"}), reasons=REASONS
+)

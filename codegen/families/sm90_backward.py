@@ -18,6 +18,7 @@ from attnforge.codegen.families.hopper import (
     require_tiles,
     wgmma_type,
 )
+from attnforge.codegen.families.limits import curved
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
@@ -62,8 +63,9 @@ def plan(spec: Spec) -> Plan:
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
     require_hopper(p, "backward", 128)
-    if p.mask is Mask.DENSE and not t.split_heads:
-        raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
+    if p.in_planes and not t.split_heads:
+        what = "dense mask" if p.mask is Mask.DENSE else "planes of spans"
+        raise Infeasible(f"{what}: takes split_heads, for q heads of a group may visit different tiles")
     if t.tile_m != 64:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
     if t.tile_n != 64 * CONSUMERS:
@@ -110,6 +112,10 @@ def live_registers(t: Sm90Backward, head_dim: int) -> int:
 
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     d, mask = spec.problem.head_dim, spec.problem.mask
+    if curved(spec.problem):
+        raise Infeasible(
+            "score: the sm90a backward takes functions that only add to a score; sm90 takes this one"
+        )
     shared = _shared_bytes(t, d)
     require_shared(shared)
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
@@ -227,4 +233,6 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
             yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending)
 
 
-BACKWARD = Family(Sm90Backward, plan, tunings, reasons=REASONS)
+BACKWARD = Family(
+    Sm90Backward, plan, tunings, honours=frozenset({"intervals", "planes", "score"}), reasons=REASONS
+)

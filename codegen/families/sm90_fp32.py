@@ -10,6 +10,7 @@ from typing import Any
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
     ALIGNMENT,
+    REASONS,
     REGISTERS_BESIDES,
     consumer_warpgroups,
     require_registers,
@@ -87,7 +88,7 @@ def _plan(spec: Spec, t: Sm90Fp32Forward, consumers: int) -> Plan:
 def _shared(spec: Spec, t: Sm90Fp32Forward) -> int:
     """Bytes: splits of Q unless registers hold them, buffers of those of K, then of V with bounds and barriers."""
     row, row_v = (SPLITS * up(dim, 16) * 2 for dim in (spec.problem.head_dim, spec.problem.head_dim_v))
-    bounds = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
+    bounds = 8 * t.tile_n * spec.problem.intervals if spec.problem.mask is Mask.SPANS else 0
     q_bytes = 0 if t.q_in_regs else t.tile_m * row
     offset_v = up(q_bytes + t.stages * t.tile_n * row, ALIGNMENT)
     return offset_v + t.stages * (t.tile_n * row_v + bounds + 8 * 4)
@@ -147,4 +148,10 @@ def tunings(problem: Problem) -> Iterator[Sm90Fp32Forward]:
         yield Sm90Fp32Forward(tile_m, tile_n, stages, ping_pong, persistent, q_in_regs)
 
 
-FORWARD = Family(Sm90Fp32Forward, plan, tunings, honours=frozenset({"align", "dim_v"}))
+FORWARD = Family(
+    Sm90Fp32Forward,
+    plan,
+    tunings,
+    honours=frozenset({"align", "dim_v", "intervals", "planes"}),
+    reasons=REASONS,
+)

@@ -1,8 +1,8 @@
 """The C++ extension that holds the operators: built once, published in the cache, loaded once per process.
 
 It uses torch's C++ API but neither Python's nor CUDA's, so it needs no Python.h and no toolkit, and one build
-serves every Python version. `torch.utils.cpp_extension.load` builds it in a directory that no other process
-knows: its lock file, which a killed process leaves behind for ever, can therefore stop nobody.
+serves every Python version. `torch.utils.cpp_extension.load` builds it in a directory of this process
+alone, so that its lock file, which a killed process leaves behind, blocks no other process.
 """
 
 from __future__ import annotations

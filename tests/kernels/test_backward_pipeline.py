@@ -24,7 +24,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
-FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
+FLAGS = ("-std=c++17", "-Og", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
 REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results", "Preprocess")
 KINDS = {"q": 1, "dout": 2, "k": 3, "v": 4, "dk": 5, "dv": 6}  # enum Kind
 FAKE = 1 << 40  # where device memory would be that nothing touches here

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from emulator import Emulated
-from oracle import Shape, dense, distance, draw, efficient, make_mask, peers, visible
+from oracle import Shape, dense, distance, draw, efficient, make_mask, peers, unions, visible
 from strict_nvcc import SERIALISED, check_resources
 
 import attnforge
@@ -85,6 +86,18 @@ def test_a_mask_for_each_head(tmp_path: Path) -> None:
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
     mask = dense(200, 161, "cpu", planes=(2, 3))
     out, _ = Emulated(spec_of(THREE, 32, "dense"), tmp_path).forward(q, k, v, mask)
+    assert torch.allclose(out, reference(q, k, v, mask).out.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+@pytest.mark.parametrize(("count", "planes"), [(2, (1, 1)), (1, (2, 1)), (3, (2, 3))], ids=str)
+def test_unions(count: int, planes: tuple[int, int], tmp_path: Path) -> None:
+    x = draw(Shape(200, 161, 32, heads_kv=1, group=3, batch=2), torch.float32, "cpu")
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    mask = unions(200, 161, count, "cpu", planes)
+    spec = spec_of(THREE, 32, "spans")
+    problem = replace(spec.problem, intervals=count, planes=int(planes != (1, 1)))
+    out, _ = Emulated(replace(spec, problem=problem), tmp_path).forward(q, k, v, mask)
     assert torch.allclose(out, reference(q, k, v, mask).out.float(), rtol=1e-5, atol=1e-6)
 
 

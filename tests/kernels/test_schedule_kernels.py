@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emulated_schedule import EmulatedSchedule
-from oracle import dense, spans
+from oracle import dense, spans, unions
 from torch import Tensor
 
+import attnforge
 from attnforge.codegen.families.sm80 import Sm80Forward
 from attnforge.codegen.families.sm80_backward import Sm80Backward
 from attnforge.codegen.families.sm90 import Sm90Forward
@@ -111,6 +113,44 @@ def test_spans(name: str, tmp_path: Path) -> None:
             if schedule.plan.bounds:
                 assert torch.equal(tables["bounds"][:seq_k], torch.stack((starts, ends), 1))
                 assert not tables["bounds"][seq_k:].any()
+                assert not tables["tile_counter"].any()
+
+
+# starts and ends of two intervals, that cover rows of a tile together but not alone, or cover it, or miss it by a row
+BLOCKS = (
+    (0, 192, 384, 640),
+    (0, 128, 129, 700),
+    (0, 191, 192, 384),
+    (64, 65, 66, 701),
+    (-5, 3, 500, 1 << 30),
+)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("count", "planes"), [(2, (1, 1)), (3, (2, 2)), (1, (1, 3))], ids=str)
+def test_unions(name: str, count: int, planes: tuple[int, int], tmp_path: Path) -> None:
+    spec = spec_of(name, Mask.SPANS)
+    apart = planes != (1, 1)
+    spec = replace(spec, problem=replace(spec.problem, intervals=count, planes=int(apart)))
+    schedule = EmulatedSchedule(spec, tmp_path)
+    for seq_q, seq_k in SIZES:
+        masks = [unions(seq_q, seq_k, count, "cpu", planes)]
+        if count == 2 and seq_q == 701:
+            blocks = torch.tensor(BLOCKS, dtype=torch.int32)[torch.arange(seq_k) // 150 % 5].T
+            masks += [attnforge.Spans(blocks[::2].contiguous(), blocks[1::2].contiguous())]
+        for mask in masks:
+            data = mask.data if mask.data.dim() == 5 else mask.data[None, None, None]
+            tables = schedule.run(data, None, seq_q, seq_k)
+            visible = mask.visible(seq_q, seq_k).reshape(-1, seq_q, seq_k)
+            for plane in range(visible.shape[0]):
+                alone = {name: x if name == "tile_counter" else x[plane] for name, x in tables.items()}
+                check(schedule, alone, visible[plane])
+            if schedule.plan.bounds:
+                bounds = (
+                    tables["bounds"].permute(0, 2, 4, 1, 3).flatten(3)
+                )  # (planes, intervals, 2, padded_k)
+                assert torch.equal(bounds[..., :seq_k], data.flatten(0, 1))
+                assert not bounds[..., seq_k:].any()
                 assert not tables["tile_counter"].any()
 
 

@@ -73,7 +73,7 @@ def test_notebooks_get_a_small_picture() -> None:
     for mask, words in (
         (pack, f"{length:,} queries"),
         (dense, "100 queries x 300 keys"),
-        (late, "40 queries x 10"),
+        (late, "10 queries x 10"),
     ):
         shown = mask._repr_html_()
         assert words in shown

@@ -45,13 +45,28 @@ class Seen(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def test_arguments_keep_their_names() -> None:
+    """Compiled graphs name them, and Inductor keeps graphs on disk: after a renaming, those of before would raise."""
+    load_operators()
+    attention = ["mask", "kind", "scale", "deterministic", "visible"]
+    names = {
+        "forward": ["q", "k", "v", *attention, "variant"],
+        "backward": ["dout", "q", "k", "v", "out", "lse", *attention, "dlse", "variant"],
+        "attend": ["q", "k", "v", "scale", "deterministic", "kind", "mask", "visible"],
+        "attend_spans": ["q", "k", "v", "mask", "visible", "scale"],
+    }
+    for name, arguments in names.items():
+        schema = getattr(torch.ops.attnforge, name).default._schema
+        assert [argument.name for argument in schema.arguments] == arguments, name
+
+
 @devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(device: str, kind: str) -> None:
     load_operators()
     x = draw(Shape(group=2), DTYPE, device)
     data, code, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
-    shared = {"visible_keys": visible}
+    shared = {"visible": visible}
     torch.library.opcheck(torch.ops.attnforge.forward.default, (x.q, x.k, x.v, data, code, None), shared)
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
     out, lse = ops.forward(q, k, v, make_mask(kind, 65, 65, device))

@@ -153,13 +153,13 @@ def test_opcheck() -> None:
     x = leaves()
     mask = spans(700)
     arguments = (*x, mask.data, 2, None)
-    torch.library.opcheck(torch.ops.attnforge.forward.default, arguments, {"visible_keys": 512})
+    torch.library.opcheck(torch.ops.attnforge.forward.default, arguments, {"visible": 512})
     q, k, v = (t.detach() for t in x)
     out, lse = attnforge.attention(q, k, v, mask, return_lse=True)
     saved = (torch.ones_like(out), q, k, v, out, lse, mask.data, 2, None)
-    torch.library.opcheck(torch.ops.attnforge.backward.default, saved, {"visible_keys": 512})
-    with pytest.raises(ValueError, match=r"^visible_keys: got -1, expected keys"):
-        torch.ops.attnforge.forward(q, k, v, mask.data, 2, None, visible_keys=-1)
+    torch.library.opcheck(torch.ops.attnforge.backward.default, saved, {"visible": 512})
+    with pytest.raises(ValueError, match=r"^visible: got -1, expected keys"):
+        torch.ops.attnforge.forward(q, k, v, mask.data, 2, None, visible=-1)
 
 
 class Module(torch.nn.Module):

@@ -58,6 +58,7 @@ def test_no_compiler_is_reported(cache_dir: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(toolchain, "find_nvcc", lambda env: None)
     monkeypatch.setattr(nvrtc, "find", lambda env: None)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     found = by_name()
     assert found["CPU kernels"].status == FAILURE
     assert "apt-get install g++" in found["CPU kernels"].remedy
