@@ -24,7 +24,7 @@ struct Call {
     at::TensorList mask;
     int64_t kind;
     std::optional<double> scale;
-    int64_t visible = 0;  // keys that a query sees on average, 0: unknown
+    int64_t visible_keys = 0;  // keys that a query sees on average, 0: unknown
 
     // Of spans: are they unions of intervals, or in planes, as data of 5 dimensions is?
     bool is_union() const { return kind == kSpans && mask[0].dim() == 5; }

@@ -36,9 +36,9 @@ inline ForwardResult run_forward(const Call& call, int64_t variant_handle, bool 
 }
 
 inline ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                             int64_t kind, std::optional<double> scale, bool /*deterministic*/, int64_t visible,
+                             int64_t kind, std::optional<double> scale, bool /*deterministic*/, int64_t visible_keys,
                              int64_t variant_handle) {
-    return run_forward({q, k, v, mask_list(mask), kind, scale, visible}, variant_handle, true);
+    return run_forward({q, k, v, mask_list(mask), kind, scale, visible_keys}, variant_handle, true);
 }
 
 // torch's own warning, word for word: filters look for it. Once per name, as each of torch's operators warns once.
@@ -88,11 +88,11 @@ inline BackwardResult run_backward(const Call& call, const Gradients& given, boo
 
 inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Tensor& out, const Tensor& lse, const OptionalTensor& mask, int64_t kind,
-                               std::optional<double> scale, bool deterministic, int64_t visible,
+                               std::optional<double> scale, bool deterministic, int64_t visible_keys,
                                const OptionalTensor& dlse, int64_t variant_handle) {
     const at::Context& torch = at::globalContext();  // as its own kernels: with warn_only they only warn
     deterministic = deterministic || (torch.deterministicAlgorithms() && !torch.deterministicAlgorithmsWarnOnly());
-    return run_backward({q, k, v, mask_list(mask), kind, scale, visible}, {dout, out, lse, dlse}, deterministic,
+    return run_backward({q, k, v, mask_list(mask), kind, scale, visible_keys}, {dout, out, lse, dlse}, deterministic,
                         variant_handle);
 }
 

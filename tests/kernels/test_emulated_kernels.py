@@ -115,9 +115,9 @@ def test_first_choices(
         (FORWARD, lambda knobs: True),
         (BACKWARD, lambda knobs: not knobs["split_heads"]),
         (BACKWARD, lambda knobs: knobs["split_heads"]),
-        (BACKWARD, lambda knobs: knobs["ordered"]),
+        (BACKWARD, lambda knobs: knobs["deterministic"]),
     ],
-    ids=["forward", "kv-heads", "split-heads", "ordered"],
+    ids=["forward", "kv-heads", "split-heads", "deterministic"],
 )
 def test_a_mask_for_each_head(
     direction: Direction, wanted: Callable[[dict[str, int]], bool], tmp_path: Path
@@ -136,8 +136,8 @@ UNIONS: list[tuple[Direction, int, tuple[int, int], dict[str, bool]]] = [
     (BACKWARD, 2, (1, 1), {"split_heads": False}),
     (BACKWARD, 3, (2, 1), {"split_heads": True}),
     (BACKWARD, 2, (2, 4), {"split_heads": False}),
-    (BACKWARD, 2, (1, 2), {"split_heads": False, "ordered": True}),
-    (BACKWARD, 1, (2, 4), {"ordered": True}),
+    (BACKWARD, 2, (1, 2), {"split_heads": False, "deterministic": True}),
+    (BACKWARD, 1, (2, 4), {"deterministic": True}),
 ]
 
 
