@@ -80,7 +80,7 @@ def tile_of(case: Case, direction: Direction) -> tuple[int, int]:
     """The tile of the kernel that dispatch takes."""
     problem = case.problem(direction, kernels.target(case.device))
     group = case.heads_q // case.heads_kv
-    choice = dispatch.choose(problem, group, case.seq_q, case.device, visible=case.visible_keys)
+    choice = dispatch.choose(problem, group, case.seq_q, case.device, visible_keys=case.visible_keys)
     tuning = choice.spec.tuning
     return tuning.tile_m, tuning.tile_n
 

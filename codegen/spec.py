@@ -166,14 +166,14 @@ class Problem:
         fp32 = self.dtype is DType.FLOAT32 and self.arch.is_gpu
         return self.arch.family + ("_fp32" if fp32 else "")
 
-    def shown(self) -> list[tuple[ProblemField, str | int]]:
+    def named_fields(self) -> list[tuple[ProblemField, str | int]]:
         """Fields that names mention, in the order of names, with their plain values."""
         values = [(f, plain(getattr(self, f.attribute))) for f in PROBLEM_FIELDS]
         return [(f, value) for f, value in values if f.always or value != plain(f.default)]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` inverts it."""
-        return {f.name: value for f, value in self.shown()}
+        return {f.name: value for f, value in self.named_fields()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Problem:
@@ -248,12 +248,13 @@ PROBLEM_FIELDS = _problem_fields()
 # ---- The tuning
 
 
-def knob(code: str, text: str, default: Any = MISSING) -> Any:
+def knob(code: str, text: str, default: Any = MISSING, was: str = "") -> Any:
     """A tuning field: `code` is its short name in slugs, `text` its one-line meaning.
 
-    `default` is what tables and logs that were written before there was such a knob mean.
+    `default` is what tables and logs that were written before there was such a knob mean; `was` is the knob's name in
+    those that were written before it was renamed.
     """
-    return field(default=default, metadata={"code": code, "text": text})
+    return field(default=default, metadata={"code": code, "text": text, "was": was})
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ class Spec:
         A head_dim of v of its own follows that of q and k: `d192v128`.
         """
         head = "".join(
-            f"{'' if f.after else '_'}{f.code}{_word(f, value)}" for f, value in self.problem.shown()
+            f"{'' if f.after else '_'}{f.code}{_word(f, value)}" for f, value in self.problem.named_fields()
         )
         knobs = (
             f"{f.metadata['code']}{int(getattr(self.tuning, f.name))}"
@@ -297,7 +298,7 @@ class Spec:
 
     def to_cli(self) -> str:
         """Arguments of `cli.py render` that reproduce this spec."""
-        words = [f"{f.option} {shlex.quote(str(value))}" for f, value in self.problem.shown()]
+        words = [f"{f.option} {shlex.quote(str(value))}" for f, value in self.problem.named_fields()]
         words += [f"--set {name}={value}" for name, value in self.tuning.to_json().items()]
         return " ".join(words)
 

@@ -60,8 +60,8 @@ VARIANT: tuple[Field, ...] = (
         "schedules list the query tiles of each key tile, not the reverse",
         lambda s: s.plan.owner == "n",
     ),
-    _same("int64_t", "row_groups", "64-row groups of a query tile, each with a kv_range", "plan.parts"),
-    _same("int64_t", "row_stats", "floats of delta for each query row and head", "plan.statistics"),
+    _same("int64_t", "row_groups", "64-row groups of a query tile, each with a kv_range", "plan.row_groups"),
+    _same("int64_t", "row_stats", "floats of delta for each query row and head", "plan.row_stats"),
     _same("bool", "dq_accum", "needs this workspace", "plan.dq_accum"),
     _same("bool", "dkv_accum", "needs this workspace", "plan.dkv_accum"),
     Field(
@@ -76,7 +76,7 @@ VARIANT: tuple[Field, ...] = (
         "of a row of dv in dkv_accum",
         lambda s: s.plan.columns_v or s.plan.spec.problem.head_dim_v,
     ),
-    _same("bool", "dq_semaphore", "needs this workspace, and dq_order in its schedule", "plan.ordered"),
+    _same("bool", "dq_semaphore", "needs this workspace, and dq_order in its schedule", "plan.dq_semaphore"),
     _same("bool", "deterministic", "the same bits on every run", "plan.deterministic"),
     _same("bool", "bounds", "its schedule has bounds and tile_counter", "plan.bounds"),
     Field(

@@ -52,12 +52,12 @@ class _Listed:
 
     data: Tensor
     visible_keys: float | None
-    bucket: int
+    visible_keys_rounded: int
 
     def _adopt(self, data: Tensor, visible_keys: float | None) -> None:
         self.data = data
         self.visible_keys = visible_keys
-        self.bucket = bucket(visible_keys)
+        self.visible_keys_rounded = round_visible_keys(visible_keys)
 
     @property
     def device(self) -> torch.device:
@@ -226,7 +226,7 @@ class DenseMask(_Listed):
         return f"DenseMask(shape={self.shape}, device={self.device})"
 
 
-def bucket(visible_keys: float | None) -> int:
+def round_visible_keys(visible_keys: float | None) -> int:
     """`visible_keys` rounded down to a power of two, at least 1; 0 for None. Under torch.compile the number itself.
 
     Operators accept both. A mask from outside compiled code contributes one of few numbers, so few recompilations; one

@@ -123,10 +123,10 @@ def attention(
             if isinstance(mask, Causal):
                 return _attend_causal(q, k, v) if scale is None else _attend_causal(q, k, v, scale)
             if isinstance(mask, Spans):
-                spans = (q, k, v, mask.data, mask.bucket)
+                spans = (q, k, v, mask.data, mask.visible_keys_rounded)
                 return _attend_spans(*spans) if scale is None else _attend_spans(*spans, scale)
-        data, kind, visible = _unpack(mask, q, k)
-        return _attend(q, k, v, scale, deterministic, kind, data, visible)
+        data, kind, visible_keys = _unpack(mask, q, k)
+        return _attend(q, k, v, scale, deterministic, kind, data, visible_keys)
     except (RuntimeError, ValueError):
         return _on_refusal(q, k, v, mask, scale, return_lse, deterministic)
 
@@ -232,9 +232,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), as `attention`. `variant`: a handle of kernels.load; 0 lets dispatch choose the kernel."""
     load_operators()
-    data, kind, visible = _unpack(mask, q, k)
+    data, kind, visible_keys = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
-        q, k, v, data, kind, scale, deterministic, visible, variant, *_words(score)
+        q, k, v, data, kind, scale, deterministic, visible_keys, variant, *_words(score)
     )
     return result
 
@@ -264,19 +264,19 @@ def backward(
     Workspace on a GPU: docs/attention.md, "Memory".
     """
     load_operators()
-    data, kind, visible = _unpack(mask, q, k)
+    data, kind, visible_keys = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor, Tensor] = _operators.backward.default(
-        dout, q, k, v, out, lse, data, kind, scale, deterministic, visible, dlse, variant, *_words(score)
+        dout, q, k, v, out, lse, data, kind, scale, deterministic, visible_keys, dlse, variant, *_words(score)
     )
     return result
 
 
 def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
-    """The operators' arguments for a mask: its data, the number of its kind, its bucket of visible keys."""
+    """The operators' arguments for a mask: its data, the number of its kind, its visible_keys_rounded."""
     if mask is None:
         return None, _FULL, 0
     if isinstance(mask, Spans):
-        return mask.data, _SPANS, mask.bucket
+        return mask.data, _SPANS, mask.visible_keys_rounded
     if isinstance(mask, Causal):
         return None, _CAUSAL, 0
     if isinstance(mask, DenseMask):
@@ -286,7 +286,7 @@ def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
                 f"mask: has shape {mask.shape}, expected (seq_q, seq_k) = {(q.shape[2], k.shape[2])}, with planes "
                 "(batch or 1, heads_q or 1) in front if it has any"
             )
-        return mask.data, _DENSE, mask.bucket
+        return mask.data, _DENSE, mask.visible_keys_rounded
     raise TypeError(
         f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "
         "and attnforge.DenseMask(...)"

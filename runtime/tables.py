@@ -53,7 +53,7 @@ class Tuned:
         """The problem class: a later winner of it replaces this one. Octaves are log2, of the size and visible keys."""
         return {
             # Without what every value takes the same tuning for, if it is feasible there.
-            **{f.name: value for f, value in self.spec.problem.shown() if f.match != "free"},
+            **{f.name: value for f, value in self.spec.problem.named_fields() if f.match != "free"},
             "group": self.group,
             "octave": self.size.bit_length() - 1,
             **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
@@ -205,7 +205,7 @@ def choose(
     name: str,
     places: Iterable[Path] | None = None,
     *,
-    visible: int = 0,
+    visible_keys: int = 0,
 ) -> Iterator[tuple[Spec, str]]:
     """Feasible specs for `problem` from tuned entries, nearest first, each with the reason.
 
@@ -214,14 +214,14 @@ def choose(
     An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
     tuning is then re-planned for the call. Nearest means, in this order: this device before another of the same
     architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest number of
-    visible keys (in octaves), nearest GQA ratio, and the faster. `visible` is what the call's mask says, 0 if
+    visible keys (in octaves), nearest GQA ratio, and the faster. `visible_keys` is what the call's mask says, 0 if
     nothing: then visible keys do not matter. Length comes first since it says how many blocks there are to be
     shared out, without which nothing else helps; full and causal masks show what their length says.
     """
     ranked = []
     for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places):
         if _counts(entry.spec.problem, problem):
-            ranked.append((_distance(entry, problem, group, size, visible), rank, entry, path))
+            ranked.append((_distance(entry, problem, group, size, visible_keys), rank, entry, path))
     ranked.sort(key=lambda item: (item[1], item[0], item[2].spec.slug))
     for _, rank, entry, path in ranked:
         spec = Spec(problem, entry.spec.tuning)
@@ -243,11 +243,11 @@ def measured(
     name: str,
     places: Iterable[Path] | None = None,
     *,
-    visible: int = 0,
+    visible_keys: int = 0,
 ) -> float | None:
     """TFLOP/s of the fastest entry of the device's own tables for the very class of a call; None if there is none."""
     entries = [e for e in known(name, places) if _counts(e.spec.problem, problem)]
-    speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible)[:-1])]
+    speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible_keys)[:-1])]
     return max(speeds, default=None)
 
 
@@ -279,12 +279,14 @@ def _counts(tuned: Problem, problem: Problem) -> bool:
     return same and tuned.dtype.bytes == problem.dtype.bytes
 
 
-def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible: int) -> tuple[float, ...]:
+def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_keys: int) -> tuple[float, ...]:
     tuned = entry.spec.problem
     return (
         *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
         abs(entry.size.bit_length() - size.bit_length()),
-        _octaves(_visible(problem.mask, size, visible), _visible(tuned.mask, entry.size, entry.visible_keys)),
+        _octaves(
+            _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)
+        ),
         abs(math.log2(entry.group / group)),
         -entry.tflops,
     )

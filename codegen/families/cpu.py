@@ -13,7 +13,7 @@ from attnforge.codegen.families.family import Family
 from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.spec import DType, Mask, Problem, Spec, Tuning, knob
 
-# Vector registers by float lanes: SSE/NEON (the larger of the two), AVX2, AVX-512.
+# Vector registers by floats of one: SSE/NEON (the larger of the two), AVX2, AVX-512.
 REGISTERS = {4: 32, 8: 16, 16: 32}
 SCRATCH_LIMIT = 1 << 20  # bytes on the stack of a thread; beyond it the tiles leave any L2 anyway
 HEAD_DIM_LIMIT = 256
@@ -39,7 +39,7 @@ class CpuForward(Tuning):
     tile_m: int = knob("m", "query rows per tile, a multiple of lanes * cols")
     tile_n: int = knob("n", "keys per tile")
     heads: int = knob("h", "query heads of one kv head that share each packed K and V tile")
-    lanes: int = knob("l", "float lanes of one vector register")
+    lanes: int = knob("l", "floats of one vector register")
     rows: int = knob("r", "rows of the register block")
     cols: int = knob("c", "vector registers per row of the register block")
     pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
@@ -51,7 +51,7 @@ class CpuBackward(Tuning):
 
     tile_m: int = knob("m", "query rows per tile")
     tile_n: int = knob("n", "keys per tile, a multiple of lanes * cols")
-    lanes: int = knob("l", "float lanes of one vector register")
+    lanes: int = knob("l", "floats of one vector register")
     rows: int = knob("r", "rows of the register block")
     cols: int = knob("c", "vector registers per row of the register block")
     pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
@@ -80,7 +80,7 @@ def plan(spec: Spec) -> Plan:
         owner="m" if forward else "n",
         registers=0,
         dq_accum=not forward,
-        ordered=not forward,
+        dq_semaphore=not forward,
         deterministic=True,
         bits=("q" if forward else "k") if spec.problem.mask is Mask.DENSE else "",
         constants=_constants(spec, t, scratch),
@@ -185,7 +185,7 @@ def _dq_blocks(head_dim: int, t: CpuBackward) -> tuple[int, int]:
 
 # ---- Spaces
 
-# (rows, cols) of register blocks by float lanes: as many sums as leave room for one row of operands.
+# (rows, cols) of register blocks by floats of a vector register: as many sums as leave room for one row of operands.
 BLOCKS = {
     16: ((8, 3), (8, 2), (4, 6)),  # AVX-512: 32 registers
     8: ((4, 3), (4, 2)),  # AVX2: 16 registers

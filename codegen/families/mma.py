@@ -151,7 +151,7 @@ def require_grids(t: WarpGrids, keys: int) -> None:
     require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
 
 
-def require_one_order(split_heads: bool, ordered: bool) -> None:
+def require_one_order(split_heads: bool, deterministic: bool) -> None:
     """Infeasible where deterministic sums are asked for that blocks of several q heads share."""
-    if split_heads and ordered:
-        raise Infeasible("ordered: with split_heads the sums of dK and dV have no fixed order")
+    if split_heads and deterministic:
+        raise Infeasible("deterministic: with split_heads the sums of dK and dV have no fixed order")

@@ -53,7 +53,7 @@ struct Call {
     at::TensorList mask;
     int64_t kind;
     std::optional<double> scale;
-    int64_t visible = 0;  // keys that a query sees on average, 0: unknown
+    int64_t visible_keys = 0;  // keys that a query sees on average, 0: unknown
     const Score& score = no_score();
 
     // No pair of a query and a key at all: there is nothing to launch.

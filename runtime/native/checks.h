@@ -70,7 +70,7 @@ inline bool acceptable(const Call& c) {
            c.q.size(0) == c.k.size(0) && c.q.size(3) == c.k.size(3) && c.q.size(3) <= kMaxHeadDim &&
            c.v.size(3) <= kMaxHeadDim && c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) <= INT_MAX / 2 &&
            c.k.size(2) <= INT_MAX / 2 && c.q.size(0) * c.q.size(1) <= INT_MAX && is_mask(c) && is_score(c) &&
-           (!c.scale || is_scale(*c.scale)) && c.visible >= 0;
+           (!c.scale || is_scale(*c.scale)) && c.visible_keys >= 0;
 }
 
 // Has x the shape of the call's output, dtype and device of q?
@@ -100,7 +100,7 @@ inline void complain(const Call& c, const OptionalTensor& dout = {}, const Optio
                      const OptionalTensor&, const OptionalTensor&)>("attnforge::complain");
     const at::AutoDispatchBelowAutograd below;
     const OptionalTensor mask = c.mask.empty() ? OptionalTensor() : c.mask[0];
-    op.call(c.q, c.k, c.v, mask, c.kind, c.scale, c.visible, dout, out, lse, dlse, c.score.text, c.score.tensor(0),
+    op.call(c.q, c.k, c.v, mask, c.kind, c.scale, c.visible_keys, dout, out, lse, dlse, c.score.text, c.score.tensor(0),
             c.score.tensor(1), c.score.tensor(2), c.score.tensor(3));
     TORCH_INTERNAL_ASSERT(false, "attnforge: inputs were refused, but runtime/inputs.py finds nothing wrong");
 }

@@ -25,7 +25,8 @@ class Router {
 public:
     int64_t choose(const Call& c, bool backward, bool deterministic, int64_t align) {
         const uint64_t rows_octave = 63 - __builtin_clzll(static_cast<uint64_t>(c.q.size(2)));
-        const uint64_t visible_octave = c.visible > 0 ? 64 - __builtin_clzll(static_cast<uint64_t>(c.visible)) : 0;
+        const uint64_t visible_octave =
+            c.visible_keys > 0 ? 64 - __builtin_clzll(static_cast<uint64_t>(c.visible_keys)) : 0;
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
         const Route route{
             static_cast<uint64_t>(c.q.size(3)) << 48 | static_cast<uint64_t>(c.v.size(3)) << 32 |
@@ -46,7 +47,7 @@ public:
                                                     std::string_view)>("attnforge::resolve");
         const int64_t handle =
             resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.kind, c.q.size(1), c.k.size(1),
-                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible, c.score.text);
+                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible_keys, c.score.text);
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;

@@ -245,7 +245,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     if not specs:
         return specs
     group = case.heads_q // case.heads_kv
-    offers = tables.choose(specs[0].problem, group, case.seq_q, device_name, visible=case.visible_keys)
+    offers = tables.choose(specs[0].problem, group, case.seq_q, device_name, visible_keys=case.visible_keys)
     first = [next(offers, (specs[0], ""))[0]]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:

@@ -26,8 +26,8 @@ def schedule_text(spec: Spec) -> str:
     titles = re.compile(r"^// ---- (Mask|Tile schedule).*?(?=^// ---- |\Z)", re.MULTILINE | re.DOTALL)
     sections = "".join(match.group() for match in titles.finditer(source.text))
     sizes = {"kTileM": spec.tuning.tile_m, "kTileN": spec.tuning.tile_n}
-    if source.plan.parts > 1:
-        sizes["kParts"] = source.plan.parts
+    if source.plan.row_groups > 1:
+        sizes["kRowGroups"] = source.plan.row_groups
     # apply_mask stands in the same section; it is compiled and not called.
     sizes |= {name: 1 for name in ("kFragsM", "kFragsN") if f"[{name}]" in sections}
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in sizes.items())

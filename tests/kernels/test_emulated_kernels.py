@@ -111,9 +111,9 @@ def test_first_choices(
         (FORWARD, lambda knobs: True),
         (BACKWARD, lambda knobs: not knobs["split_heads"]),
         (BACKWARD, lambda knobs: knobs["split_heads"]),
-        (BACKWARD, lambda knobs: knobs["ordered"]),
+        (BACKWARD, lambda knobs: knobs["deterministic"]),
     ],
-    ids=["forward", "kv-heads", "split-heads", "ordered"],
+    ids=["forward", "kv-heads", "split-heads", "deterministic"],
 )
 def test_a_mask_for_each_head(
     direction: Direction, wanted: Callable[[dict[str, int]], bool], tmp_path: Path

@@ -97,8 +97,18 @@ def test_a_mask_for_each_head(tmp_path: Path) -> None:
         (64, "full", Sm90Fp32Forward(64, 64, 2, True, True, True), "ping_pong: takes at least two"),
         (64, "dense", Sm90Fp32Forward(128, 48, 2, True, True, True), "dense mask: .* multiples of 32"),
         (128, "full", Sm90Fp32Forward(128, 64, 2, True, True, False), "shared memory: 294976 bytes, 62528"),
-        (128, "full", Sm90Fp32Forward(128, 64, 1, True, True, True), "Q in parts take 272 of a consumer"),
-        (256, "full", Sm90Fp32Forward(64, 32, 1, False, True, False), "Q in parts take 280 of a consumer"),
+        (
+            128,
+            "full",
+            Sm90Fp32Forward(128, 64, 1, True, True, True),
+            "bf16 splits of P and Q take 272 of a consumer",
+        ),
+        (
+            256,
+            "full",
+            Sm90Fp32Forward(64, 32, 1, False, True, False),
+            "bf16 splits of P and Q take 280 of a consumer",
+        ),
     ],
 )
 def test_what_does_not_fit_says_why(dim: int, mask: str, tuning: Sm90Fp32Forward, reason: str) -> None:

@@ -116,12 +116,14 @@ def test_causal_tiles_compile_cleanly(
 
 
 @pytest.mark.parametrize(
-    ("mask", "split", "ordered"),
+    ("mask", "split", "deterministic"),
     [(Mask.FULL, 0, 1), (Mask.CAUSAL, 1, 0), (Mask.SPANS, 1, 1), (Mask.SPANS, 0, 0)],
 )
-def test_sums_of_the_backward_compile_cleanly(mask: Mask, split: int, ordered: int, tmp_path: Path) -> None:
+def test_sums_of_the_backward_compile_cleanly(
+    mask: Mask, split: int, deterministic: int, tmp_path: Path
+) -> None:
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, mask)
-    tuning = Sm90Backward(64, 128, 3, 2, False, 0, bool(split), bool(ordered), False)
+    tuning = Sm90Backward(64, 128, 3, 2, False, 0, bool(split), bool(deterministic), False)
     log, resources = compile_strictly(render(Spec(problem, tuning)), tmp_path)
     assert not SERIALISED.search(log), log
     assert not any(used["spill_bytes"] for used in resources.values()), resources

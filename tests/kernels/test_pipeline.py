@@ -223,7 +223,7 @@ def test_a_broken_causal_protocol_is_found(change: tuple[str, str], said: str, t
     ("change", "said"),
     [
         (("kTileBytesN + masked * kBoundsBytes", "kTileBytesN"), "bounds of other keys"),
-        (("(entry & (1 << kParts) - 1) != 0", "entry & 1"), "bounds of other keys"),
+        (("(entry & (1 << kRowGroups) - 1) != 0", "entry & 1"), "bounds of other keys"),
         (("barrier_arrive_if(leader, smem + kEmptyQ", "barrier_arrive_if(false, smem + kEmptyQ"), "it hangs"),
         (("smem + kEmptyQ + q_pipe.stage * 8);\n        q_pipe.advance();", "smem + kEmptyQ);"), "hangs"),
         (("stored && leader", "!stored && leader"), "it hangs"),
