@@ -65,8 +65,8 @@ struct Rest {
 inline ForwardResult forward_below(const Tensor& q, const Tensor& k, const Tensor& v, const Rest& r, bool with_lse) {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (r.plain) {
-        return run_forward({q, k, v, mask_list(r.mask), r.kind, r.scale, r.visible_keys.expect_int(), r.score}, r.variant,
-                           with_lse);
+        return run_forward({q, k, v, mask_list(r.mask), r.kind, r.scale, r.visible_keys.expect_int(), r.score},
+                           r.variant, with_lse);
     }
     return forward_op().call(q, k, v, r.mask, r.kind, r.scale, r.deterministic, r.visible_keys, r.variant, r.score.text,
                              r.score.tensor(0), r.score.tensor(1), r.score.tensor(2), r.score.tensor(3));
@@ -195,8 +195,8 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
 inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool deterministic,
                      int64_t kind, const OptionalTensor& mask, c10::SymInt visible_keys) {
     if (visible_keys.is_symbolic() || !is_plain({&q, &k, &v}, mask)) {
-        return std::get<0>(forward_op().call(q, k, v, mask, kind, scale, deterministic, std::move(visible_keys), 0, {}, {},
-                                               {}, {}, {}));
+        return std::get<0>(forward_op().call(q, k, v, mask, kind, scale, deterministic, std::move(visible_keys), 0, {},
+                                             {}, {}, {}, {}));
     }
     const Rest rest{mask, kind, scale, deterministic, std::move(visible_keys), 0, true};
     return records(q, k, v) ? std::move(Attention<false>::apply(q, k, v, rest)[0])
@@ -226,8 +226,8 @@ ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v
     const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
         return at::autocast::cached_cast(dtype, x, type);
     };
-    return forward_op().call(cast(q), cast(k), cast(v), mask, kind, scale, deterministic, std::move(visible_keys), variant,
-                             score, score0, score1, score2, score3);
+    return forward_op().call(cast(q), cast(k), cast(v), mask, kind, scale, deterministic, std::move(visible_keys),
+                             variant, score, score0, score1, score2, score3);
 }
 
 }  // namespace attnforge

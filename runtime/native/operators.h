@@ -96,8 +96,9 @@ inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor
                                const OptionalTensor& score3) {
     const at::Context& torch = at::globalContext();  // as its own kernels: with warn_only they only warn
     deterministic = deterministic || (torch.deterministicAlgorithms() && !torch.deterministicAlgorithmsWarnOnly());
-    return run_backward({q, k, v, mask_list(mask), kind, scale, visible_keys, {score, {score0, score1, score2, score3}}},
-                        {dout, out, lse, dlse}, deterministic, variant_handle);
+    const Score given(score, {score0, score1, score2, score3});
+    return run_backward({q, k, v, mask_list(mask), kind, scale, visible_keys, given}, {dout, out, lse, dlse},
+                        deterministic, variant_handle);
 }
 
 }  // namespace attnforge
