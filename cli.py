@@ -14,6 +14,7 @@ from attnforge.bagel.commands.mask import mask
 from attnforge.bagel.commands.model import model
 from attnforge.bagel.commands.options import Commands
 from attnforge.bagel.commands.render import render
+from attnforge.bagel.commands.report import report
 from attnforge.bagel.commands.search import search
 from attnforge.bagel.commands.tables import tables
 from attnforge.bagel.commands.verify import verify
@@ -27,7 +28,21 @@ def main(traceback: bool) -> None:
     """Generate, search, check and benchmark attention kernels."""
 
 
-for command in (bench, cache, challenge, doctor, export, mask, model, render, search, tables, verify, warm):
+for command in (
+    bench,
+    cache,
+    challenge,
+    doctor,
+    export,
+    mask,
+    model,
+    render,
+    report,
+    search,
+    tables,
+    verify,
+    warm,
+):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -69,7 +69,16 @@ ALLOWED = {
         "runtime.build",
         "runtime.search",
     },
-    "bagel.pictures": {"bagel", "bagel.measure"},
+    "bagel.pictures": {"bagel", "bagel.measure", "runtime"},
+    "bagel.report": {
+        "bagel",
+        "bagel.measure",
+        "bagel.pictures",
+        "codegen",
+        "codegen.families",
+        "runtime",
+        "runtime.search",
+    },
 }
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from attnforge.runtime import dispatch, tables
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case
-from attnforge.runtime.search.journal import Result, environment
+from attnforge.runtime.search.journal import Journal, Result, environment
 from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started, search
 
 RESOURCES = ("registers", "spilled", "shared")  # per thread, bytes per thread, bytes per block
@@ -73,8 +73,11 @@ def run_search(
     if options.peers:
         with console.status("timing torch's attention on the same case"):
             rows = list(peers_of(case, direction))
+        journal = Journal(log, case.name, direction.value, environment(device_name, target[0]))
+        journal.note("peers", [asdict(row) for row in rows])
     console.print(search_table(finished, rows))
     echo(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
+    echo(f"a page of this log: attnforge report {short_path(log)} -o report.html")
     return {
         "case": case.name,
         "direction": direction.value,

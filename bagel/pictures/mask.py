@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from attnforge.bagel.measure.tiles import FULL, PARTIAL, TileMap, tile_map
 from attnforge.bagel.packing import PackedMask, Split
+from attnforge.runtime.masks import DenseMask, Spans
 
 PAPER, INK, FAINT, GRID = (255, 255, 255), (32, 36, 44), (120, 126, 138), (226, 229, 234)
 EMPTY_COLOUR, HIDDEN_COLOUR = (244, 245, 247), (214, 217, 223)
@@ -22,6 +23,9 @@ MODE_COLOURS = {
 MODE_TEXTS = {"causal": "text (causal)", "full": "image (full)", "noise": "image being denoised (noise)"}
 SIDE = 1152  # pixels of the matrix, about
 MARGIN, RULER, BARS = 28, 74, 190
+
+# Whether queries, a column, see keys, a row: bool, a value for each pair.
+Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128
     layout = Layout(MARGIN + RULER, 150 + RULER, max(1, SIDE // max(rows, cols)), rows, cols)
     size = (layout.left + layout.width + BARS + MARGIN, layout.top + layout.height + 180)
     image = Image.new("RGB", (max(size[0], 900), size[1]), PAPER)
-    image.paste(_matrix(mask, tiles, layout.cell), (layout.left, layout.top))
+    image.paste(draw_matrix(mask, tiles, layout.cell), (layout.left, layout.top))
     draw = ImageDraw.Draw(image)
     _heading(draw, mask, title, tiles)
     _rulers(draw, mask, layout, seq)
@@ -65,29 +69,49 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def _matrix(mask: PackedMask, tiles: TileMap, cell: int) -> Image.Image:
-    """Tile colours; inside partial tiles the mask itself, sampled at one point per pixel."""
+def draw_matrix(mask: Spans | DenseMask, tiles: TileMap, cell: int) -> Image.Image:
+    """RGB image of `cell` x `cell` pixels per tile: tile colours, and in partial tiles the mask, sampled at each pixel.
+
+    Keys that belong to no split of a pack are coloured as text.
+    """
     rows, cols = tiles.kinds.shape
-    starts, ends = mask.starts.cpu(), mask.ends.cpu()
-    seq = starts.numel()
-    query = (torch.arange(rows * cell) * tiles.tile_m // cell).clamp(max=seq - 1)
-    key = (torch.arange(cols * cell) * tiles.tile_n // cell).clamp(max=seq - 1)
-    mode = torch.zeros(seq, dtype=torch.long)
-    for split in mask.splits:
-        mode[split.start : split.end] = list(MODE_COLOURS).index(split.mode)
-    solid = torch.tensor([colours[0] for colours in MODE_COLOURS.values()], dtype=torch.uint8)
-    light = torch.tensor([colours[1] for colours in MODE_COLOURS.values()], dtype=torch.uint8)
+    query = torch.arange(rows * cell) * tiles.tile_m // cell
+    key = (torch.arange(cols * cell) * tiles.tile_n // cell).clamp(max=mask.seq_k - 1)
+    visible = _dense_lookup(mask) if isinstance(mask, DenseMask) else _spans_lookup(mask)
+    mode = _modes(mask)[key]
+    solid, light = (
+        torch.tensor([colours[shade] for colours in MODE_COLOURS.values()], dtype=torch.uint8)[mode][None]
+        for shade in (0, 1)
+    )
     pixels = torch.empty(rows * cell, cols * cell, 3, dtype=torch.uint8)
     for m in range(rows):  # one row of tiles at a time
-        strip = query[m * cell : (m + 1) * cell, None]
-        seen = (starts[key][None] <= strip) & (strip < ends[key][None])
+        seen = visible(query[m * cell : (m + 1) * cell, None], key[None])
         kind = tiles.kinds[m].repeat_interleave(cell)[None]
         colour = torch.tensor(EMPTY_COLOUR, dtype=torch.uint8).expand(cell, cols * cell, 3).clone()
         colour[(kind == PARTIAL) & ~seen] = torch.tensor(HIDDEN_COLOUR, dtype=torch.uint8)
-        colour = torch.where(((kind == PARTIAL) & seen)[..., None], light[mode[key]][None], colour)
-        colour = torch.where((kind == FULL).expand(cell, -1)[..., None], solid[mode[key]][None], colour)
+        colour = torch.where(((kind == PARTIAL) & seen)[..., None], light, colour)
+        colour = torch.where((kind == FULL).expand(cell, -1)[..., None], solid, colour)
         pixels[m * cell : (m + 1) * cell] = colour
     return Image.fromarray(pixels.numpy())
+
+
+def _modes(mask: Spans | DenseMask) -> torch.Tensor:
+    """Index into MODE_COLOURS of each key."""
+    mode = torch.zeros(mask.seq_k, dtype=torch.long)
+    for split in mask.splits if isinstance(mask, PackedMask) else ():
+        mode[split.start : split.end] = list(MODE_COLOURS).index(split.mode)
+    return mode
+
+
+def _spans_lookup(mask: Spans) -> Lookup:
+    starts, ends = mask.starts.cpu(), mask.ends.cpu()
+    return lambda query, key: (starts[key] <= query) & (query < ends[key])
+
+
+def _dense_lookup(mask: DenseMask) -> Lookup:
+    """Of a mask with one plane."""
+    pairs = mask.mask.cpu()
+    return lambda query, key: pairs[query.clamp(max=mask.seq_q - 1), key]
 
 
 def _heading(draw: ImageDraw.ImageDraw, mask: PackedMask, title: str, tiles: TileMap) -> None:

@@ -93,6 +93,9 @@ def search(
     run = _Run(
         case, direction, target, budget, log_path, workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
     )
+    run.journal.note(
+        "search", {"space": run.space, "planned": run.planned, "incumbent": run.incumbent.to_json()}
+    )
     yield Started(case, direction, run.space, run.planned)
     try:
         yield from run.measure()
@@ -120,6 +123,7 @@ class _Run:
         self.pending = _with_incumbent(list(candidates(problem)), case, device_name)
         if not self.pending:
             raise Infeasible(f"{case.name}: no kernel can do it: {why_infeasible(problem)}")
+        self.incumbent = self.pending[0]
         self.space = len(self.pending)
         self.planned = min(self.space, budget.variants or self.space)
         self.journal = Journal(log_path, case.name, direction.value, environment(device_name, arch))

@@ -162,7 +162,9 @@ def test_search_end_to_end(tmp_path: Path) -> None:
     searches = json.loads(data.read_text())["searches"]
     assert [one["direction"] for one in searches] == ["fwd", "bwd"]
     assert all(one["ranked"][0]["status"] == "ok" for one in searches)
-    assert len(log.read_text().splitlines()) == 2
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [("search" in row, "result" in row) for row in rows] == 2 * [(True, False), (False, True)]
+    assert f"attnforge report {log} -o report.html" in shown
     assert len(list(out.glob("*.cpp"))) == 2
     (table,) = out.glob("*.json")
     assert len(json.loads(table.read_text())) == 2

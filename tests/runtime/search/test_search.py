@@ -152,9 +152,10 @@ def test_losers_are_given_up_early() -> None:
 def test_resume_measures_nothing_twice(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     run(Budget(variants=4), log)
-    lines = log.read_text().splitlines()
-    assert len(lines) == 4
-    assert all(json.loads(line)["case"] == "causal/64" for line in lines)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sum("result" in line for line in lines) == 4
+    assert all(line["case"] == "causal/64" for line in lines)
+    assert (lines[0]["search"]["planned"], lines[0]["search"]["incumbent"]) == (4, a_spec().to_json())
     FakeWorker.asked = []
     _, measured, finished = run(Budget(variants=4), log)
     assert [event.resumed for event in measured] == [True] * 4
