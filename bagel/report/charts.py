@@ -41,7 +41,7 @@ class Scale:
 def scale_of(subject: Subject) -> Scale:
     """The axis on which the fastest half of the speeds of a problem fits, and every peer as fast as that."""
     speeds = [v.tflops for run in subject.runs for v in run.ranked]
-    top = max((*(max(v.speeds) for run in subject.runs for v in run.ranked), 0.0))
+    top = max((*(max(v.speeds) for run in subject.runs for v in (*run.ranked, *run.variants)), 0.0))
     peers = [p.tflops for run in subject.runs for p in run.peers if p.tflops]
     shown = [x for x in (*speeds, *peers) if x >= SLOWEST * top]
     high = max((top, *peers))
@@ -60,28 +60,28 @@ def varied(variants: Sequence[Variant]) -> list[str]:
 
 
 def rows_of(subject: Subject, scale: Scale) -> list[dict[str, Any]]:
-    """One row for each variant that works, in the order of measuring; `best` is the run's best so far."""
+    """One row for each trial that worked, in the order of the search.
+
+    `speed`, `low` and `high` are of the variant's last result, `trial` and `best`, the best so far, of the trials.
+    """
     rows = []
     for run in subject.runs:
-        best = 0.0
-        for number, v in enumerate((v for v in run.variants if v.status == "ok"), 1):
-            best = max(best, v.tflops)
-            low, high = v.speeds
-            knobs = v.spec.tuning.to_json()
+        best, latest = 0.0, run.latest
+        for number, trial in enumerate((v for v in run.variants if v.status == "ok"), 1):
+            best = max(best, trial.tflops)
+            v = latest[trial.spec]
+            speeds = dict(zip(("speed", "low", "high"), (v.tflops, *v.speeds), strict=True))
+            speeds |= {"trial": trial.tflops, "best": best}
             rows.append(
                 {
                     "run": run.label,
-                    "n": number,
-                    "s": round(v.seconds, 2),
-                    "speed": _digits(v.tflops * scale.factor),
-                    "low": _digits(low * scale.factor),
-                    "high": _digits(high * scale.factor),
-                    "best": _digits(best * scale.factor),
+                    "s": round(trial.seconds, 2),
+                    **{name: _digits(value * scale.factor) for name, value in speeds.items()},
                     "spread": number * 0.618 % 1,  # places points of one value side by side
                     "registers": v.registers,
                     "KiB": round(v.shared_bytes / 1024, 1),
-                    "knobs": " ".join(f"{name}={value}" for name, value in knobs.items()),
-                    **knobs,
+                    "knobs": " ".join(f"{name}={value}" for name, value in v.spec.tuning.to_json().items()),
+                    **v.spec.tuning.to_json(),
                 }
             )
     return rows
@@ -91,7 +91,7 @@ def over_time(subject: Subject, scale: Scale) -> Chart:
     """Best so far over the time of the search, with every variant as a point."""
     base = alt.Chart(VARIANTS).encode(x=alt.X("s:Q", title="seconds of search", scale=alt.Scale(zero=True)))
     points = base.mark_circle(size=22, opacity=0.45, clip=True).encode(
-        y=_speed(scale), color=_colour(subject), tooltip=_tooltip(subject, scale)
+        y=_speed(scale, "trial"), color=_colour(subject), tooltip=_tooltip(subject, scale)
     )
     line = base.mark_line(interpolate="step-after", strokeWidth=2.5, clip=True).encode(
         y=_speed(scale, "best"), color=_colour(subject)

@@ -38,7 +38,7 @@ def compare(run: Run, winner: Variant, case: Case | None) -> Comparison:
         return Comparison(
             winner.spec, incumbent, origin, measured, "", "", "this version cannot render the variant"
         )
-    changed = source_key(new.text) != winner.source
+    changed = winner.source not in ("", source_key(new.text))
     remark = (
         "the templates have changed since the search: this text is not what was measured" if changed else ""
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Variant:
     @property
     def speeds(self) -> tuple[float, float]:
         """TFLOP/s at the ends of the interval, lowest first; twice the median's without one."""
-        if self.interval is None or not all(self.interval):
+        if self.interval is None:
             return self.tflops, self.tflops
         low, high = self.interval
         return self.tflops * self.ms / high, self.tflops * self.ms / low
@@ -64,6 +64,8 @@ class Run:
     environment: dict[str, str]
     label: str = ""  # unique among the runs of a page
     variants: list[Variant] = field(default_factory=list)
+    final: list[Variant] = field(default_factory=list)  # the leaders, timed again at the end of a search
+    warnings: list[str] = field(default_factory=list)  # what spoiled the timing
     peers: list[Peer] = field(default_factory=list)
     space: int = 0  # variants that the problem has; 0: the log does not say
     incumbent: Spec | None = None  # dispatch's choice before the first search
@@ -77,16 +79,19 @@ class Run:
         return self.environment.get("device", "")
 
     @property
+    def latest(self) -> dict[Spec, Variant]:
+        """The last result of each variant: of the leaders that of the end."""
+        return {variant.spec: variant for variant in (*self.variants, *self.final)}
+
+    @property
     def ranked(self) -> list[Variant]:
-        """Variants that work, fastest first; of one that was measured again the last result."""
-        latest = {variant.spec: variant for variant in self.variants}
-        return sorted((v for v in latest.values() if v.status == "ok"), key=lambda v: v.ms)
+        """Variants that work, by their last results, fastest first."""
+        return sorted((v for v in self.latest.values() if v.status == "ok"), key=lambda v: v.ms)
 
     @property
     def failed(self) -> list[Variant]:
         """Variants whose last result is a failure."""
-        latest = {variant.spec: variant for variant in self.variants}
-        return [v for v in latest.values() if v.status != "ok"]
+        return [v for v in self.latest.values() if v.status != "ok"]
 
     @property
     def best_peer(self) -> Peer | None:
@@ -162,7 +167,8 @@ def _dtype(row: dict[str, Any]) -> str:
         return str(row["search"]["incumbent"]["dtype"])
     if "peers" in row:
         return str(row["peers"][0]["dtype"]) if row["peers"] else ""
-    return str(row["result"]["spec"]["dtype"])
+    results = row["final"]["results"] if "final" in row else [row["result"]]
+    return str(results[0]["spec"]["dtype"])
 
 
 def _add(run: Run, row: dict[str, Any]) -> None:
@@ -176,28 +182,32 @@ def _add(run: Run, row: dict[str, Any]) -> None:
         run.space, run.incumbent = int(row["search"]["space"]), run.incumbent or incumbent
     elif "peers" in row:
         run.peers = [Peer(p["name"], p["ms"], p["tflops"], p["note"]) for p in row["peers"]]
+    elif "final" in row:
+        sources = {v.spec: v.source for v in run.variants}
+        found = [_variant(data, "", run.seconds) for data in row["final"]["results"]]
+        run.final += [replace(v, source=sources.get(v.spec, "")) for v in found]
+        run.warnings += row["final"].get("warnings", [])
     else:
         run.seconds += passed
-        run.variants.append(_variant(row, run.seconds))
+        run.variants.append(_variant(row["result"], str(row["source"]), run.seconds))
     run.first, run.last = run.first or stamp, stamp
 
 
-def _variant(row: dict[str, Any], seconds: float) -> Variant:
-    data = row["result"]
-    interval = data.get("interval")
+def _variant(data: dict[str, Any], source: str, seconds: float) -> Variant:
+    low, high = float(data.get("low_ms", 0.0)), float(data.get("high_ms", 0.0))
     return Variant(
         spec_from_json(data["spec"]),
         str(data["status"]),
         str(data["detail"]),
         float(data["ms"]),
         float(data["tflops"]),
-        None if not interval else (float(interval[0]), float(interval[1])),
+        (low, high) if low and high else None,
         int(data["registers"]),
         int(data["spill_bytes"]),
         int(data["shared_bytes"]),
         max((float(rms) for name, (rms, _) in data["errors"].items() if name != "lse"), default=0.0),
         float(data["limit_used"]),
-        str(row["source"]),
+        source,
         seconds,
     )
 

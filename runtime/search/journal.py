@@ -3,7 +3,7 @@
 A line is valid for one (case, direction, environment, source): after a change of the compiler, torch, the device or a
 template the variant is measured again. A process that is killed while writing leaves at most one incomplete line, which
 readers skip; the next line starts on a new one. Lines without a result are notes for readers (bagel/report/): `search`
-when a search starts, `peers` when they were timed.
+when a search starts, `final` with the leaders as they were timed at the end, `peers` when they were timed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger("attnforge")
 # A crash or a hang may have another cause than the variant, so such variants are tried again.
 FINAL = ("ok", "wrong", "compile", "infeasible")
 
-# Lines that hold no result: what a search was to do, and how fast other attentions are on its case.
-NOTES = ("search", "peers")
+# Lines that hold no result: what a search was to do, how its leaders were timed last, and how fast its peers are.
+NOTES = ("search", "final", "peers")
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,10 @@ def search(
     yield Started(case, direction, run.space, run.planned)
     try:
         yield from run.measure()
-        yield run.finish()
+        finished = run.finish()
+        leaders = [result.to_json() for result in finished.ranked[:FINALISTS]]
+        run.journal.note("final", {"results": leaders})
+        yield finished
     finally:
         run.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import made_up_logs
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.report.bounds import bounds, case_of, memory_ms
+from attnforge.bagel.report.masks import hidden_colour, picture_of
 from attnforge.bagel.report.read import PAUSE, Run, Subject, Variant, read
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -95,10 +100,10 @@ def test_a_log_without_results_is_an_error(tmp_path: Path) -> None:
 
 def test_an_older_log_has_no_notes_and_no_intervals(log: Path) -> None:
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    old = [row for row in rows if "result" in row]
+    old = [row for row in rows if "result" in row and row["result"]["status"] == "ok"]
     for row in old:
         row["time"] = row["time"][:19]  # whole seconds of local time
-        row["result"].pop("interval", None)
+        del row["result"]["low_ms"], row["result"]["high_ms"]
     log.write_text("".join(json.dumps(row) + "\n" for row in old))
     run = only(log).runs[0]
     assert (run.space, run.incumbent, run.peers) == (0, None, [])
@@ -122,8 +127,29 @@ def test_pauses_between_searches_take_no_time(log: Path) -> None:
     assert before.seconds < PAUSE
 
 
+def test_the_leaders_have_their_last_times(log: Path) -> None:
+    """What was timed at the end ranks and shows variants, and says what spoiled the timing."""
+
+    def slower(row: dict[str, Any]) -> None:
+        if "final" in row:
+            row["final"]["warnings"] = ["the GPU was hot"]
+            for result in row["final"]["results"][:1]:
+                result["ms"], result["tflops"] = 2 * result["ms"], result["tflops"] / 2
+
+    first, second, *_ = only(log).runs[0].ranked
+    edit(log, slower)
+    run = only(log).runs[0]
+    assert run.ranked[0].spec == second.spec
+    assert run.latest[first.spec].tflops == first.tflops / 2
+    assert run.latest[first.spec].source == first.source != ""
+    assert run.warnings == ["the GPU was hot"]
+    assert len(run.variants) == 20
+
+
 def test_of_a_repeated_variant_the_last_result_counts(log: Path) -> None:
-    last = json.loads(log.read_text().splitlines()[1])
+    lines = log.read_text().splitlines()[:-2]  # without the leaders' last timing
+    log.write_text("\n".join(lines) + "\n")
+    last = json.loads(lines[1])
     last["result"]["ms"] /= 10
     last["result"]["tflops"] *= 10
     with log.open("a") as file:
@@ -191,3 +217,20 @@ def test_a_batch_is_part_of_a_cases_name() -> None:
     assert three == replace(one, name=three.name, batch=3, mask=three.mask)
     with pytest.raises(ValueError, match="there is no 'nothing'"):
         case_of("nothing 7B", "bf16")
+
+
+@pytest.mark.parametrize("pack", ["finetune/0", "causal/700", "blocks/0.9/512"])
+def test_the_picture_of_a_mask(pack: str) -> None:
+    """Skipped tiles are transparent; all other pixels have the legend's colours, exactly."""
+    case = make_case(pack, "8/8/64", DType.BFLOAT16, CPU)
+    picture = picture_of(case, 64, 128)
+    assert picture is not None
+    data = base64.b64decode(picture.url.removeprefix("data:image/png;base64,"))
+    image = Image.open(io.BytesIO(data)).convert("RGBA")
+    colours = set(map(tuple, np.asarray(image).reshape(-1, 4).tolist()))
+    seen = {"#{:02x}{:02x}{:02x}".format(*colour[:3]) for colour in colours if colour[3]}
+    assert seen <= {shade for _, *shades in picture.legend for shade in shades} | {hidden_colour()}
+    assert picture.legend[0][1] in seen
+    assert picture.skipped > 0
+    assert any(colour[3] == 0 for colour in colours)
+    assert picture.full + picture.partial + picture.skipped == -(-case.seq_q // 64) * -(-case.seq_k // 128)
