@@ -143,6 +143,15 @@ def test_leaders_are_ranked_by_the_timing_in_turns() -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+def test_the_log_ends_with_the_leaders_last_times(tmp_path: Path) -> None:
+    """The ranking of the end, not that of the trials."""
+    _, _, finished = run(Budget(variants=3), tmp_path / "log.jsonl")
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert last["final"]["results"] == json.loads(json.dumps([r.to_json() for r in finished.ranked]))
+    assert [result["ms"] for result in last["final"]["results"]] == [12.0, 11.0, 13.0]
+
+
+@pytest.mark.usefixtures("fakes")
 def test_losers_are_given_up_early() -> None:
     run(Budget(variants=3))
     assert [give_up for _, give_up in FakeWorker.asked] == [0.0, 11.0 * engine.LOST, 11.0 * engine.LOST]
