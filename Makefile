@@ -1,5 +1,5 @@
 # make search   find the fastest kernel for a BAGEL pack, on the GPU if there is one, else on the CPU
-# make test     run every test that this machine can run, with a process for each core
+# make test     run every test that this machine can run, with a process for each core (ARGS="-m slow": the slow ones)
 # make fuzz     run random problems for SECONDS (60), on the GPU if there is one: docs/reliability.md
 # make lint     ruff and mypy
 # make clean    remove the environment and what tools left (not the kernel cache: python cli.py cache clear)
@@ -29,7 +29,7 @@ endif
 ROOMS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/*.py tests/*/*/*.py))))
 
 # What SYSTEM=1 takes for granted, by the names that are imported.
-NEEDS := torch numpy jinja2 click rich platformdirs ninja PIL setuptools
+NEEDS := torch numpy scipy jinja2 click rich platformdirs filelock ninja PIL setuptools
 
 # The first target: bare `make` prints the comment at the top of this file.
 help:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnforge import bagel as bagel
     from attnforge.runtime import mask_patterns as masks
+    from attnforge.runtime import scores as scores
     from attnforge.runtime.distributed.context_parallel import context_parallel as context_parallel
     from attnforge.runtime.integrations.checkpointing import save_attention as save_attention
     from attnforge.runtime.integrations.checkpointing import save_attention_policy as save_attention_policy
@@ -51,6 +52,7 @@ __all__ = [
     "register_torch",
     "save_attention",
     "save_attention_policy",
+    "scores",
     "sdpa",
 ]
 
@@ -74,7 +76,11 @@ _HOME = {
 }
 
 
-_MODULES = {"bagel": "attnforge.bagel", "masks": "attnforge.runtime.mask_patterns"}
+_MODULES = {
+    "bagel": "attnforge.bagel",
+    "masks": "attnforge.runtime.mask_patterns",
+    "scores": "attnforge.runtime.scores",
+}
 
 
 def __getattr__(name: str) -> Any:

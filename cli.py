@@ -9,14 +9,18 @@ from attnforge.bagel.commands.bench import bench
 from attnforge.bagel.commands.cache import cache
 from attnforge.bagel.commands.challenge import challenge
 from attnforge.bagel.commands.doctor import doctor
+from attnforge.bagel.commands.explain import explain
 from attnforge.bagel.commands.export import export
 from attnforge.bagel.commands.mask import mask
 from attnforge.bagel.commands.model import model
+from attnforge.bagel.commands.models import models
 from attnforge.bagel.commands.options import Commands
 from attnforge.bagel.commands.render import render
 from attnforge.bagel.commands.report import report
 from attnforge.bagel.commands.search import search
+from attnforge.bagel.commands.show import show
 from attnforge.bagel.commands.tables import tables
+from attnforge.bagel.commands.tune import tune
 from attnforge.bagel.commands.verify import verify
 from attnforge.bagel.commands.warm import warm
 
@@ -33,13 +37,17 @@ for command in (
     cache,
     challenge,
     doctor,
+    explain,
     export,
     mask,
     model,
+    models,
     render,
     report,
     search,
+    show,
     tables,
+    tune,
     verify,
     warm,
 ):

@@ -21,6 +21,10 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # Lazy, so that `attnforge --help` does not import torch.
     if name not in _HOME:

@@ -87,8 +87,13 @@ def recorded(path: Path, count: int = 3) -> tuple[str, ...]:
         raise ValueError(
             f"packs: {path} is not called *.jsonl, as a file of attnforge.bagel.record should be"
         )
-    with path.open(encoding="utf-8") as lines:
-        size = sum(1 for _ in lines)
+    try:
+        with path.open(encoding="utf-8") as lines:
+            size = sum(1 for _ in lines)
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"packs: {path} is not text; expected the JSON lines that attnforge.bagel.record wrote"
+        ) from None
     weights = [(_read_line(path, line).mask("cpu").pairs, line) for line in range(1, size + 1)]
     if not weights:
         raise ValueError(f"packs: {path} has no pack")

@@ -1,11 +1,11 @@
-"""Context parallelism on 2, 4, ... GPUs of one machine: equal to one GPU, and how the time scales.
+"""Context parallelism on 2, 4, ... GPUs of one machine: results against one GPU, and how the time scales.
 
     torchrun --standalone --nproc-per-node gpu benchmarks/context_parallel.py
 
-BAGEL-7B's attention (28/4/128, bf16): the pack pretrain/0, and real samples of more packs up to 131072 tokens. One
-row a (length, GPUs, arguments): milliseconds forward and forward + backward, the slowest rank's; speed-up over one
-GPU of the same run; the rank's peak memory; the largest difference of out, dq, dk, dv from one GPU's, as a part of
-their RMS.
+BAGEL-7B's attention (28/4/128, bf16) on the pack pretrain/0, and on samples of several packs up to 131072 tokens. A
+row for each length, number of GPUs and arguments: milliseconds of the slowest rank, forward and forward + backward;
+speed-up over one GPU in the same run; peak memory of rank 0; the largest RMS difference of out, dq, dk and dv from one
+GPU, relative to their RMS.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPEATS = 10
 
 
 def long_pack(tokens: int) -> attnforge.bagel.PackedMask:
-    """Samples of pretrain/0, 1, ... without their padding, until the next does not fit; then padding."""
+    """Samples of pretrain/0 to 3 without their padding, as many as fit, then padding up to `tokens`."""
     samples: list[int] = []
     splits: list[int] = []
     modes: list[str] = []
@@ -71,7 +71,7 @@ def draw(tokens: int) -> list[Tensor]:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Of one call, the slowest rank's mean; ranks start together."""
+    """Mean milliseconds of a call on the slowest rank; all ranks start together."""
     for _ in range(2):
         call()
     dist.barrier()
@@ -88,7 +88,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 def measure(
     attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any
 ) -> tuple[float, float, float, list[Tensor]]:
-    """(ms forward, ms forward + backward, GiB at most, out and gradients)."""
+    """Milliseconds forward, and forward + backward; peak GiB; out and gradients."""
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
 
     def both() -> list[Tensor]:
@@ -108,11 +108,11 @@ def measure(
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """Largest over the tensors of RMS(a - b) / RMS(b), over all ranks."""
-    parts = [
+    squares = [
         ((a.float() - b.float()).square().sum(), b.float().square().sum())
         for a, b in zip(ours, theirs, strict=True)
     ]
-    sums = torch.stack([torch.stack(pair) for pair in parts])
+    sums = torch.stack([torch.stack(pair) for pair in squares])
     dist.all_reduce(sums)
     return float((sums[:, 0] / sums[:, 1]).sqrt().max())
 

@@ -1,12 +1,12 @@
-"""Dense masks of random blocks beside spans with as many visible pairs: what lists of tiles and partial tiles cost.
+"""Dense masks of random blocks against spans with as many visible pairs: the cost of tile lists and of partial tiles.
 
     python benchmarks/dense_masks.py [--sparsity 0.5 0.9] [--length 8192] [--model 7B] [--flex] [--markdown FILE]
 
-The masks of a sparsity: documents of whole blocks of 128, as spans and as a dense mask; random blocks of 128, which
-tiles that divide 128 see whole or not at all; random blocks of 64. All run in turns. `visible` counts the arithmetic
-of visible pairs, as our other tables do; `visited` that of all pairs in tiles that the kernel visits, and so depends on
-its tile. Then come the ratios of both to spans, and the time that the lists of tiles take: once a mask, for all layers.
-`--flex` times FlexAttention on the blocks of 128, too.
+Each sparsity has four masks: documents of whole blocks of 128, as spans and as a dense mask; random blocks of 128, of
+which a tile whose sides divide 128 is full or empty; random blocks of 64. All are interleaved. Columns: TFLOP/s of
+`visible` pairs, as in our other tables, and of all pairs in `visited` tiles, which depends on the tile size; the
+ratios of both to spans; and the time to make the tile lists, once per mask for all layers. `--flex` adds FlexAttention
+on blocks of 128.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def tile_of(case: Case, direction: Direction) -> tuple[int, int]:
     """The tile of the kernel that dispatch takes."""
     problem = case.problem(direction, kernels.target(case.device))
     group = case.heads_q // case.heads_kv
-    choice = dispatch.choose(problem, group, case.seq_q, case.device, visible=case.visible_keys)
+    choice = dispatch.choose(problem, group, case.seq_q, case.device, visible_keys=case.visible_keys)
     tuning = choice.spec.tuning
     return tuning.tile_m, tuning.tile_n
 
 
 def measure(sparsity: float, direction: Direction, args: argparse.Namespace) -> list[Line]:
-    """Time all contestants in turns; one that cannot run is reported and left out."""
+    """Time all contestants, interleaved. One that cannot run is reported and left out."""
     device = torch.device(args.device)
     dtype = DType(args.dtype)
     blocks = make_case(f"blocks/{sparsity}/{args.length}", args.model, dtype, device)
@@ -107,7 +107,7 @@ def measure(sparsity: float, direction: Direction, args: argparse.Namespace) -> 
     effort = Effort(seconds=args.seconds, warmups=2)
     indices = [(index,) for index in range(len(sets))]
     timings = measure_interleaved(calls, indices, device, effort)
-    # In turns of their own: who forgets lists makes the others make theirs again.
+    # Timed separately: a call that drops its lists makes the other calls rebuild theirs.
     anew = {name: _anew(call, cases[name].mask) for name, call in calls.items() if name != FLEX}
     anew_timings = measure_interleaved(anew, indices, device, effort)
     lines = []
@@ -121,13 +121,13 @@ def measure(sparsity: float, direction: Direction, args: argparse.Namespace) -> 
 
 
 def _anew(call: Callable[[int], Any], mask: Any) -> Callable[[int], Any]:
-    """The call without the schedules that its mask has."""
+    """The call, with the schedules of its mask dropped before it."""
 
-    def forgetful(index: int) -> Any:
+    def without_schedules(index: int) -> Any:
         torch.ops.attnforge.forget_schedules(mask.data)
         return call(index)
 
-    return forgetful
+    return without_schedules
 
 
 def rows(what: str, lines: list[Line]) -> list[str]:
@@ -155,15 +155,19 @@ def rows(what: str, lines: list[Line]) -> list[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Dense masks of random blocks beside spans.")
     parser.add_argument(
-        "--sparsity", type=float, nargs="+", default=[0.5, 0.9], help="parts of blocks that are hidden"
+        "--sparsity", type=float, nargs="+", default=[0.5, 0.9], help="fractions of blocks that are hidden"
     )
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--model", default="7B")
     parser.add_argument("--dtype", choices=[dtype.value for dtype in DType], default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of timed calls of each contestant")
-    parser.add_argument("--flex", action="store_true", help="FlexAttention, too: compiles for half a minute")
-    parser.add_argument("--markdown", type=Path, help="write the table here as well")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="seconds of timed calls of each contestant"
+    )
+    parser.add_argument(
+        "--flex", action="store_true", help="add FlexAttention, which compiles for half a minute"
+    )
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     return parser.parse_args()
 
 

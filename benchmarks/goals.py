@@ -2,9 +2,9 @@
 
     python benchmarks/goals.py [--suite forward] [--only "28/4/128"] [--seeds 2] [--out DIR]
 
-Compiles first, in processes of its own; then one line a case in DIR/goals.jsonl as it is measured, the first seed of
-everything before the second of anything, and DIR/goals.md. Started again with the same DIR it goes on where it was;
-a case that ended the process is tried once more without the peers.
+First compiles everything in separate processes. Then measures case by case, the first seed of all packs before the
+second seed of any, and appends a line per case to DIR/goals.jsonl; DIR/goals.md has the tables. A run with the same
+DIR continues an earlier one. A case that killed the process is tried once more, without the peers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
 
 
 def warm(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> None:
-    """Compile what the rows need, `--jobs` processes at a time; what fails there fails again when measured."""
+    """Compile what the rows need, `--jobs` processes at a time. A failure is reported; measuring meets it again."""
     alike: dict[tuple[object, ...], tuple[str, str, str]] = {}  # rows that share their compiled kernels
     for goal, pack, model in rows:
         case = make_case(pack, model, DType.BFLOAT16, torch.device("cpu"))
@@ -91,7 +91,7 @@ DEAD = Entry(note="the process died")
 
 
 def history(path: Path) -> tuple[dict[Key, Line], set[Key]]:
-    """Lines of an earlier run, and the cases that ended their process: once, and with a line that says so, twice."""
+    """Lines of an earlier run, and cases that killed their process once. Those that did so twice have a line."""
     lines: dict[Key, Line] = {}
     begun: Counter[Key] = Counter()
     for text in path.read_text().splitlines() if path.exists() else []:
@@ -108,14 +108,16 @@ def history(path: Path) -> tuple[dict[Key, Line], set[Key]]:
 
 
 def measure(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> list[Line]:
-    """Play the rows that are not in the log; stop at the time limit."""
+    """Measure the rows that are not in the log; stop at the time limit."""
     device, path = torch.device(args.device), args.out / "goals.jsonl"
     lines, died = history(path)
     begin = time.time()
     with path.open("a") as log:
         for goal, pack, model in rows:
             if time.time() - begin > args.limit:
-                print(f"time is up: {pack} {goal.work} and what follows was not measured", flush=True)
+                print(
+                    f"time limit reached: {pack} {goal.work} and all later cases are not measured", flush=True
+                )
                 break
             key = (goal.label, goal.work, f"{pack} {model}")
             if key in lines:
@@ -142,24 +144,24 @@ def write_tables(lines: list[Line], args: argparse.Namespace) -> str:
 
 
 def one_case(goal: Goal, case: Case, args: argparse.Namespace, alone: bool) -> Line:
-    """The line of a case; `alone`: without the peers, one of which ended the process. Raises if the device is lost."""
+    """The line of a case; `alone`: without the peers, one of which killed the process. Raises if the device is lost."""
     errors = case.name.split()[0] == goal.cases[0][0] and not args.no_errors
-    line = run_goal(replace(goal, peers=()) if alone else goal, case, args.seconds, args.turns, errors)
+    line = run_goal(replace(goal, peers=()) if alone else goal, case, args.seconds, args.repeats, errors)
     if case.device.type == "cuda":
-        torch.cuda.synchronize()  # an error of a kernel that nobody has waited for must not meet the next case
+        torch.cuda.synchronize()  # an asynchronous error belongs to this case, not to the next one
     return replace(line, entries={**line.entries, **dict.fromkeys(goal.peers, DEAD)}) if alone else line
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="All goals in one run.")
+    parser = argparse.ArgumentParser(description="Measure all performance goals in one run.")
     parser.add_argument("--suite", action="append", choices=list(GOALS))
-    parser.add_argument("--only", default="", help="part of a label")
+    parser.add_argument("--only", default="", help="only goals whose label contains this")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--seconds", type=float, default=0.6, help="of timed calls per case")
-    parser.add_argument("--turns", type=int, default=40, help="at most")
-    parser.add_argument("--limit", type=float, default=420.0, help="seconds after which no case is begun")
-    parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
-    parser.add_argument("--no-warm", action="store_true", help="everything is compiled already")
+    parser.add_argument("--seconds", type=float, default=0.6, help="seconds of timed calls per case")
+    parser.add_argument("--repeats", type=int, default=40, help="timed calls of each contestant, at most")
+    parser.add_argument("--limit", type=float, default=420.0, help="seconds after which no new case starts")
+    parser.add_argument("--jobs", type=int, default=14, help="processes that compile at a time")
+    parser.add_argument("--no-warm", action="store_true", help="skip the compilation step")
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path())

@@ -1,11 +1,11 @@
-"""Host time of one warm call on tiny inputs: what the operators themselves cost, beside others' on the same tensors.
+"""Host time of one warm call on tiny inputs: the overhead of our operators and of others, on the same tensors.
 
     python benchmarks/host_time.py [--device cuda] [--bursts 50] [--markdown FILE]
 
-Others are torch's SDPA by backend, compiled FlexAttention, FlashAttention-4 if it is installed, our Triton attention
-and, as the least that a launch from Python costs, a Triton kernel with as many tensors that does nothing. On a GPU
-calls are timed until they are enqueued, in bursts short enough to fit the queue; contestants take turns burst by burst.
-The table has medians. On a CPU the calls compute within the time.
+The others are torch's SDPA by backend, compiled FlexAttention, FlashAttention-4 if it is installed, our Triton
+attention, and an empty Triton kernel with as many tensors, which shows the least that a launch from Python costs. On a
+GPU a call is timed until it is enqueued, in bursts short enough to fit the queue; contestants are interleaved burst by
+burst. On a CPU the time includes the computation. The table shows medians.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from attnforge.codegen.spec import DType
 from attnforge.runtime.search.case import full_case
 
 BURST = 100
-WARM = 3  # bursts that are not counted
-ROWS = {"cuda": 128, "cpu": 8}  # a CPU computes within the time
+WARM = 3  # first bursts, not counted
+ROWS = {"cuda": 128, "cpu": 8}  # few on a CPU, whose time includes the computation
 COLUMNS = ("no grad", "forward, recorded", "forward and backward")
 LIMITS = (10.0, 25.0)  # microseconds that ours may take in the first two
 OURS, FLASH, LAUNCH = "attnforge, spans", "SDPA flash", "Triton kernel that does nothing"
@@ -42,7 +42,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Contestant:
-    """An attention, or (`bare`) a call that only the first column times; inside of `backend` if there is one."""
+    """An attention, or a call that only the first column times (`bare`); run with SDPA's `backend` if there is one."""
 
     call: Callable[..., Any]
     backend: SDPBackend | None = None
@@ -54,7 +54,7 @@ class Contestant:
 
 
 def contestants(device: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Contestant]:
-    """Ours by mask, then the others that there are here."""
+    """Ours by mask, then the others that are installed."""
     rows = ROWS[device]
     starts = torch.zeros(rows, dtype=torch.int32, device=device)
     masks = {"full": None, "causal": attnforge.Causal(), "spans": attnforge.Spans(starts, starts + rows)}
@@ -76,17 +76,17 @@ def contestants(device: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Conte
 def triton_ones(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Contestant]:
     """Our Triton attention, and the launch of a kernel that takes four tensors."""
     try:
-        from attnforge.benchmarks.triton_attention import attention, nothing
+        from attnforge.benchmarks.triton_attention import attention, empty_kernel
     except ImportError as error:
         print(f"Triton is not installed: {error}")
         return {}
     out = torch.empty_like(q)
-    launch = Contestant(lambda q, k, v: nothing[(1,)](q, k, v, out), bare=True)
+    launch = Contestant(lambda q, k, v: empty_kernel[(1,)](q, k, v, out), bare=True)
     return {"Triton attention": Contestant(attention), LAUNCH: launch}
 
 
 def burst_microseconds(call: Callable[[], object], device: str) -> float:
-    """The time that one call keeps the host, of BURST after the device has nothing left to do."""
+    """Host microseconds of a call: the mean over BURST calls that start with an idle device."""
     if device == "cuda":
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -96,37 +96,37 @@ def burst_microseconds(call: Callable[[], object], device: str) -> float:
 
 
 def measure(found: dict[str, Contestant], column: str, tensors: tuple[Tensor, ...], bursts: int) -> None:
-    """Time one column of all contestants in turns; who fails once is left out, and says why."""
+    """Time one column of all contestants, interleaved. One that fails is left out, with a message."""
     q, k, v = (x.detach().requires_grad_(column != COLUMNS[0]) for x in tensors)
     dout = torch.ones_like(q)
     samples: dict[str, list[float]] = {}
-    out_of_it = set()
+    failed = set()
 
     def call_of(one: Contestant) -> Callable[[], object]:
         if column != COLUMNS[2]:
             return lambda: one.call(q, k, v)
         return lambda: torch.autograd.grad(one.call(q, k, v), (q, k, v), dout)
 
-    for turn in range(WARM + bursts):
+    for burst in range(WARM + bursts):
         for name, one in found.items():
-            if name in out_of_it or (one.bare and column != COLUMNS[0]):
+            if name in failed or (one.bare and column != COLUMNS[0]):
                 continue
             try:
                 with one.within():
                     microseconds = burst_microseconds(call_of(one), q.device.type)
-            except Exception as error:  # one of the others must not cost the rest
+            except Exception as error:  # the remaining contestants are still measured
                 print(f"{name}, {column}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                out_of_it.add(name)
+                failed.add(name)
                 continue
-            if turn >= WARM:
+            if burst >= WARM:
                 samples.setdefault(name, []).append(microseconds)
     for name, times in samples.items():
-        if name not in out_of_it:
+        if name not in failed:
             found[name].times[column] = statistics.median(times)
 
 
 def table(found: dict[str, Contestant]) -> str:
-    """Markdown, a row a contestant."""
+    """A Markdown table with a row for each contestant."""
     lines = [f"| microseconds a call | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, one in found.items():
         cells = (f"{one.times[column]:.1f}" if column in one.times else "-" for column in COLUMNS)
@@ -151,8 +151,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Host time of one warm call.")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=list(ROWS), default=default)
-    parser.add_argument("--bursts", type=int, default=50, help=f"of {BURST} calls, that count")
-    parser.add_argument("--markdown", type=Path, help="write the table here as well")
+    parser.add_argument("--bursts", type=int, default=50, help=f"number of timed bursts of {BURST} calls")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     shape = (1, 2, ROWS[args.device], 64)

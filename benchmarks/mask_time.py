@@ -1,10 +1,10 @@
-"""What a new mask costs: PackedMask with its forward and backward schedules, wall time until the device is done.
+"""The cost of a new mask: wall time of a PackedMask with its forward and backward tile schedules.
 
     python benchmarks/mask_time.py [--pack pretrain/0] [--seconds 2] [--device cuda]
 
-Two kinds of steps take turns: forward and backward of one attention head with a mask that is kept, and the same with a
-mask made for the step. The difference of the medians is what the mask costs. Beside it: the host's time for the
-constructor alone, and a varlen call that makes the mask of its documents.
+Two kinds of steps are interleaved: forward and backward of one attention head with one mask for all steps, and the
+same with a new mask for each step. The difference of the medians is the cost of a mask. Also measured: the constructor
+alone, and a varlen call, which makes the mask of its documents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnforge.bagel.workloads import workload
 
 
 def wall(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Milliseconds from an idle device to an idle device."""
+    """Milliseconds of a call, from an idle device until it is idle again."""
     synchronize()
     begin = time.perf_counter()
     call()
@@ -29,10 +29,10 @@ def wall(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def in_turns(
+def interleaved(
     calls: dict[str, Callable[[], object]], seconds: float, synchronize: Callable[[], None]
 ) -> dict[str, float]:
-    """Medians, in milliseconds, of calls that take turns."""
+    """Median milliseconds of calls that run alternately for `seconds`."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call(), call()
@@ -74,7 +74,7 @@ def main() -> None:
         "made": lambda: pack.mask(device),
         "varlen": varlen,
     }
-    ms = in_turns(calls, args.seconds, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
+    ms = interleaved(calls, args.seconds, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
     print(
         f"{args.pack} on {device}: step with a kept mask {ms['kept']:.3f} ms, with a new one {ms['new']:.3f} ms"
     )

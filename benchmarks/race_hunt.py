@@ -1,10 +1,10 @@
-"""Are results the same bits on every run, and with barriers that sleep at random? Needs a GPU; exit status 0 if so.
+"""Looks for races: results must be the same bits on every run, also with random delays at barriers. Needs a GPU.
 
     python benchmarks/race_hunt.py --seconds 150
 
-Each problem is run `--repeats` times by ordinary kernels, then `--chaos-runs` times by kernels that sleep at random at
-their barriers (ATTNFORGE_CHAOS), forward with lse and deterministic gradients. All must equal the first ordinary run
-bit by bit.
+Each problem runs `--repeats` times with ordinary kernels, then `--chaos-runs` times with kernels that sleep at random
+at their barriers (ATTNFORGE_CHAOS): forward with lse, and deterministic gradients. All results must equal those of the
+first ordinary run bit by bit; then the exit status is 0.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run(inputs: list[Tensor], mask: Mask) -> list[Tensor]:
 
 
 def compile_all(problems: Iterable[Problem]) -> None:
-    """Run each problem once, all at the same time: what compiles is the compilers."""
+    """Run each problem once, in threads, so that the compilers run in parallel."""
     with ThreadPoolExecutor(2 * len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda problem: run(inputs_of(problem), mask_of(problem)), problems))
     torch.cuda.synchronize()
@@ -125,13 +125,13 @@ def compile_all(problems: Iterable[Problem]) -> None:
 def differing(
     inputs: list[Tensor], mask: Mask, first: list[Tensor], count: int, late: Callable[[], bool]
 ) -> tuple[int, Tensor]:
-    """Runs made, at most `count`, and how many of them differ from `first`, by result."""
+    """The number of runs made, at most `count`, and for each result in how many of them it differs from `first`."""
     wrong = torch.zeros(len(first), dtype=torch.int64, device="cuda")
     for done in range(count):
         if late():
             return done, wrong
         found = run(inputs, mask)
-        # As integers: 0 and -0 differ, and so do numbers that are none.
+        # Compared as integers: 0 and -0 differ, and NaNs of the same bits are equal.
         wrong += torch.stack(
             [(x.view(_word(x)) != y.view(_word(y))).any() for x, y in zip(found, first, strict=True)]
         )
@@ -147,7 +147,7 @@ def _word(x: Tensor) -> torch.dtype:
 def hunt(
     seed: int, count: int, firsts: dict[Problem, list[Tensor]], late: Callable[[], bool]
 ) -> tuple[int, int]:
-    """Runs and wrong ones of all problems by kernels with the chaos of `seed`, 0 for none; the first ones are kept."""
+    """Runs and differing runs of all problems, with random delays by `seed` (0: none). `firsts` keeps results."""
     os.environ[CHAOS] = str(seed)
     dispatch.forget()
     started = time.monotonic()
@@ -175,13 +175,13 @@ def hunt(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600.0, help="stop after so many, compiling included")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit, with compilation")
     parser.add_argument("--repeats", type=int, default=1000, help="ordinary runs of each problem")
     parser.add_argument(
-        "--chaos-runs", type=int, default=200, help="runs with chaos, of each problem and seed"
+        "--chaos-runs", type=int, default=200, help="runs with random delays of each problem and seed"
     )
     parser.add_argument(
-        "--chaos", type=int, nargs="*", default=[1], help="seeds of chaos: each compiles all kernels"
+        "--chaos", type=int, nargs="*", default=[1], help="seeds of the delays; each compiles all kernels"
     )
     arguments = parser.parse_args()
     faulthandler.enable()

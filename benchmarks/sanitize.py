@@ -1,10 +1,10 @@
-"""compute-sanitizer over every GPU kernel of the tuned tables, on a small problem: reports by tool and kernel.
+"""Runs compute-sanitizer on every GPU kernel of the tuned tables, with a small problem, and counts its reports.
 
     python benchmarks/sanitize.py --seconds 540 --log sanitize.log --markdown sanitize.md
 
-Needs a GPU. Each tool checks each kernel in a separate process, several at a time. Hopper's kernels come first, with
-memcheck, then racecheck, synccheck and initcheck. What does not fit in the time counts as not run. The exit status is 1
-if anything is reported or not run. Known false reports: docs/reliability.md.
+Needs a GPU. Each tool checks each kernel in a process of its own, several at a time: Hopper's kernels first, by
+memcheck, racecheck, synccheck and initcheck. Checks that do not start in time count as not run. The exit status is 1
+if there is any report, or anything was not run. docs/reliability.md lists known false reports.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search.winners import tuned_specs
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-LENGTH = 400  # rings of buffers wrap, and no tile size divides it
+LENGTH = 400  # long enough that buffers are reused; no tile size divides it
 HANGS = 240  # seconds after which a process is ended
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool said of a kernel: its number of reports, -1 if it or the kernel failed, and the log."""
+    """The number of reports of a tool on a kernel, -1 if the tool or the kernel failed, and the log."""
 
     reports: int
     log: str
@@ -67,7 +67,7 @@ def run_kernel(slug: str) -> None:
     handle = kernels.load(spec, q.device)
     if problem.direction is Direction.FORWARD:
         ops.forward(q, k, v, mask, None, handle)
-    else:  # any out and lse will do; not the forward's: initcheck does not see what a kernel stores through TMA
+    else:  # not the forward's out and lse: initcheck does not see TMA stores
         out = torch.randn(dout.shape, generator=generator).to(dtype).cuda()
         lse = torch.full(dout.shape[:3], math.log(LENGTH)).cuda()
         ops.backward(dout, q, k, v, out, lse, mask, None, False, handle)
@@ -90,7 +90,7 @@ def mask_of(kind: Mask) -> ops.Mask:
 
 
 def sanitizer() -> list[str]:
-    """The program, and how it is told to look at our kernels only."""
+    """The path of compute-sanitizer, and its option that selects kernels by name."""
     places = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     found = next(
         (p for place in places if (p := shutil.which("compute-sanitizer", path=f"{place}/bin"))), None
@@ -106,10 +106,10 @@ def sanitizer() -> list[str]:
 def check(tool: str, spec: Spec, program: list[str]) -> Outcome:
     """Run a tool over one kernel."""
     command = [program[0], "--tool", tool, "--print-limit", "20"]
-    if program[1] and tool != "initcheck":  # which must see what others write
+    if program[1] and tool != "initcheck":  # initcheck must also see the writes of other kernels
         command += [program[1], "kns=attnforge_"]
     command += [sys.executable, __file__, "--kernel", spec.slug]
-    # Each tensor an allocation of its own: what is beyond its end belongs to nobody.
+    # Each tensor is an allocation of its own, so that accesses beyond its end are found.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
@@ -139,21 +139,23 @@ def compile_ahead(specs: list[Spec]) -> None:
     launcher()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda spec: cache.obtain(render(spec)), specs))
-    for spec in specs:  # what makes their masks and schedules is compiled, too
+    for spec in specs:  # also compiles the kernels that make masks and schedules
         run_kernel(spec.slug)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=540.0, help="start nothing later than this")
+    parser.add_argument("--seconds", type=float, default=540.0, help="time after which no check starts")
     parser.add_argument("--workers", type=int, default=8, help="processes at a time")
     parser.add_argument("--tools", nargs="*", default=TOOLS, choices=TOOLS)
     parser.add_argument(
-        "--only", default="", help="kernels whose name holds this: bwd, sm90a_ (Hopper's own), sm90_ ..."
+        "--only",
+        default="",
+        help="only kernels whose name contains this: bwd, sm90a_ (Hopper's own), sm90_ ...",
     )
-    parser.add_argument("--log", type=Path, help="write what the tools printed of kernels with reports")
-    parser.add_argument("--markdown", type=Path, help="write the table")
-    parser.add_argument("--kernel", help="launch this kernel once (what the tools run)")
+    parser.add_argument("--log", type=Path, help="write the output of the tools for kernels with reports")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--kernel", help="launch this kernel once; the tools run this")
     arguments = parser.parse_args()
     if arguments.kernel:
         run_kernel(arguments.kernel)

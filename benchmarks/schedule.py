@@ -1,12 +1,12 @@
-"""What the schedules alone allow on BAGEL's packs, simulated on the host: no GPU is used.
+"""Upper bounds from tile schedules on BAGEL's packs, simulated on the host without a GPU.
 
-    python benchmarks/schedule.py [--tflops 790] [--masked 1.1] [--piece 0] [--picture docs/occupancy.png]
+    python benchmarks/schedule.py [--tflops 790] [--masked 1.1] [--work-tile 0] [--picture docs/occupancy.png]
 
-Medians over the four seeds of each configuration. Forward tiles fall into parts of 64 rows, each of which passes by
-what is hidden from it or past the end; `full` and `masked` count these parts. `use` is visible pairs over pairs in
-visited parts; `balance` is the work over what all multiprocessors could have done until the last one was ready, with
-pieces dealt in rounds and with pieces taken by whoever is free; `allowed` is useful work over all time, in TFLOP/s of a
-device that runs full tiles at `--tflops`, which no change inside the kernel can exceed.
+Medians over the four seeds of each configuration. A forward tile has row groups of 64 rows, each of which skips key
+tiles that are hidden from it. Columns: `full` and `masked` count visits of row groups. `use` is visible pairs over
+pairs in visited row groups. `balance` is the work over what all SMs could do until the last one ends, with static and
+with dynamic scheduling. `allowed` is the rate of visible pairs in TFLOP/s on a device that runs full tiles at
+`--tflops`: no change inside the kernel can exceed it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnforge.runtime.search.case import Case
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 PACKS = ("pretrain", "vlm_only", "edit_only", "finetune", "t2i_lowres")
 DENSE = {"7B": ("full/4x8192", "causal/4x8192"), "0.5B": ("full/8x4096", "causal/8x4096")}
-PART = 64  # query rows of a consumer warpgroup
+ROW_GROUP = 64  # query rows of a consumer warpgroup
 # (heads, direction, (tile_m, tile_n) of which the first is the tuned one, a block per query head)
 SHAPES = (
     ("7B", FORWARD, ((192, 80), (192, 64), (128, 128)), (True,)),
@@ -44,13 +44,15 @@ def row(
     group: list[Case], direction: Direction, tiles: tuple[int, int], split: bool, args: argparse.Namespace
 ) -> str:
     """One line of the table."""
-    costs = Costs(args.masked, args.piece)
-    parts = tiles[0] // PART if direction is FORWARD else 1
+    costs = Costs(args.masked, args.work_tile)
+    row_groups = tiles[0] // ROW_GROUP if direction is FORWARD else 1
     found: dict[Order, list[Schedule]] = {
-        order: [simulate(case, direction, *tiles, order, split, costs, parts=parts) for case in group]
-        for order in (("rounds", "free") if direction is FORWARD else ("free",))
+        order: [
+            simulate(case, direction, *tiles, order, split, costs, row_groups=row_groups) for case in group
+        ]
+        for order in (("static", "dynamic") if direction is FORWARD else ("dynamic",))
     }
-    free = found["free"]
+    dynamic = found["dynamic"]
     balance = [f"{median(x.balance for x in schedules):.3f}" for schedules in found.values()]
     allowed = [f"{args.tflops * median(x.allowed for x in schedules):.0f}" for schedules in found.values()]
     owner = "" if direction is FORWARD else (" q head" if split else " kv head")
@@ -59,9 +61,9 @@ def row(
         f"{group[0].heads_q}/{group[0].heads_kv}/{group[0].head_dim}",
         direction.value,
         f"{tiles[0]} x {tiles[1]}{owner}",
-        f"{median(x.full for x in free):.0f}",
-        f"{median(x.masked for x in free):.0f}",
-        f"{median(x.tile_use for x in free):.3f}",
+        f"{median(x.full for x in dynamic):.0f}",
+        f"{median(x.masked for x in dynamic):.0f}",
+        f"{median(x.tile_use for x in dynamic):.3f}",
         " / ".join(balance),
         " / ".join(allowed),
     )
@@ -91,16 +93,22 @@ def table(args: argparse.Namespace) -> str:
 
 
 def picture(args: argparse.Namespace) -> None:
-    """Forward in rounds and free, and backward, of one pack of each kind."""
+    """A picture: forward with static and dynamic scheduling, and backward, of one pack of each kind."""
     rows = []
     for config in ("pretrain/1", "finetune/0", "t2i_lowres/0"):
         case = make_case(config, "7B", DType.BFLOAT16, torch.device("cpu"))
-        costs = Costs(args.masked, args.piece)
+        costs = Costs(args.masked, args.work_tile)
         rows += [
-            (f"{config} forward, rounds", simulate(case, FORWARD, 192, 80, "rounds", costs=costs, parts=3)),
-            (f"{config} forward, free", simulate(case, FORWARD, 192, 80, "free", costs=costs, parts=3)),
-            (f"{config} backward, q heads", simulate(case, BACKWARD, 64, 128, "free", True, costs)),
-            (f"{config} backward, kv heads", simulate(case, BACKWARD, 64, 128, "free", False, costs)),
+            (
+                f"{config} forward, static",
+                simulate(case, FORWARD, 192, 80, "static", costs=costs, row_groups=3),
+            ),
+            (
+                f"{config} forward, dynamic",
+                simulate(case, FORWARD, 192, 80, "dynamic", costs=costs, row_groups=3),
+            ),
+            (f"{config} backward, q heads", simulate(case, BACKWARD, 64, 128, "dynamic", True, costs)),
+            (f"{config} backward, kv heads", simulate(case, BACKWARD, 64, 128, "dynamic", False, costs)),
         ]
     draw_schedules("Schedules of BAGEL's packs, 28/4/128, on 132 multiprocessors", rows).quantize(64).save(
         args.picture, optimize=True
@@ -108,10 +116,10 @@ def picture(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What schedules alone allow.")
-    parser.add_argument("--tflops", type=float, default=790.0, help="of full tiles without pause")
-    parser.add_argument("--masked", type=float, default=1.0, help="time of a tile with a mask, in full tiles")
-    parser.add_argument("--piece", type=float, default=0.0, help="time beside its tiles of a piece of work")
+    parser = argparse.ArgumentParser(description="Upper bounds from tile schedules.")
+    parser.add_argument("--tflops", type=float, default=790.0, help="rate of full tiles without a pause")
+    parser.add_argument("--masked", type=float, default=1.0, help="cost of a masked tile, in full tiles")
+    parser.add_argument("--work-tile", type=float, default=0.0, help="overhead of a work tile, in full tiles")
     parser.add_argument("--picture", type=Path, help="write a PNG here")
     args = parser.parse_args()
     print(table(args))

@@ -3,18 +3,18 @@
     python benchmarks/step_time.py             # ours, SDPA per sample, FlexAttention as BAGEL calls it
     python benchmarks/step_time.py --packs pretrain/0 --operators attnforge,flex --markdown step.md
 
-The layer is bagel/mot/layer.py's, with both experts: all that differs between rows is attention, with everything that
-BAGEL does for it. FlexAttention: padding to the pack's length, copies to head-major layout and back, a BlockMask of all
-heads. SDPA: one dense mask and one call a sample, k and v repeated. Noise images go to the generation expert, all
-other tokens to the other one.
+The layer is that of bagel/mot/layer.py, with both experts. Rows differ only in attention and in what BAGEL does for
+it. FlexAttention: padding to the pack's length, copies to head-major layout and back, a BlockMask of all heads. SDPA:
+one dense mask and one call per sample, with k and v repeated. Noise images go to the generation expert, all other
+tokens to the understanding expert.
 
-    layer   forward + backward, with recomputation where layers are checkpointed; the mask is there already
-    step    the same with a new mask: what the first layer of a micro-step costs; the others cost `layer`
+    layer   forward + backward with an existing mask; includes recomputation where layers are checkpointed
+    step    the same with a new mask: the first layer of a micro-step
     model   step + (layers - 1) x layer: attention and linears of a micro-step of the whole model
-    memory  at most allocated during a step, above the layer's weights and its input
+    memory  peak of a step, above the layer's weights and its input
 
-Wall clock with the device idle before and after; rows are measured in turns; medians. `differs`: RMS of the
-difference of the input's gradient from the first row's, as a part of its RMS.
+Times are medians of the wall clock, from an idle device until it is idle again; rows are interleaved. `differs` is the
+RMS difference of the input's gradient from that of the first row, relative to its RMS.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Bench:
             for _ in range(2)
         )
         self.x.requires_grad_()
-        # Without the padding that a pack of flex training ends with: who needs it adds it.
+        # Without the padding at the end of a pack, which FlexAttention's operator adds itself.
         self.lists = (pack.sample_lens[:-1], pack.split_lens[:-1], pack.attn_modes[:-1])
         noise = torch.repeat_interleave(
             torch.tensor([mode == "noise" for mode in self.lists[2]]), torch.tensor(self.lists[1])
@@ -87,7 +87,7 @@ class Bench:
         return self.x.grad
 
     def memory(self) -> float:
-        """GiB at most during a step above what is there before it; nan where torch does not count."""
+        """Peak GiB of a step above what is allocated before it; nan on a CPU."""
         self.layer.zero_grad(set_to_none=True)
         self.x.grad = None
         if self.device.type != "cuda":
@@ -121,7 +121,7 @@ class Row:
     step_ms: list[float] = dataclasses.field(default_factory=list)
 
     def measure(self, repeats: int) -> None:
-        """One step with a new mask, and `repeats` with one that is there, once they have begun."""
+        """One warm-up and `repeats` timed steps with an existing mask, and one with a new mask."""
         shared = self.bench.share()
         self.bench.run(shared)
         self.layer_ms += [self.bench.milliseconds(lambda: self.bench.run(shared)) for _ in range(repeats)]
@@ -145,9 +145,9 @@ def line(cells: tuple[str, ...]) -> str:
 
 
 def measure_pack(
-    layer: MotLayer, pack: Workload, operators: tuple[str, ...], config: MotConfig, rounds: int
+    layer: MotLayer, pack: Workload, operators: tuple[str, ...], config: MotConfig, repeats: int
 ) -> list[str]:
-    """The table's lines. Each row is printed once when it first runs, in case that a later one takes too long."""
+    """The lines of the table. Each row is also printed when it first runs, in case a later one takes too long."""
     rows: dict[tuple[str, str], Row] = {}
     wanted: Tensor | None = None
     for name in operators:
@@ -166,7 +166,7 @@ def measure_pack(
             rows[name, kind].measure(2)
             text = line(rows[name, kind].cells(name))
             click.echo(f"{text} first call {first:.1f} s, compilation included")
-    for _ in range(rounds):
+    for _ in range(repeats):
         for row in rows.values():
             row.measure(2)
     return [line(row.cells(name)) for (name, _), row in rows.items()]
@@ -175,13 +175,15 @@ def measure_pack(
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--packs", default="pretrain/0,finetune/0")
 @click.option(
-    "--operators", default="attnforge,sdpa,flex", help="In this order; the first is what others differ from."
+    "--operators",
+    default="attnforge,sdpa,flex",
+    help="Operators in this order; the others are compared with the first.",
 )
 @click.option("--model", type=click.Choice(tuple(CONFIGS)), default="7B")
-@click.option("--rounds", default=5, help="Turns of two layers and one step a row.")
+@click.option("--repeats", default=5, help="Measurements of each row: two layers and one step.")
 @click.option("--device", default="cuda")
-@click.option("--markdown", type=click.Path(path_type=Path), help="File for the table.")
-def main(packs: str, operators: str, model: str, rounds: int, device: str, markdown: Path | None) -> None:
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the table to this file.")
+def main(packs: str, operators: str, model: str, repeats: int, device: str, markdown: Path | None) -> None:
     """Step time and memory of one decoder layer."""
     config = CONFIGS[model]
     torch.manual_seed(0)
@@ -190,7 +192,7 @@ def main(packs: str, operators: str, model: str, rounds: int, device: str, markd
     where = torch.cuda.get_device_name() if device == "cuda" else device
     lines = [line(HEADER), line(("---",) * len(HEADER))]
     for name in packs.split(","):
-        lines += measure_pack(layer, workload(name), tuple(operators.split(",")), config, rounds)
+        lines += measure_pack(layer, workload(name), tuple(operators.split(",")), config, repeats)
     title = f"One layer of {model}, forward + backward, bf16, {where}, torch {torch.__version__}"
     text = "\n".join((title, "", *lines))
     click.echo(text)

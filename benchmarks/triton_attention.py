@@ -1,8 +1,8 @@
-"""Fused attention in Triton, forward and backward: a peer for small dense shapes, as the tutorials write it.
+"""Fused attention in Triton, forward and backward, in the style of Triton's tutorials: a peer for small dense shapes.
 
-Full or causal, grouped heads, bf16 or fp16; lengths equal and multiples of 128, head_dim a power of two from 16 to 128.
-Forward: one program per tile of queries. Backward: one per tile of keys, which loops over the query heads that share
-it, for dk and dv; one per tile of queries for dq. Tiles, warps and stages are tuned by Triton.
+Full or causal, grouped heads, bf16 or fp16; lengths equal and multiples of 128, head_dim a power of two from 16 to
+128. Forward: one program per tile of queries. Backward: one per tile of keys, which loops over the query heads that
+share it, for dk and dv; one per tile of queries for dq. Tiles, warps and stages are tuned by Triton.
 """
 
 # mypy: ignore-errors
@@ -39,8 +39,8 @@ def _rows(x, batch_stride, head_stride, row_stride, batch, head, rows, D: tl.con
 
 
 @triton.jit
-def _walk(
-    acc, top, total, q, rows, k, v, kb, kh, ks, batch, head, scale_log2, begin, end, D: tl.constexpr,
+def _attend_tiles(
+    acc, row_max, row_sum, q, rows, k, v, kb, kh, ks, batch, head, scale_log2, begin, end, D: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Online softmax over the key tiles from `begin` to `end`."""
@@ -49,19 +49,19 @@ def _walk(
         s = tl.dot(q, tl.trans(tl.load(_rows(k, kb, kh, ks, batch, head, cols, D)))) * scale_log2
         if MASKED:
             s = tl.where(rows[:, None] >= cols[None, :], s, -float("inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp2(s - higher[:, None])
-        factor = tl.exp2(top - higher)
-        total = total * factor + tl.sum(p, 1)
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        p = tl.exp2(s - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(p, 1)
         value = tl.load(_rows(v, kb, kh, ks, batch, head, cols, D))
-        acc = tl.dot(p.to(value.dtype), value, acc * factor[:, None])
-        top = higher
-    return acc, top, total
+        acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None])
+        row_max = new_max
+    return acc, row_max, row_sum
 
 
 @triton.jit
-def nothing(q, k, v, out):
-    """For the cost of a launch."""
+def empty_kernel(q, k, v, out):
+    """Does nothing: its time is the cost of a launch."""
 
 
 @triton.autotune(FORWARD, key=KEY)
@@ -76,18 +76,35 @@ def _forward(
     rows = begin + tl.arange(0, M)
     query = tl.load(_rows(q, qb, qh, qs, batch, head, rows, D))
     acc = tl.zeros((M, D), tl.float32)
-    top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
-    seen = begin if CAUSAL else length  # keys that all rows of the tile see
-    acc, top, total = _walk(
-        acc, top, total, query, rows, k, v, kb, kh, ks, batch, head // group, scale_log2, 0, seen, D, N, False
+    row_max, row_sum = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
+    unmasked = begin if CAUSAL else length  # keys that every row of the tile sees
+    acc, row_max, row_sum = _attend_tiles(
+        acc,
+        row_max,
+        row_sum,
+        query,
+        rows,
+        k,
+        v,
+        kb,
+        kh,
+        ks,
+        batch,
+        head // group,
+        scale_log2,
+        0,
+        unmasked,
+        D,
+        N,
+        False,
     )
     if CAUSAL:
-        acc, top, total = _walk(
-            acc, top, total, query, rows, k, v, kb, kh, ks, batch, head // group, scale_log2, begin, begin + M,
+        acc, row_max, row_sum = _attend_tiles(
+            acc, row_max, row_sum, query, rows, k, v, kb, kh, ks, batch, head // group, scale_log2, begin, begin + M,
             D, N, True
         )  # fmt: skip
-    tl.store(_rows(out, qb, qh, qs, batch, head, rows, D), (acc / total[:, None]).to(query.dtype))
-    tl.store(lse + tl.program_id(1) * length + rows, top + tl.log2(total))
+    tl.store(_rows(out, qb, qh, qs, batch, head, rows, D), (acc / row_sum[:, None]).to(query.dtype))
+    tl.store(lse + tl.program_id(1) * length + rows, row_max + tl.log2(row_sum))
 
 
 @triton.jit
@@ -143,17 +160,17 @@ def _backward_queries(
     rows = begin + tl.arange(0, M)
     query = tl.load(_rows(q, qb, qh, qs, batch, head, rows, D))
     do = tl.load(_rows(dout, db, dh, ds, batch, head, rows, D))
-    top = tl.load(lse + tl.program_id(1) * length + rows)[:, None]
-    drop = tl.load(delta + tl.program_id(1) * length + rows)[:, None]
+    row_lse = tl.load(lse + tl.program_id(1) * length + rows)[:, None]
+    row_delta = tl.load(delta + tl.program_id(1) * length + rows)[:, None]
     acc = tl.zeros((M, D), tl.float32)
     for start in range(0, begin + M if CAUSAL else length, N):
         cols = start + tl.arange(0, N)
         key = tl.load(_rows(k, kb, kh, ks, batch, head // group, cols, D))
         value = tl.load(_rows(v, kb, kh, ks, batch, head // group, cols, D))
-        p = tl.exp2(tl.dot(query, tl.trans(key)) * scale_log2 - top)
+        p = tl.exp2(tl.dot(query, tl.trans(key)) * scale_log2 - row_lse)
         if CAUSAL:
             p = tl.where(rows[:, None] >= cols[None, :], p, 0.0)
-        acc = tl.dot((p * (tl.dot(do, tl.trans(value)) - drop)).to(key.dtype), key, acc)
+        acc = tl.dot((p * (tl.dot(do, tl.trans(value)) - row_delta)).to(key.dtype), key, acc)
     tl.store(_rows(dq, qb, qh, qs, batch, head, rows, D), (acc * scale).to(query.dtype))
 
 

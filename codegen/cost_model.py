@@ -1,7 +1,7 @@
 """How fast a kernel of the mma.sync family should be, from data sheets: for GPUs that nothing was measured on.
 
 A step of the main loop keeps four units of a multiprocessor busy: tensor cores, shared memory, the exponential unit and
-the float lanes. Blocks of one multiprocessor, and less so the warps of a block, hide each other's units: a step takes
+the FP32 cores. Blocks of one multiprocessor, and less so the warps of a block, hide each other's units: a step takes
 the busiest unit's cycles and a share of the others'; loads add what no other block hides. Half-rate fp32 accumulation
 of GeForce is in the tensor rates; fp16 accumulation, which would double them there, is no option: its error is far
 above that of any peer.
@@ -22,7 +22,7 @@ LATENCY = 600  # cycles from an asynchronous copy to its data, out of the L2 cac
 RESERVED = 1024  # bytes of shared memory that a multiprocessor keeps for itself per block
 BARRIER = 150  # cycles that the warps of a block wait for each other, each time
 L2_SHARE = 0.25  # of the traffic with the L2 cache that is felt although other work hides it
-TF32_PRODUCTS = 3  # of parts, for one of float32
+TF32_PRODUCTS = 3  # of tf32 splits, for one of float32
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _rate(plan: Plan, gpu: Gpu) -> float:
 
 
 def _splitting(plan: Plan) -> float:
-    """Float operations per operand element that float32 products add: an element is split into two parts."""
+    """Float operations per operand element that float32 products add: an element is split into two tf32 values."""
     return 3.0 if plan.spec.problem.dtype is DType.FLOAT32 else 0.0
 
 
@@ -179,7 +179,7 @@ def _forward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
     """Cycles of each unit in a step of the forward kernel: S = Q K^T, softmax, O += P V."""
     p, t = plan.spec.problem, plan.spec.tuning
     assert isinstance(t, (Sm80Forward, Fp32Forward))
-    if isinstance(t, Fp32Forward) and t.parts == 0:
+    if isinstance(t, Fp32Forward) and t.o_splits == 0:
         return _lanes_units(plan, t, gpu)
     dims, size = _padded(p.head_dim) + _padded(p.head_dim_v), p.dtype.bytes
     pairs = t.tile_m * t.tile_n
@@ -191,13 +191,13 @@ def _forward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
         "tensor cores": pairs * dims / _rate(plan, gpu),
         "shared memory": (read + written) / gpu.shared_rate,
         "exponentials": pairs / gpu.exponentials,
-        "float lanes": lanes / gpu.lanes,
+        "FP32 cores": lanes / gpu.lanes,
         "L2": step_bytes(plan) / gpu.l2_bytes,
     }
 
 
 def _lanes_units(plan: Plan, t: Fp32Forward, gpu: Gpu) -> dict[str, float]:
-    """The same where float lanes multiply: a thread reads its operands from shared memory, 16 bytes at a time."""
+    """The same where FP32 cores multiply: a thread reads its operands from shared memory, 16 bytes at a time."""
     p = plan.spec.problem
     dim, dim_v = _padded(p.head_dim), _padded(p.head_dim_v)
     pairs = t.tile_m * t.tile_n
@@ -210,7 +210,7 @@ def _lanes_units(plan: Plan, t: Fp32Forward, gpu: Gpu) -> dict[str, float]:
         "tensor cores": 0.0,
         "shared memory": t.warps * (scores + values + rows * keys) + written / gpu.shared_rate,
         "exponentials": pairs / gpu.exponentials,
-        "float lanes": (pairs * (dim + dim_v) + 6 * pairs + t.tile_m * dim_v) / gpu.lanes,
+        "FP32 cores": (pairs * (dim + dim_v) + 6 * pairs + t.tile_m * dim_v) / gpu.lanes,
         "L2": step_bytes(plan) / gpu.l2_bytes,
     }
 
@@ -232,6 +232,6 @@ def _backward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
         "tensor cores": pairs * (3 * dim + 2 * dim_v) / _rate(plan, gpu),
         "shared memory": (read + written) / gpu.shared_rate,
         "exponentials": pairs / gpu.exponentials,
-        "float lanes": lanes / gpu.lanes,
+        "FP32 cores": lanes / gpu.lanes,
         "L2": step_bytes(plan) / gpu.l2_bytes,
     }

@@ -67,6 +67,11 @@ class Tree:
             )
         if not self.items:
             raise ValueError("export: no kernel was chosen")
+        unions = [i.spec.slug for i in self.items if i.spec.problem.unions]
+        if unions:
+            raise ValueError(
+                f"export: {unions[0]} is for several intervals or planes, which packages do not take"
+            )
         alien = [i.spec.slug for i in self.items if i.spec.problem.arch.is_gpu is not self.arch.is_gpu]
         if alien:
             raise ValueError(f"export: {alien[0]} does not run on {self.arch.value}")

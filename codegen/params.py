@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from attnforge.codegen.score import MAX_TENSORS
+
 # Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
-ABI = 4
+ABI = 5
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,12 @@ MASK = Struct(
     (("const unsigned char*", "data"), ("long long", "batch, head, row, col")),
     "A bool mask (batch, heads_q, seq_q, seq_k): its address, and strides, 0 where an axis is expanded.",
 )
-STRUCTS = (TENSOR, MASK)
+SCORE = Struct(
+    "ScoreRef",
+    (("const void*", "data"), ("long long", "stride[4]"), ("int", "size[4]")),
+    "A captured tensor of a score: its address, strides in elements, and sizes.",
+)
+STRUCTS = (TENSOR, MASK, SCORE)
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,11 @@ FIELDS: tuple[Field, ...] = (
     Field(TENSOR.name, "dk", ""),
     Field(TENSOR.name, "dv", ""),
     Field(MASK.name, "dense", "dense mask as bytes, 1 where query i sees key j; or mask_bits"),
+    *(Field(SCORE.name, f"score{i}", f"t{i} of the score's formula") for i in range(MAX_TENSORS)),
     Field("const unsigned*", "mask_bits", "(mask_planes, seq_q, mask_words) dense mask as bits; or dense"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
     Field("const int*", "ends", "(seq_k)"),
+    Field("const int*", "spans", "(mask_planes, intervals, 2, seq_k) starts and ends of unions of intervals"),
     Field(
         "float*",
         "lse",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnforge.codegen.spec import Mask, Spec
+from attnforge.codegen.spec import Spec
 
 
 class Infeasible(ValueError):
@@ -59,12 +59,14 @@ class Plan:
     schedule: tuple[Launch, ...]  # fill tile_count, tile_order, tile_list (and bits) of spans and dense masks
     owner: str  # which tiles own lists: "m" (forward) or "n" (backward)
     registers: int  # 32-bit registers a thread needs at least, by count of live tiles; 0 on the CPU
-    statistics: int = 2  # floats of row statistics that a backward keeps for each query row and head
+    row_stats: int = 2  # floats of lse and delta that a backward keeps for each query row and head
     dq_accum: bool = False  # needs the fp32 dq workspace
-    dkv_accum: bool = False  # needs the fp32 dk and dv workspace; a forward keeps parts of k and v in it
-    ordered: bool = False  # needs turn and turns_taken
+    dkv_accum: bool = (
+        False  # needs the fp32 dk and dv workspace; a forward keeps the bf16 splits of k and v in it
+    )
+    dq_semaphore: bool = False  # needs this workspace, and dq_order in its schedule
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
-    parts: int = 1  # 64-row parts of a query tile, each with a flag in the lists and a reach of its own
+    row_groups: int = 1  # 64-row groups of a query tile, each with a flag in the lists and a kv_range
     short_last: bool = False  # last query tiles start last of all; warpgroups without rows pass them by
     from_end: bool = False  # the last query tile ends with the last query; the first may begin before query 0
     staggered: bool = False  # warpgroups begin with the first key tile, from the end, that their own rows see
@@ -82,9 +84,9 @@ class Plan:
 
     @property
     def grouped(self) -> bool:
-        """Does a block serve all q heads of a kv head, so that their planes of a dense mask share an order of tiles?"""
+        """Does a block serve all q heads of a kv head, so that their planes of a mask share an order of tiles?"""
         per_kv_head = self.owner == "n" and not getattr(self.spec.tuning, "split_heads", False)
-        return self.spec.problem.mask is Mask.DENSE and per_kv_head
+        return self.spec.problem.in_planes and per_kv_head
 
     @property
     def schedule_kind(self) -> str:
@@ -92,7 +94,10 @@ class Plan:
         if not self.schedule:
             return ""
         problem, tuning = self.spec.problem, self.spec.tuning
-        flags = {name: getattr(self, name) for name in ("ordered", "descending", "bounds", "bits", "grouped")}
+        flags = {
+            name: getattr(self, name) for name in ("dq_semaphore", "descending", "bounds", "bits", "grouped")
+        }
         target = "gpu" if problem.arch.is_gpu else "cpu"
-        tile = f"{tuning.tile_m}x{tuning.tile_n}, {self.parts} parts"
-        return f"{target} {problem.mask.value}, {tile}, owner {self.owner}, {flags}"
+        form = f" x{problem.intervals} p{problem.planes}" if problem.unions else ""
+        tile = f"{tuning.tile_m}x{tuning.tile_n}, {self.row_groups} row groups"
+        return f"{target} {problem.mask.value}{form}, {tile}, owner {self.owner}, {flags}"

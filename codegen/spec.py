@@ -8,10 +8,15 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_type_hints
+
+from attnforge.codegen.score import ScoreMod
+
+MAX_INTERVALS = 4  # of the queries that see a key of spans
 
 
 class Direction(Enum):
@@ -62,7 +67,8 @@ class DType(Enum):
 class Mask(Enum):
     """Which (query i, key j) pairs are visible.
 
-    full: all. causal: j <= i + seq_k - seq_q (bottom-right aligned). spans: starts[j] <= i < ends[j].
+    full: all. causal: j <= i + seq_k - seq_q (bottom-right aligned). spans: starts[j] <= i < ends[j], or the union of
+    `Problem.intervals` of these, the same for all heads and batch entries or, with `Problem.planes`, not.
     dense: a bool tensor says so, one for all heads or one for each head or batch entry.
     """
 
@@ -137,10 +143,39 @@ class Problem:
         default=0,
         metadata=about("Columns of v and out; 0: those of q and k", "v", name="head_dim_v", after="head_dim"),
     )
+    intervals: int = field(
+        default=1,
+        metadata=about("Intervals of queries that see a key, 1 to 4; spans", "x", after="mask", match="near"),
+    )
+    planes: int = field(
+        default=0,
+        metadata=about("1: spans differ between batch entries or heads", "p", after="mask", match="near"),
+    )
+
+    score: ScoreMod = field(
+        default=ScoreMod(),
+        metadata=about("Function of a score as text, see codegen/score.py; empty: none", match="near"),
+    )
 
     def __post_init__(self) -> None:
         if self.dim_v == self.head_dim:
             object.__setattr__(self, "dim_v", 0)
+        if not 1 <= self.intervals <= MAX_INTERVALS:
+            raise ValueError(f"intervals: got {self.intervals}, expected 1 to {MAX_INTERVALS}")
+        if self.planes not in (0, 1):
+            raise ValueError(f"planes: got {self.planes}, expected 0 or 1")
+        if self.mask is not Mask.SPANS and (self.intervals > 1 or self.planes):
+            raise ValueError(f"intervals, planes: are of spans, but the mask is {self.mask.value}")
+
+    @property
+    def unions(self) -> bool:
+        """Are these spans of several intervals or planes? Kernels then read `Params.spans`."""
+        return self.intervals > 1 or bool(self.planes)
+
+    @property
+    def in_planes(self) -> bool:
+        """Do visible pairs, and so tile lists, differ between batch entries or heads, at least perhaps?"""
+        return self.mask is Mask.DENSE or bool(self.planes)
 
     @property
     def head_dim_v(self) -> int:
@@ -158,14 +193,14 @@ class Problem:
         fp32 = self.dtype is DType.FLOAT32 and self.arch.is_gpu
         return self.arch.family + ("_fp32" if fp32 else "")
 
-    def shown(self) -> list[tuple[ProblemField, str | int]]:
+    def named_fields(self) -> list[tuple[ProblemField, str | int]]:
         """Fields that names mention, in the order of names, with their plain values."""
         values = [(f, plain(getattr(self, f.attribute))) for f in PROBLEM_FIELDS]
         return [(f, value) for f, value in values if f.always or value != plain(f.default)]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` inverts it."""
-        return {f.name: value for f, value in self.shown()}
+        return {f.name: value for f, value in self.named_fields()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Problem:
@@ -184,7 +219,7 @@ class ProblemField:
     """What was declared of a field of `Problem`; see `about`."""
 
     attribute: str
-    type: type[Enum] | type[int]
+    type: type[Enum] | type[int] | type[ScoreMod]
     name: str
     code: str
     text: str
@@ -223,8 +258,15 @@ def _problem_fields() -> tuple[ProblemField, ...]:
 
 
 def plain(value: Any) -> str | int:
-    """A field's or knob's value as names and JSON have it."""
+    """A field's or knob's value as JSON has it."""
+    if isinstance(value, str):
+        return str(value)
     return str(value.value) if isinstance(value, Enum) else int(value)
+
+
+def _word(f: ProblemField, value: str | int) -> str:
+    """The value as slugs have it: a text that is no name goes by its label."""
+    return ScoreMod(value).label if f.type is ScoreMod else str(value)
 
 
 PROBLEM_FIELDS = _problem_fields()
@@ -233,12 +275,13 @@ PROBLEM_FIELDS = _problem_fields()
 # ---- The tuning
 
 
-def knob(code: str, text: str, default: Any = MISSING) -> Any:
+def knob(code: str, text: str, default: Any = MISSING, was: str = "") -> Any:
     """A tuning field: `code` is its short name in slugs, `text` its one-line meaning.
 
-    `default` is what tables and logs that were written before there was such a knob mean.
+    `default` is what tables and logs that were written before there was such a knob mean; `was` is the knob's name in
+    those that were written before it was renamed.
     """
-    return field(default=default, metadata={"code": code, "text": text})
+    return field(default=default, metadata={"code": code, "text": text, "was": was})
 
 
 @dataclass(frozen=True)
@@ -266,7 +309,9 @@ class Spec:
 
         A head_dim of v of its own follows that of q and k: `d192v128`.
         """
-        head = "".join(f"{'' if f.after else '_'}{f.code}{value}" for f, value in self.problem.shown())
+        head = "".join(
+            f"{'' if f.after else '_'}{f.code}{_word(f, value)}" for f, value in self.problem.named_fields()
+        )
         knobs = (
             f"{f.metadata['code']}{int(getattr(self.tuning, f.name))}"
             for f in dataclasses.fields(self.tuning)
@@ -280,7 +325,7 @@ class Spec:
 
     def to_cli(self) -> str:
         """Arguments of `cli.py render` that reproduce this spec."""
-        words = [f"{f.option} {value}" for f, value in self.problem.shown()]
+        words = [f"{f.option} {shlex.quote(str(value))}" for f, value in self.problem.named_fields()]
         words += [f"--set {name}={value}" for name, value in self.tuning.to_json().items()]
         return " ".join(words)
 

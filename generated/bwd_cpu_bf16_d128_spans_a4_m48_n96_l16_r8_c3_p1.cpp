@@ -6,7 +6,7 @@
 //
 //   tile_m        48   query rows per tile
 //   tile_n        96   keys per tile, a multiple of lanes * cols
-//   lanes         16   float lanes of one vector register
+//   lanes         16   floats of one vector register
 //   rows           8   rows of the register block
 //   cols           3   vector registers per row of the register block
 //   pairs          1   multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32
@@ -353,7 +353,7 @@ static int classify(const Params* p, int query_tile, int key_tile) {
     return some + (some & all);
 }
 
-// Fills tile_count, tile_list, tile_order and turn for the key tiles.
+// Fills tile_count, tile_list, tile_order and dq_order for the key tiles.
 extern "C" void attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1_schedule(const Params* p) {
 #pragma omp parallel for num_threads(p->threads) schedule(dynamic)
     for (int tile = 0; tile < p->tiles_n; ++tile) {
@@ -404,7 +404,7 @@ static inline float dot(const element* x, const element* y) {
     return sum;
 }
 
-// Writes delta less the gradient of lse, clears dq_accum and turns_taken of one query tile.
+// Writes delta less the gradient of lse, clears dq_accum and dq_semaphore of one query tile.
 static void prepare(const Params* p, int tile, int batch, int head) {
     const element* out = HEAD(p->out, batch, head);
     const element* dout = HEAD(p->dout, batch, head);
@@ -544,14 +544,14 @@ static void attend(const Params* p, KeyPanel& panel, int first_query, int querie
     project(t.slope_words, queries, panel.k_rows, t.dq);
 }
 
-// Which turn visit `index` of key tile `tile` has among the tasks that visit the same query tile.
-static inline int turn_of(const Params* p, int tile, int index) {
+// The rank of visit `index` of key tile `tile` among the tasks that visit the same query tile.
+static inline int dq_order_of(const Params* p, int tile, int index) {
     return p->dq_order[static_cast<long long>(tile) * p->list_stride + index];
 }
 
-// Adds t.dq to dq_accum after `turn` others. The wait is short: the one before is about one query tile ahead.
-static void add_dq(const Queries& t, int queries, float* sum, int* turns_taken, int turn) {
-    for (int tries = 0; __atomic_load_n(turns_taken, __ATOMIC_ACQUIRE) != turn; ++tries) {
+// Adds t.dq to dq_accum after `order` others. The wait is short: the one before is about one query tile ahead.
+static void add_dq(const Queries& t, int queries, float* sum, int* semaphore, int order) {
+    for (int tries = 0; __atomic_load_n(semaphore, __ATOMIC_ACQUIRE) != order; ++tries) {
         if (tries > 1000) {
             std::this_thread::yield();
         }
@@ -561,7 +561,7 @@ static void add_dq(const Queries& t, int queries, float* sum, int* turns_taken, 
             sum[row * kHeadDim + d] += t.dq[row * kWidth + d];
         }
     }
-    __atomic_store_n(turns_taken, turn + 1, __ATOMIC_RELEASE);
+    __atomic_store_n(semaphore, order + 1, __ATOMIC_RELEASE);
 }
 
 // One key tile of one kv head meets all query heads that share it.
@@ -582,8 +582,8 @@ static void run(const Params* p, const Walk& walk, int tile, int batch, int head
                 attend(p, s.panels[i], first_query, queries, visit % 2, s.queries);
             }
             float* sum = p->dq_accum + (plane(p, batch, head) * p->padded_q + first_query) * kHeadDim;
-            int* turns_taken = p->dq_semaphore + plane(p, batch, head) * p->tiles_m + visit / 2;
-            add_dq(s.queries, queries, sum, turns_taken, turn_of(p, tile, index));
+            int* semaphore = p->dq_semaphore + plane(p, batch, head) * p->tiles_m + visit / 2;
+            add_dq(s.queries, queries, sum, semaphore, dq_order_of(p, tile, index));
         }
     }
     for (int i = 0; i < panels; ++i) {

@@ -2,8 +2,8 @@
 // Generated from templates/sm80/backward_fp32.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm80 --dtype fp32 --head-dim 128 --mask spans --align 16
 //     --set tile_m=32 --set tile_n=64 --set warps=8 --set stages=1 --set warps_sdp=2
-//     --set warps_dkv=4 --set warps_dq=2 --set parts=1 --set blocks=1 --set
-//     split_heads=0 --set ordered=0
+//     --set warps_dkv=4 --set warps_dq=2 --set grad_splits=1 --set blocks=1 --set
+//     split_heads=0 --set deterministic=0
 //
 //   tile_m        32   query rows per step of the main loop
 //   tile_n        64   keys per block
@@ -12,10 +12,10 @@
 //   warps_sdp      2   warps along the queries in S and dP; the rest split the keys
 //   warps_dkv      4   warps along the keys in dK and dV; the rest split head_dim
 //   warps_dq       2   warps along the queries in dQ; the rest split head_dim
-//   parts          1   parts of a warp's columns of dK, dV and dQ, which a step computes in turn
+//   grad_splits    1   groups of a warp's columns of dK, dV and dQ that a step computes one after the other
 //   blocks         1   blocks per multiprocessor that registers are shared among
 //   split_heads    0   a block per q head (dK, dV summed in memory), not per kv head
-//   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 
 // A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
 struct TensorRef {
@@ -439,8 +439,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // row groups of a query tile
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
+constexpr int kRowGroups = 1;  // row groups of a query tile
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
@@ -459,7 +459,7 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kParts;  // query rows of a row group
+constexpr int kUnit = kTileM / kRowGroups;  // query rows of a row group
 constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
 
 // The keys of a tile, as the threads of a block hold them.
@@ -503,7 +503,7 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
 // Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
 // each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
 __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kParts;
+    constexpr int units = kScheduleThreads * kRowGroups;
     __shared__ int changes[units];  // how many more keys a row group sees than the one before it
     __shared__ int sums[kScheduleThreads / 32];
     for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
@@ -512,8 +512,8 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kParts;
-        const unsigned last = keys.units[i].y - base * kParts;
+        const unsigned first = keys.units[i].x - base * kRowGroups;
+        const unsigned last = keys.units[i].y - base * kRowGroups;
         if (first < units && first != last) {
             atomicAdd(&changes[first], 1);
         }
@@ -524,11 +524,11 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     __syncthreads();
     const int lane = threadIdx.x % 32;
     int sum = 0;
-    int parts[kParts];
+    int group_keys[kRowGroups];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        sum += changes[threadIdx.x * kParts + part];
-        parts[part] = sum;
+    for (int group = 0; group < kRowGroups; ++group) {
+        sum += changes[threadIdx.x * kRowGroups + group];
+        group_keys[group] = sum;
     }
     int before = sum;
 #pragma unroll
@@ -547,13 +547,13 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     }
     unsigned kind = 0;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
+    for (int group = 0; group < kRowGroups; ++group) {
+        const int first = (base + threadIdx.x) * kTileM + group * kUnit;
         const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + parts[part] > 0) << part;
-        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
+        kind |= (before + group_keys[group] > 0) << group;
+        kind |= (keys.latest > first || keys.earliest < last) << kRowGroups + group;
     }
-    return kind & kSomeParts ? kind : 0;
+    return kind & kSomeRowGroups ? kind : 0;
 }
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
@@ -570,7 +570,7 @@ attnforge_bwd_sm80_fp32_d128_spans_a16_m32_n64_w8_s1_a2_c4_d2_p1_b1_h0_o0_schedu
         const unsigned kind = find_kind(p, keys, base, seen);
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
         }
     }
     if (threadIdx.x == 0) {
@@ -958,7 +958,7 @@ __device__ __forceinline__ Operands operands_of(int warp, int lane) {
     return at;
 }
 
-// Block: start copying Q, dO and their row statistics for step `step` into buffer `stage`.
+// Block: start copying Q, dO and their row_stats for step `step` into buffer `stage`.
 __device__ __forceinline__ void load_step(const Params& p, const Work& work, unsigned base, int step, int stage) {
     const QueryTile query = query_tile_at(p, work, step);
     const int query0 = query.tile * kTileM;
@@ -1050,7 +1050,7 @@ __device__ __forceinline__ float2 row_stats(const Params& p, long long plane, in
     return make_float2(lse, p.dlse == nullptr ? delta : delta - p.dlse[plane * p.seq_q + row]);
 }
 
-// Grid: tiles_m x batch x heads_q. Row statistics (lse, delta), and zeros where others add.
+// Grid: tiles_m x batch x heads_q. row_stats (lse, delta), and zeros where others add.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attnforge_bwd_sm80_fp32_d128_spans_a16_m32_n64_w8_s1_a2_c4_d2_p1_b1_h0_o0_preprocess(const __grid_constant__ Params p) {
     const int head = blockIdx.x % p.heads_q;

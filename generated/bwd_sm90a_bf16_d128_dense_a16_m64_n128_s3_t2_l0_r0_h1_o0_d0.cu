@@ -2,7 +2,7 @@
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask dense --align 16
 //     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
-//     --set in_regs=0 --set split_heads=1 --set ordered=0 --set descending=0
+//     --set in_regs=0 --set split_heads=1 --set deterministic=0 --set descending=0
 //
 //   tile_m        64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
@@ -11,8 +11,8 @@
 //   lag            0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
 //   in_regs        0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
 //   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
-//   descending     0   blocks start with the last key tile, not the one with most work (ordered ones always do)
+//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not the one with most work (deterministic ones always do)
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -347,7 +347,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
     // clang-format on
 }
 
-// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of row statistics.
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of row_stats.
 __device__ __forceinline__ void wgmma_row_stats(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
                                                 int add) {
     // clang-format off
@@ -442,8 +442,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // row groups of a query tile
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
+constexpr int kRowGroups = 1;  // row groups of a query tile
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
@@ -501,12 +501,12 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_pack(const
     }
     unsigned kind = 0;
 #pragma unroll
-    for (int i = 0; i < kParts * 2; ++i) {
+    for (int i = 0; i < kRowGroups * 2; ++i) {
         kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
     }
     if (threadIdx.x == 0) {
         const long long row = entry_of(p, plane, key_tile);
-        p.tile_list[row * p.list_stride + query_tile] = kind & kSomeParts ? kind : 0;
+        p.tile_list[row * p.list_stride + query_tile] = kind & kSomeRowGroups ? kind : 0;
     }
 }
 
@@ -523,7 +523,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_schedule(c
         const unsigned kind = visited < p.tiles_m ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
         }
     }
     if (threadIdx.x == 0) {
@@ -771,7 +771,7 @@ __device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Warp: A of the product of row statistics: ones (in bf16) in the first three of 16 columns, those that may not be 0.
+// Warp: A of the product of row_stats: ones (in bf16) in the first three of 16 columns, those that may not be 0.
 __device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
     const int thread = threadIdx.x % 4;  // its columns: 2 * thread, the next, and those 8 further
     ones[0] = thread == 0 ? 0x3f803f80 : thread == 1 ? 0x3f80 : 0;
@@ -782,11 +782,11 @@ __device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
     asm volatile("" : "+r"(ones[0]), "+r"(ones[1]), "+r"(ones[2]), "+r"(ones[3]));
 }
 
-// Warpgroup: start adding to S or dP the row statistics whose columns are at `statistics`.
+// Warpgroup: start adding to S or dP the row_stats whose columns are at `row_stats`.
 __device__ __forceinline__ void start_row_stats(float (&s)[kTileM / 2], const unsigned (&ones)[4],
-                                                 unsigned statistics) {
+                                                 unsigned row_stats) {
     // Eight rows are 128 bytes, without a swizzle. The last 8 columns, whose factors are 0, are the first 8 once more.
-    wgmma_row_stats(s, ones, descriptor(statistics, 0, 128, 0), 1);
+    wgmma_row_stats(s, ones, descriptor(row_stats, 0, 128, 0), 1);
 }
 
 // Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.

@@ -2,7 +2,7 @@
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
 //     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
-//     --set in_regs=0 --set split_heads=1 --set ordered=0 --set descending=0
+//     --set in_regs=0 --set split_heads=1 --set deterministic=0 --set descending=0
 //
 //   tile_m        64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
@@ -11,8 +11,8 @@
 //   lag            0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
 //   in_regs        0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
 //   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   ordered        0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
-//   descending     0   blocks start with the last key tile, not the one with most work (ordered ones always do)
+//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   descending     0   blocks start with the last key tile, not the one with most work (deterministic ones always do)
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -330,7 +330,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
     // clang-format on
 }
 
-// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of row statistics.
+// Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of row_stats.
 __device__ __forceinline__ void wgmma_row_stats(float (&d)[kTileM / 2], const unsigned (&a)[4], unsigned long long b,
                                                 int add) {
     // clang-format off
@@ -620,7 +620,7 @@ __device__ __forceinline__ void score_gradients(unsigned (&frags)[kTileM / 16][4
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Warp: A of the product of row statistics: ones (in bf16) in the first three of 16 columns, those that may not be 0.
+// Warp: A of the product of row_stats: ones (in bf16) in the first three of 16 columns, those that may not be 0.
 __device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
     const int thread = threadIdx.x % 4;  // its columns: 2 * thread, the next, and those 8 further
     ones[0] = thread == 0 ? 0x3f803f80 : thread == 1 ? 0x3f80 : 0;
@@ -631,11 +631,11 @@ __device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
     asm volatile("" : "+r"(ones[0]), "+r"(ones[1]), "+r"(ones[2]), "+r"(ones[3]));
 }
 
-// Warpgroup: start adding to S or dP the row statistics whose columns are at `statistics`.
+// Warpgroup: start adding to S or dP the row_stats whose columns are at `row_stats`.
 __device__ __forceinline__ void start_row_stats(float (&s)[kTileM / 2], const unsigned (&ones)[4],
-                                                 unsigned statistics) {
+                                                 unsigned row_stats) {
     // Eight rows are 128 bytes, without a swizzle. The last 8 columns, whose factors are 0, are the first 8 once more.
-    wgmma_row_stats(s, ones, descriptor(statistics, 0, 128, 0), 1);
+    wgmma_row_stats(s, ones, descriptor(row_stats, 0, 128, 0), 1);
 }
 
 // Warpgroup: start S = K Q^T or dP = V dO^T, for its keys.

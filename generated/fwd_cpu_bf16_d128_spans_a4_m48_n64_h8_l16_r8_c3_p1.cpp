@@ -7,7 +7,7 @@
 //   tile_m        48   query rows per tile, a multiple of lanes * cols
 //   tile_n        64   keys per tile
 //   heads          8   query heads of one kv head that share each packed K and V tile
-//   lanes         16   float lanes of one vector register
+//   lanes         16   floats of one vector register
 //   rows           8   rows of the register block
 //   cols           3   vector registers per row of the register block
 //   pairs          1   multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32

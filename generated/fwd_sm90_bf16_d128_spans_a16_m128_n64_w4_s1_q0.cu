@@ -240,8 +240,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // row groups of a query tile
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
+constexpr int kRowGroups = 1;  // row groups of a query tile
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
@@ -260,7 +260,7 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kParts;  // query rows of a row group
+constexpr int kUnit = kTileM / kRowGroups;  // query rows of a row group
 constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
 
 // The keys of a tile, as the threads of a block hold them.
@@ -304,7 +304,7 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
 // Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
 // each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
 __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kParts;
+    constexpr int units = kScheduleThreads * kRowGroups;
     __shared__ int changes[units];  // how many more keys a row group sees than the one before it
     __shared__ int sums[kScheduleThreads / 32];
     for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
@@ -313,8 +313,8 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kParts;
-        const unsigned last = keys.units[i].y - base * kParts;
+        const unsigned first = keys.units[i].x - base * kRowGroups;
+        const unsigned last = keys.units[i].y - base * kRowGroups;
         if (first < units && first != last) {
             atomicAdd(&changes[first], 1);
         }
@@ -325,11 +325,11 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     __syncthreads();
     const int lane = threadIdx.x % 32;
     int sum = 0;
-    int parts[kParts];
+    int group_keys[kRowGroups];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        sum += changes[threadIdx.x * kParts + part];
-        parts[part] = sum;
+    for (int group = 0; group < kRowGroups; ++group) {
+        sum += changes[threadIdx.x * kRowGroups + group];
+        group_keys[group] = sum;
     }
     int before = sum;
 #pragma unroll
@@ -348,13 +348,13 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     }
     unsigned kind = 0;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
+    for (int group = 0; group < kRowGroups; ++group) {
+        const int first = (base + threadIdx.x) * kTileM + group * kUnit;
         const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + parts[part] > 0) << part;
-        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
+        kind |= (before + group_keys[group] > 0) << group;
+        kind |= (keys.latest > first || keys.earliest < last) << kRowGroups + group;
     }
-    return kind & kSomeParts ? kind : 0;
+    return kind & kSomeRowGroups ? kind : 0;
 }
 
 // One block per key tile: writes to the list of each query tile, at the place of the key tile, how it is seen.
@@ -383,7 +383,7 @@ attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0_schedule(const __grid_c
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
         }
     }
     if (threadIdx.x == 0) {

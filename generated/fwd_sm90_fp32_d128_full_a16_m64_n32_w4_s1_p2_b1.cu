@@ -1,14 +1,14 @@
 // attnforge_fwd_sm90_fp32_d128_full_a16_m64_n32_w4_s1_p2_b1
 // Generated from templates/sm80/forward_fp32.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90 --dtype fp32 --head-dim 128 --mask full --align 16
-//     --set tile_m=64 --set tile_n=32 --set warps=4 --set stages=1 --set parts=2 --set
-//     blocks=1
+//     --set tile_m=64 --set tile_n=32 --set warps=4 --set stages=1 --set o_splits=2
+//     --set blocks=1
 //
 //   tile_m        64   query rows per block
 //   tile_n        32   keys per step of the main loop
 //   warps          4   warps per block; each owns tile_m / warps query rows
 //   stages         1   shared-memory buffers for K and for V
-//   parts          2   parts of the columns of O, computed in turn; 0: float lanes, no tensor cores
+//   o_splits       2   groups of columns of O that a step computes one after the other; 0: FP32 cores, no tensor cores
 //   blocks         1   blocks per multiprocessor that registers are shared among
 
 // A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.

@@ -1,14 +1,14 @@
 // attnforge_fwd_sm90_fp32_d64_dense_a16_m128_n32_w4_s2_p2_b2
 // Generated from templates/sm80/forward_fp32.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90 --dtype fp32 --head-dim 64 --mask dense --align 16
-//     --set tile_m=128 --set tile_n=32 --set warps=4 --set stages=2 --set parts=2
+//     --set tile_m=128 --set tile_n=32 --set warps=4 --set stages=2 --set o_splits=2
 //     --set blocks=2
 //
 //   tile_m       128   query rows per block
 //   tile_n        32   keys per step of the main loop
 //   warps          4   warps per block; each owns tile_m / warps query rows
 //   stages         2   shared-memory buffers for K and for V
-//   parts          2   parts of the columns of O, computed in turn; 0: float lanes, no tensor cores
+//   o_splits       2   groups of columns of O that a step computes one after the other; 0: FP32 cores, no tensor cores
 //   blocks         2   blocks per multiprocessor that registers are shared among
 
 // A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
@@ -385,8 +385,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
 
 constexpr int kScheduleThreads = 128;
-constexpr int kParts = 1;  // row groups of a query tile
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
+constexpr int kRowGroups = 1;  // row groups of a query tile
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
@@ -438,17 +438,17 @@ attnforge_fwd_sm90_fp32_d64_dense_a16_m128_n32_w4_s2_p2_b2_pack(const __grid_con
         if (lane == 0) {
             p.bits[(static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32] = word;
         }
-        const int part = i / words / (kTileM / kParts);
-        found |= (word != 0) << part | (word != ~0u && query < p.seq_q) << kParts + part;
+        const int group = i / words / (kTileM / kRowGroups);
+        found |= (word != 0) << group | (word != ~0u && query < p.seq_q) << kRowGroups + group;
     }
     unsigned kind = 0;
 #pragma unroll
-    for (int i = 0; i < kParts * 2; ++i) {
+    for (int i = 0; i < kRowGroups * 2; ++i) {
         kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
     }
     if (threadIdx.x == 0) {
         const long long row = entry_of(p, plane, query_tile);
-        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeParts ? kind : 0;
+        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeRowGroups ? kind : 0;
     }
 }
 
@@ -465,7 +465,7 @@ attnforge_fwd_sm90_fp32_d64_dense_a16_m128_n32_w4_s2_p2_b2_schedule(const __grid
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
         }
     }
     if (threadIdx.x == 0) {

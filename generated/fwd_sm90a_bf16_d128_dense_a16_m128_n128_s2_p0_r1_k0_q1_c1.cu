@@ -2,14 +2,14 @@
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask dense --align 16
 //     --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0 --set
-//     persistent=1 --set counter=0 --set q_in_regs=1 --set cluster=1
+//     persistent=1 --set dynamic=0 --set q_in_regs=1 --set cluster=1
 //
 //   tile_m       128   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       128   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
-//   ping_pong      0   consumer warpgroups take turns with the tensor cores
+//   ping_pong      0   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent     1   one block per multiprocessor walks many tiles
-//   counter        0   a block takes its next tile from a counter, not in fixed rounds
+//   dynamic        0   dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs      1   keep the fragments of Q in registers
 //   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //
@@ -94,7 +94,7 @@ constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_d
 constexpr int kTileM = 128;  // query rows of a work tile
 constexpr int kTileN = 128;  // keys of a visit
 constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
-constexpr int kParts = kConsumers;  // row groups of a query tile, each with a kv_range of its own
+constexpr int kRowGroups = kConsumers;  // row groups of a query tile, each with a kv_range of its own
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
 // 1 at most. Elsewhere they are updated only when the average of P over a thread's columns passes 1.25. P is rounded:
@@ -311,14 +311,14 @@ __device__ __forceinline__ int visits(const Params& p, int plane, int tile) {
     return __ldg(p.tile_count + entry_of(p, plane, tile));
 }
 
-// Visit number `index`: key tile << kParts, and a bit for each row group of the query tile that misses some pairs.
+// Visit number `index`: key tile << kRowGroups, and a bit for each row group of the query tile that misses some pairs.
 __device__ __forceinline__ int visit(const Params& p, int plane, int tile, int index) {
     return __ldg(p.tile_list + entry_of(p, plane, tile) * p.list_stride + index);
 }
 
-// The visits in which row group `part` of the tile sees some pair: [x, y).
-__device__ __forceinline__ int2 reach_of(const Params& p, int plane, int tile, int part) {
-    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + entry_of(p, plane, tile) * 4 + part);
+// The visits in which row group `group` of the tile sees some pair: [x, y).
+__device__ __forceinline__ int2 kv_range_of(const Params& p, int plane, int tile, int group) {
+    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + entry_of(p, plane, tile) * 4 + group);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
 
 constexpr int kScheduleThreads = 128;
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
@@ -403,17 +403,17 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_pack(const _
         if (lane == 0) {
             p.bits[(static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32] = word;
         }
-        const int part = i / words / (kTileM / kParts);
-        found |= (word != 0) << part | (word != ~0u && query < p.seq_q) << kParts + part;
+        const int group = i / words / (kTileM / kRowGroups);
+        found |= (word != 0) << group | (word != ~0u && query < p.seq_q) << kRowGroups + group;
     }
     unsigned kind = 0;
 #pragma unroll
-    for (int i = 0; i < kParts * 2; ++i) {
+    for (int i = 0; i < kRowGroups * 2; ++i) {
         kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
     }
     if (threadIdx.x == 0) {
         const long long row = entry_of(p, plane, query_tile);
-        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeParts ? kind : 0;
+        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeRowGroups ? kind : 0;
     }
 }
 
@@ -421,9 +421,9 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_pack(const _
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
-    __shared__ int2 reach[kParts];
-    if (threadIdx.x < kParts) {
-        reach[threadIdx.x] = make_int2(p.tiles_n, 0);
+    __shared__ int2 kv_range[kRowGroups];
+    if (threadIdx.x < kRowGroups) {
+        kv_range[threadIdx.x] = make_int2(p.tiles_n, 0);
     }
     const int tile = blockIdx.x;  // of all planes: plane * tiles_m + tile
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
@@ -434,19 +434,19 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_schedule(con
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
         }
         // The visits of a warp lie side by side: take the first and the last in which a row group sees some pair.
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const unsigned shows = __ballot_sync(~0u, kind >> part & 1);
+        for (int group = 0; group < kRowGroups; ++group) {
+            const unsigned shows = __ballot_sync(~0u, kind >> group & 1);
             const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
             const bool last = shows >> threadIdx.x % 32 == 1;
             if (first) {
-                atomicMin(&reach[part].x, slot);
+                atomicMin(&kv_range[group].x, slot);
             }
             if (last) {
-                atomicMax(&reach[part].y, slot + 1);
+                atomicMax(&kv_range[group].y, slot + 1);
             }
         }
     }
@@ -454,8 +454,8 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_schedule(con
         p.tile_count[tile] = total;
     }
     __syncthreads();
-    if (threadIdx.x < kParts) {
-        const int2 found = reach[threadIdx.x];
+    if (threadIdx.x < kRowGroups) {
+        const int2 found = kv_range[threadIdx.x];
         reinterpret_cast<int2*>(p.kv_range)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
     }
 }
@@ -641,7 +641,7 @@ __device__ __forceinline__ int visit_of(const Params& p, const Work& work, int i
 
 // The visits that show the 64 rows of warpgroup `warpgroup` anything: [x, y).
 __device__ __forceinline__ int2 kv_range_of(const Params& p, const Work& work, int warpgroup) {
-    return reach_of(p, work.plane, work.tile, warpgroup);
+    return kv_range_of(p, work.plane, work.tile, warpgroup);
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
@@ -797,7 +797,7 @@ struct Producer {
             const int count = visits_of(p, work);
             int entry = count == 0 ? 0 : visit_of(p, work, 0);
             for (int i = 0; i < count; ++i) {
-                const int key0 = (entry >> kParts) * kTileN;
+                const int key0 = (entry >> kRowGroups) * kTileN;
                 if (i + 1 < count) {
                     entry = visit_of(p, work, i + 1);
                 }
@@ -990,7 +990,7 @@ struct Consumer {
     __device__ __forceinline__ void apply_mask_and_release_k() {
         accumulator_fence(s);
         if (masked()) {
-            const int key0 = (entry >> kParts) * kTileN;
+            const int key0 = (entry >> kRowGroups) * kTileN;
             apply_mask(p, work.plane, s, row, key0);
         }
         release(smem + kEmptyK + kv_pipe.stage * 8);

@@ -2,14 +2,14 @@
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
 //     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0 --set
-//     persistent=1 --set counter=0 --set q_in_regs=0 --set cluster=1
+//     persistent=1 --set dynamic=0 --set q_in_regs=0 --set cluster=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n        80   keys per step of the main loop
 //   stages         3   shared-memory buffers for K and for V
-//   ping_pong      0   consumer warpgroups take turns with the tensor cores
+//   ping_pong      0   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent     1   one block per multiprocessor walks many tiles
-//   counter        0   a block takes its next tile from a counter, not in fixed rounds
+//   dynamic        0   dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs      0   keep the fragments of Q in registers
 //   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //

@@ -2,14 +2,14 @@
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
 //     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=1 --set
-//     persistent=1 --set counter=1 --set q_in_regs=0 --set cluster=1
+//     persistent=1 --set dynamic=1 --set q_in_regs=0 --set cluster=1
 //
 //   tile_m       192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n        80   keys per step of the main loop
 //   stages         3   shared-memory buffers for K and for V
-//   ping_pong      1   consumer warpgroups take turns with the tensor cores
+//   ping_pong      1   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent     1   one block per multiprocessor walks many tiles
-//   counter        1   a block takes its next tile from a counter, not in fixed rounds
+//   dynamic        1   dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs      0   keep the fragments of Q in registers
 //   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //
@@ -84,7 +84,7 @@ constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_d
 constexpr int kTileM = 192;  // query rows of a work tile
 constexpr int kTileN = 80;  // keys of a visit
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
-constexpr int kParts = kConsumers;  // row groups of a query tile, each with a kv_range of its own
+constexpr int kRowGroups = kConsumers;  // row groups of a query tile, each with a kv_range of its own
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
 // 1 at most. Elsewhere they are updated only when the average of P over a thread's columns passes 1.25. P is rounded:
@@ -115,7 +115,7 @@ constexpr int kEmptyV = kFullV + 8 * kStages;
 // The work tile of each buffer of Q, which the producer broadcasts: tile, head, batch, visit_count (0: none is left).
 // After it the kv_range of each row group. 16 bytes each.
 constexpr int kBroadcast = kEmptyV + 8 * kStages;
-constexpr int kBroadcastBytes = 16 + 16 * kParts;
+constexpr int kBroadcastBytes = 16 + 16 * kRowGroups;
 static_assert(kBroadcast % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kBroadcast + kBroadcastBytes * kBuffersQ;
 static_assert(kSharedBytes == 223360, "codegen/families/sm90.py disagrees");
@@ -317,14 +317,14 @@ __device__ __forceinline__ int visits(const Params& p, int tile) {
     return __ldg(p.tile_count + tile);
 }
 
-// Visit number `index`: key tile << kParts, and a bit for each row group of the query tile that misses some pairs.
+// Visit number `index`: key tile << kRowGroups, and a bit for each row group of the query tile that misses some pairs.
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
     return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
 }
 
-// The visits in which row group `part` of the tile sees some pair: [x, y).
-__device__ __forceinline__ int2 reach_of(const Params& p, int tile, int part) {
-    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + tile * 4 + part);
+// The visits in which row group `group` of the tile sees some pair: [x, y).
+__device__ __forceinline__ int2 kv_range_of(const Params& p, int tile, int group) {
+    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + tile * 4 + group);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
 
 constexpr int kScheduleThreads = 128;
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
@@ -376,7 +376,7 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kParts;  // query rows of a row group
+constexpr int kUnit = kTileM / kRowGroups;  // query rows of a row group
 constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
 
 // The keys of a tile, as the threads of a block hold them.
@@ -424,7 +424,7 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
 // Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
 // each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
 __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kParts;
+    constexpr int units = kScheduleThreads * kRowGroups;
     __shared__ int changes[units];  // how many more keys a row group sees than the one before it
     __shared__ int sums[kScheduleThreads / 32];
     for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
@@ -433,8 +433,8 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kParts;
-        const unsigned last = keys.units[i].y - base * kParts;
+        const unsigned first = keys.units[i].x - base * kRowGroups;
+        const unsigned last = keys.units[i].y - base * kRowGroups;
         if (first < units && first != last) {
             atomicAdd(&changes[first], 1);
         }
@@ -445,11 +445,11 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     __syncthreads();
     const int lane = threadIdx.x % 32;
     int sum = 0;
-    int parts[kParts];
+    int group_keys[kRowGroups];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        sum += changes[threadIdx.x * kParts + part];
-        parts[part] = sum;
+    for (int group = 0; group < kRowGroups; ++group) {
+        sum += changes[threadIdx.x * kRowGroups + group];
+        group_keys[group] = sum;
     }
     int before = sum;
 #pragma unroll
@@ -468,13 +468,13 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     }
     unsigned kind = 0;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int first = (base + threadIdx.x) * kTileM + part * kUnit;
+    for (int group = 0; group < kRowGroups; ++group) {
+        const int first = (base + threadIdx.x) * kTileM + group * kUnit;
         const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + parts[part] > 0) << part;
-        kind |= (keys.latest > first || keys.earliest < last) << kParts + part;
+        kind |= (before + group_keys[group] > 0) << group;
+        kind |= (keys.latest > first || keys.earliest < last) << kRowGroups + group;
     }
-    return kind & kSomeParts ? kind : 0;
+    return kind & kSomeRowGroups ? kind : 0;
 }
 
 // One block per key tile: writes to the list of each query tile, at the place of the key tile, how it is seen.
@@ -494,9 +494,9 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_kinds(const _
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
-    __shared__ int2 reach[kParts];
-    if (threadIdx.x < kParts) {
-        reach[threadIdx.x] = make_int2(p.tiles_n, 0);
+    __shared__ int2 kv_range[kRowGroups];
+    if (threadIdx.x < kRowGroups) {
+        kv_range[threadIdx.x] = make_int2(p.tiles_n, 0);
     }
     const int tile = blockIdx.x;
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
@@ -507,19 +507,19 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_schedule(cons
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
         }
         // The visits of a warp lie side by side: take the first and the last in which a row group sees some pair.
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const unsigned shows = __ballot_sync(~0u, kind >> part & 1);
+        for (int group = 0; group < kRowGroups; ++group) {
+            const unsigned shows = __ballot_sync(~0u, kind >> group & 1);
             const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
             const bool last = shows >> threadIdx.x % 32 == 1;
             if (first) {
-                atomicMin(&reach[part].x, slot);
+                atomicMin(&kv_range[group].x, slot);
             }
             if (last) {
-                atomicMax(&reach[part].y, slot + 1);
+                atomicMax(&kv_range[group].y, slot + 1);
             }
         }
     }
@@ -527,8 +527,8 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_schedule(cons
         p.tile_count[tile] = total;
     }
     __syncthreads();
-    if (threadIdx.x < kParts) {
-        const int2 found = reach[threadIdx.x];
+    if (threadIdx.x < kRowGroups) {
+        const int2 found = kv_range[threadIdx.x];
         reinterpret_cast<int2*>(p.kv_range)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
     }
 }
@@ -685,7 +685,7 @@ __device__ __forceinline__ int visit_of(const Params& p, const Work& work, int i
 
 // The visits that show the 64 rows of warpgroup `warpgroup` anything: [x, y).
 __device__ __forceinline__ int2 kv_range_of(const Params& p, const Work& work, int warpgroup) {
-    return reach_of(p, work.tile, warpgroup);
+    return kv_range_of(p, work.tile, warpgroup);
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
@@ -843,7 +843,7 @@ struct Producer {
     __device__ __forceinline__ void broadcast(const Work& work, int count) const {
         const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
         shared_store(words, make_int4(work.tile, work.head, work.batch, count));
-        for (int group = 0; group < kParts; ++group) {
+        for (int group = 0; group < kRowGroups; ++group) {
             const int2 range = kv_range_of(p, work, group);
             shared_store(words + 16 + group * 16, make_int4(range.x, range.y, 0, 0));
         }
@@ -886,8 +886,8 @@ struct Producer {
                 if (i + 1 == count) {
                     index = next_index();  // early, to hide the latency of the atomic
                 }
-                const int key0 = (entry >> kParts) * kTileN;
-                const int masked = (entry & (1 << kParts) - 1) != 0;
+                const int key0 = (entry >> kRowGroups) * kTileN;
+                const int masked = (entry & (1 << kRowGroups) - 1) != 0;
                 if (i + 1 < count) {
                     entry = visit_of(p, work, i + 1);
                 }

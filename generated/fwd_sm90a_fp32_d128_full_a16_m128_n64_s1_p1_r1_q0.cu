@@ -7,7 +7,7 @@
 //   tile_m       128   query rows per tile, 64 for each consumer warpgroup
 //   tile_n        64   keys per step of the main loop
 //   stages         1   shared-memory buffers for K and for V
-//   ping_pong      1   consumer warpgroups take turns with the tensor cores
+//   ping_pong      1   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent     1   one block per multiprocessor walks many tiles
 //   q_in_regs      0   keep the fragments of Q in registers
 //

@@ -7,7 +7,7 @@
 //   tile_m       128   query rows per tile, 64 for each consumer warpgroup
 //   tile_n        64   keys per step of the main loop
 //   stages         2   shared-memory buffers for K and for V
-//   ping_pong      1   consumer warpgroups take turns with the tensor cores
+//   ping_pong      1   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent     0   one block per multiprocessor walks many tiles
 //   q_in_regs      1   keep the fragments of Q in registers
 //
@@ -70,7 +70,7 @@ constexpr int kHeadDimV = 64;
 constexpr int kTileM = 128;  // query rows of a tile
 constexpr int kTileN = 64;  // keys of a step
 constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
-constexpr int kParts = kConsumers;  // row groups of a query tile: each warpgroup skips what is hidden from its rows
+constexpr int kRowGroups = kConsumers;  // row groups of a query tile: each warpgroup skips what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kPreprocessThreads = 256;
 constexpr int kStages = 2;  // buffers of K and of V
@@ -244,14 +244,14 @@ __device__ __forceinline__ int visits(const Params& p, int plane, int tile) {
     return __ldg(p.tile_count + entry_of(p, plane, tile));
 }
 
-// Visit number `index`: key tile << kParts, and a bit for each row group of the query tile that misses some pairs.
+// Visit number `index`: key tile << kRowGroups, and a bit for each row group of the query tile that misses some pairs.
 __device__ __forceinline__ int visit(const Params& p, int plane, int tile, int index) {
     return __ldg(p.tile_list + entry_of(p, plane, tile) * p.list_stride + index);
 }
 
-// The visits in which row group `part` of the tile sees some pair: [x, y).
-__device__ __forceinline__ int2 reach_of(const Params& p, int plane, int tile, int part) {
-    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + entry_of(p, plane, tile) * 4 + part);
+// The visits in which row group `group` of the tile sees some pair: [x, y).
+__device__ __forceinline__ int2 kv_range_of(const Params& p, int plane, int tile, int group) {
+    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + entry_of(p, plane, tile) * 4 + group);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 // ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
 
 constexpr int kScheduleThreads = 128;
-constexpr unsigned kSomeParts = (1u << kParts) - 1;
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
@@ -336,17 +336,17 @@ attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_pack(const __grid_co
         if (lane == 0) {
             p.bits[(static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32] = word;
         }
-        const int part = i / words / (kTileM / kParts);
-        found |= (word != 0) << part | (word != ~0u && query < p.seq_q) << kParts + part;
+        const int group = i / words / (kTileM / kRowGroups);
+        found |= (word != 0) << group | (word != ~0u && query < p.seq_q) << kRowGroups + group;
     }
     unsigned kind = 0;
 #pragma unroll
-    for (int i = 0; i < kParts * 2; ++i) {
+    for (int i = 0; i < kRowGroups * 2; ++i) {
         kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
     }
     if (threadIdx.x == 0) {
         const long long row = entry_of(p, plane, query_tile);
-        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeParts ? kind : 0;
+        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeRowGroups ? kind : 0;
     }
 }
 
@@ -354,9 +354,9 @@ attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_pack(const __grid_co
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
-    __shared__ int2 reach[kParts];
-    if (threadIdx.x < kParts) {
-        reach[threadIdx.x] = make_int2(p.tiles_n, 0);
+    __shared__ int2 kv_range[kRowGroups];
+    if (threadIdx.x < kRowGroups) {
+        kv_range[threadIdx.x] = make_int2(p.tiles_n, 0);
     }
     const int tile = blockIdx.x;  // of all planes: plane * tiles_m + tile
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
@@ -367,19 +367,19 @@ attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_schedule(const __gri
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
-            list[slot] = visited << kParts | kind >> kParts;
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
         }
         // The visits of a warp lie side by side: take the first and the last in which a row group sees some pair.
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const unsigned shows = __ballot_sync(~0u, kind >> part & 1);
+        for (int group = 0; group < kRowGroups; ++group) {
+            const unsigned shows = __ballot_sync(~0u, kind >> group & 1);
             const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
             const bool last = shows >> threadIdx.x % 32 == 1;
             if (first) {
-                atomicMin(&reach[part].x, slot);
+                atomicMin(&kv_range[group].x, slot);
             }
             if (last) {
-                atomicMax(&reach[part].y, slot + 1);
+                atomicMax(&kv_range[group].y, slot + 1);
             }
         }
     }
@@ -387,8 +387,8 @@ attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_schedule(const __gri
         p.tile_count[tile] = total;
     }
     __syncthreads();
-    if (threadIdx.x < kParts) {
-        const int2 found = reach[threadIdx.x];
+    if (threadIdx.x < kRowGroups) {
+        const int2 found = kv_range[threadIdx.x];
         reinterpret_cast<int2*>(p.kv_range)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
     }
 }
@@ -562,7 +562,7 @@ __device__ __forceinline__ void produce(const Params& p, unsigned base) {
 #pragma unroll 1  // registers are few
         for (int i = 0; i < count; ++i) {
             const int entry = visit(p, work.plane, work.tile, i);
-            const int tile = entry >> kParts;
+            const int tile = entry >> kRowGroups;
             barrier_wait(base + kEmptyK + ring.stage * 8, ring.phase ^ 1);
             barrier_expect(base + kFullK + ring.stage * 8, kTileBytesK);
             bulk_load(base + kOffsetK + ring.stage * kTileBytesK, keys_at(p, place + tile), kTileBytesK,
@@ -802,7 +802,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
         const Work work = work_at(p, index);
         const int row = work.tile * kTileM + row_in_tile;
         const int count = visits(p, work.plane, work.tile);
-        const int2 kv_range = count > 0 ? reach_of(p, work.plane, work.tile, group) : make_int2(0, 0);
+        const int2 kv_range = count > 0 ? kv_range_of(p, work.plane, work.tile, group) : make_int2(0, 0);
         int entry = count > 0 ? visit(p, work.plane, work.tile, 0) : 0;
         const float* head = static_cast<const float*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head;
         unsigned q[kSplits][kSteps][4];
@@ -828,7 +828,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
             wgmma_wait();
             accumulator_fence(s);
             if (entry >> group & 1) {
-                apply_mask(p, work.plane, s, row, (entry >> kParts) * kTileN);
+                apply_mask(p, work.plane, s, row, (entry >> kRowGroups) * kTileN);
             }
             __syncwarp();
             release(base + kEmptyK, ring.stage);

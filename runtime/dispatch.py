@@ -14,6 +14,7 @@ import torch
 
 from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec
 from attnforge.runtime import kernels, tables
@@ -54,40 +55,45 @@ def choose(
     size: int,
     device: torch.device,
     deterministic: bool = False,
-    visible: int = 0,
+    visible_keys: int = 0,
 ) -> Choice:
     """As `choose_for`, for a device of this machine."""
-    return choose_for(problem, group, size, target_of(device), deterministic, visible)
+    return choose_for(problem, group, size, target_of(device), deterministic, visible_keys)
 
 
 def choose_for(
-    problem: Problem, group: int, size: int, target: Target, deterministic: bool = False, visible: int = 0
+    problem: Problem,
+    group: int,
+    size: int,
+    target: Target,
+    deterministic: bool = False,
+    visible_keys: int = 0,
 ) -> Choice:
     """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
-    `visible`: average number of keys that a query sees, 0 if unknown.
+    `visible_keys`: average number of keys that a query sees, 0 if unknown.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """
     check_dtype(problem)
-    for spec, reason in _offers(problem, group, size, target, visible):
+    for spec, reason in _offers(problem, group, size, target, visible_keys):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
-        if ordered := _ordered(spec):
-            return Choice(ordered, f"{reason}; with deterministic sums")
+        if strict := _deterministic(spec):
+            return Choice(strict, f"{reason}; with deterministic sums")
     dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
-    if deterministic and next(_offers(problem, group, size, target, visible), None):
+    if deterministic and next(_offers(problem, group, size, target, visible_keys), None):
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
     last = dataclasses.replace(problem, arch=target.archs[-1])
     raise Infeasible(f"q: no {what}: {why_infeasible(last)}")
 
 
 def _offers(
-    problem: Problem, group: int, size: int, target: Target, visible: int
+    problem: Problem, group: int, size: int, target: Target, visible_keys: int
 ) -> Iterator[tuple[Spec, str]]:
-    for arch in _by_speed(problem, group, size, target, visible):
+    for arch in _by_speed(problem, group, size, target, visible_keys):
         there = dataclasses.replace(problem, arch=arch)
-        yield from tables.choose(there, group, size, target.name, visible=visible)
+        yield from tables.choose(there, group, size, target.name, visible_keys=visible_keys)
         count = 0
         for spec in candidates(there):
             count += 1
@@ -96,11 +102,11 @@ def _offers(
             log.debug("no %s kernel for %s: %s", arch.value, there, why_infeasible(there))
 
 
-def _by_speed(problem: Problem, group: int, size: int, target: Target, visible: int) -> tuple[Arch, ...]:
+def _by_speed(problem: Problem, group: int, size: int, target: Target, visible_keys: int) -> tuple[Arch, ...]:
     """The architectures of a target, best first: by speed if all were measured on this problem class."""
     speeds = {
         arch: tables.measured(
-            dataclasses.replace(problem, arch=arch), group, size, target.name, visible=visible
+            dataclasses.replace(problem, arch=arch), group, size, target.name, visible_keys=visible_keys
         )
         for arch in target.archs
     }
@@ -111,14 +117,14 @@ def _by_speed(problem: Problem, group: int, size: int, target: Target, visible: 
     )
 
 
-def _ordered(spec: Spec) -> Spec | None:
+def _deterministic(spec: Spec) -> Spec | None:
     """The deterministic variant nearest to `spec`: the same knobs with sums in a fixed order, if that is feasible."""
     knobs = spec.to_json()["tuning"]
-    if "ordered" not in knobs:
+    if "deterministic" not in knobs:
         return None
-    ordered = Spec(spec.problem, make_tuning(spec.problem, knobs | {"ordered": 1}))
+    strict = Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1}))
     try:
-        return ordered if make_plan(ordered).deterministic else None
+        return strict if make_plan(strict).deterministic else None
     except Infeasible:
         fixed = (other for other in candidates(spec.problem) if make_plan(other).deterministic)
         return min(fixed, key=lambda other: _differing(other, knobs), default=None)
@@ -152,13 +158,27 @@ def resolve(
     align: int,
     device: torch.device,
     deterministic: bool,
-    visible: int,
+    visible_keys: int,
+    intervals: int = 1,
+    planes: bool = False,
+    score: str = "",
 ) -> int:
     """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
     arch, kind = kernels.target(device), MASKS[mask]
-    problem = Problem(direction, arch, _DTYPES[dtype], head_dim, kind, align, head_dim_v)
-    choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward, visible)
+    problem = Problem(
+        direction,
+        arch,
+        _DTYPES[dtype],
+        head_dim,
+        kind,
+        align,
+        head_dim_v,
+        intervals=intervals,
+        planes=int(planes),
+        score=ScoreMod(score),
+    )
+    choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward, visible_keys)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     return kernels.load(choice.spec, device)
 

@@ -6,10 +6,14 @@ raise. The fake kernels always call them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from attnforge.codegen.spec import Mask
+from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.spec import MAX_INTERVALS, Mask
 
 # Masks are numbered in this order in operator schemas.
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE)
@@ -57,6 +61,8 @@ def expect_flags(**values: object) -> None:
 
 def expect_integers(name: str, values: object, words: str) -> None:
     """Raises TypeError naming the argument unless it is a sequence of integers; `words` describes it."""
+    if isinstance(values, Tensor):  # its entries would be tensors, too
+        raise TypeError(f"{name}: got Tensor, expected {words}; use {name}.tolist()")
     try:
         entries = list(values)  # type: ignore[call-overload]
     except TypeError:
@@ -158,19 +164,29 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int) -> None:
     if mask.device != q.device:
         raise ValueError(f"mask: is on {mask.device}, but q is on {q.device}; move the mask there")
     if what is Mask.SPANS:
-        _check_spans(mask, k)
+        _check_spans(mask, q, k)
     else:
         _check_dense(mask, q, k)
     if not mask.is_contiguous():
         raise ValueError(f"mask: data has strides {mask.stride()}, expected contiguous memory")
 
 
-def _check_spans(mask: Tensor, k: Tensor) -> None:
-    if mask.dim() != 2 or mask.shape[0] != 2:
-        raise ValueError(f"mask: data of spans has shape {_shape(mask)}, expected (2, seq_k)")
-    if mask.shape[1] != k.shape[2]:
+def _check_spans(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    unions = mask.dim() == 5 and 1 <= mask.shape[2] <= MAX_INTERVALS
+    if not (unions or mask.dim() == 2) or mask.shape[-2] != 2:
         raise ValueError(
-            f"mask: is of {mask.shape[1]} keys, but k has {k.shape[2]} rows; expected one entry a key"
+            f"mask: data of spans has shape {_shape(mask)}, expected (2, seq_k) or (batch or 1, heads or 1, "
+            f"1 to {MAX_INTERVALS} intervals, 2, seq_k)"
+        )
+    if mask.shape[-1] != k.shape[2]:
+        raise ValueError(
+            f"mask: is of {mask.shape[-1]} keys, but k has {k.shape[2]} rows; expected one entry a key"
+        )
+    heads = (1, k.shape[1], q.shape[1])
+    if unions and (mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] not in heads):
+        raise ValueError(
+            f"mask: spans are of {mask.shape[0]} batch entries and {mask.shape[1]} heads, expected 1 or {q.shape[0]} "
+            f"batch entries and 1, {k.shape[1]} (of k) or {q.shape[1]} (of q) heads"
         )
 
 
@@ -183,6 +199,46 @@ def _check_dense(mask: Tensor, q: Tensor, k: Tensor) -> None:
             f"mask: data of a dense mask has shape {_shape(mask)}, expected (1 or {batch}, 1 or {heads}, {seq_q} "
             f"queries, {words} words of 32 keys)"
         )
+
+
+def check_score(q: Tensor, k: Tensor, score: str, given: Sequence[Tensor | None]) -> None:
+    """Raises ValueError if a function of a score is none, or if the tensors are not what its formula reads.
+
+    Nor may they have fewer elements along an axis than the index that reads it has values.
+    """
+    expected = [f"{dtype}[{dims}]" for dtype, dims in ScoreMod(score).tensors]
+    tensors = [x for x in given if x is not None]
+    got = [f"{str(x.dtype).removeprefix('torch.')}[{x.dim()}]" for x in tensors]
+    if got != expected:
+        raise ValueError(
+            f"score: got tensors {', '.join(got) or 'none'}, expected {', '.join(expected) or 'none'}"
+        )
+    for x in tensors:
+        if x.device != q.device:
+            raise ValueError(f"score: a tensor is on {x.device}, but q is on {q.device}; move it there")
+        if x.numel() == 0:
+            raise ValueError(f"score: a tensor has no elements, its shape is {_shape(x)}")
+    sizes = {"b": q.shape[0], "h": q.shape[1], "q_idx": q.shape[2], "kv_idx": k.shape[2]}
+    for tensor, axis, name in _direct(score) if score else ():
+        found = tensors[tensor].shape[axis]
+        if found < sizes[name]:
+            raise ValueError(
+                f"score: {name} takes {sizes[name]} values, but axis {axis} of captured tensor {tensor} has "
+                f"{found} elements; its shape is {tuple(tensors[tensor].shape)}"
+            )
+
+
+@lru_cache(maxsize=256)
+def _direct(text: str) -> tuple[tuple[int, int, str], ...]:
+    """(tensor, axis, index) wherever an axis is read at an index itself."""
+    program, _ = ScoreMod(text).parsed
+    found = set()
+    for node in program.nodes:
+        if node.op.startswith("load:"):
+            for axis, i in enumerate(node.args):
+                if program.nodes[i].op == "leaf":
+                    found.add((int(node.op[5:]), axis, str(program.nodes[i].value)))
+    return tuple(sorted(found))
 
 
 def check_backward(

@@ -1,8 +1,9 @@
-"""`attnforge.masks`: the masks that papers and trainers name, as `Spans`: one interval of queries for each key.
+"""`attnforge.masks`: the masks that papers and trainers name, as `Spans`: few intervals of queries for each key.
 
-Each function states its rule as "query i sees key j when ...". Its result holds two integers a key, never S x S of
-anything, so sequences of a million tokens are cheap. Sequences are self-attention (as many queries as keys) unless a
-function takes both lengths. Masks combine with `&`: documents(...) & window(...) is a window inside each document.
+Each function states its rule as "query i sees key j when ...". Its result holds two integers an interval and
+key, never S x S of anything, so sequences of a million tokens are cheap. Sequences are self-attention (as many queries
+as keys) unless a function takes both lengths. Masks combine with `&`, `|` and `~`: documents(...) & window(...) is a
+window inside each document.
 """
 
 from __future__ import annotations
@@ -110,17 +111,62 @@ def shared_prefix(groups: Sequence[tuple[int, Sequence[int]]], device: Device) -
     return tree(parents, lengths, device)
 
 
-def causal_or_image(lengths: Sequence[int], is_image: Sequence[bool], device: Device) -> Spans:
+def tree_by_times(tin: Sequence[int], tout: Sequence[int], device: Device) -> Spans:
+    """A tree of tokens: query i sees key j when tin[j] <= tin[i] < tout[j].
+
+    tin, tout: when a depth-first walk enters each token, or its node, and leaves its subtree. Tokens come in the order
+        of tin; those with the same tin are of one node and see each other.
+    Raises ValueError naming the first token that is out of order, leaves before it enters, or whose subtree crosses
+    that of another.
+    """
+    entered, left = (_times(name, values) for name, values in (("tin", tin), ("tout", tout)))
+    if len(entered) != len(left):
+        raise ValueError(f"tout: got {len(left)} entries for {len(entered)} of tin")
+    back = np.flatnonzero(np.diff(entered) < 0)
+    if back.size:
+        raise ValueError(f"tin: entry {back[0] + 1} is below the one before it; order tokens by tin")
+    early = np.flatnonzero(left <= entered)
+    if early.size:
+        raise ValueError(f"tout: entry {early[0]} is {left[early[0]]}, expected more than its tin")
+    _expect_nested(entered, left)
+    return _spans(np.searchsorted(entered, entered), np.searchsorted(entered, left), device)
+
+
+def block_diffusion(length: int, block: int, device: Device) -> Spans:
+    """Block diffusion training (BD3-LM): `length` noisy tokens, then the same tokens clean, in blocks of `block`.
+
+    A noisy query sees the noisy keys of its own block and the clean keys of earlier blocks; a clean query sees the
+    clean keys of its own block and of earlier ones. The mask is of 2 * length tokens, with two intervals a key.
+    """
+    _expect("length", length)
+    _expect("block", block, 1)
+    row = np.arange(length, dtype=np.int64)
+    first, end = row // block * block, np.minimum((row // block + 1) * block, length)
+    none = np.zeros_like(row)
+    # Noisy queries, and clean ones, that see each noisy key and each clean key.
+    starts = np.stack((np.concatenate((first, end)), np.concatenate((none, length + first))))
+    ends = np.stack((np.concatenate((end, none + length)), np.concatenate((none, none + 2 * length))))
+    return _spans(starts, ends, device, 2 * length)
+
+
+def causal_or_image(
+    lengths: Sequence[int], is_image: Sequence[bool], device: Device, *, window: int = -1
+) -> Spans:
     """Text and images in one sequence: query i sees key j when j <= i or both are in one image (Gemma 3, PaliGemma).
 
-    lengths: tokens of each segment; is_image: which segments are images.
+    lengths: tokens of each segment; is_image: which segments are images. window: if not -1, j <= i holds for the last
+    `window` keys of a query only, its own included, as in Gemma 3's local layers; an image sees all of itself.
     """
     if len(is_image) != len(lengths):
         raise ValueError(f"is_image: got {len(is_image)} entries for {len(lengths)} segments")
-    starts, _ = _segments(lengths)
+    starts, segment_ends = _segments(lengths)
     row = _rows(starts)
     image = np.repeat(np.asarray(is_image, dtype=bool), lengths)
-    return _spans(np.where(image, starts, row), np.full_like(row, len(row)), device)
+    ends = np.full_like(row, len(row))
+    if _expect("window", window, -1) >= 0:
+        ends = np.minimum(row + window, ends)
+        ends = np.where(image, np.maximum(ends, segment_ends), ends)
+    return _spans(np.where(image, starts, row), ends, device)
 
 
 def _expect(name: str, value: int, least: int = 0) -> int:
@@ -159,12 +205,30 @@ def _subtree_ends(parents: Sequence[int], bounds: Sequence[int]) -> list[int]:
     return ends
 
 
+def _times(name: str, values: Sequence[int]) -> Vector:
+    expect_integers(name, values, "a list of times")
+    return np.asarray(values, dtype=np.int64)
+
+
+def _expect_nested(entered: Vector, left: Vector) -> None:
+    """ValueError naming a token whose subtree ends behind one that it lies in. `entered` ascends."""
+    open_ends: list[int] = []  # of the subtrees that the walk is in, each within the one before
+    for token, (enters, leaves) in enumerate(zip(entered.tolist(), left.tolist(), strict=True)):
+        while open_ends and open_ends[-1] <= enters:
+            open_ends.pop()
+        if open_ends and leaves > open_ends[-1]:
+            raise ValueError(
+                f"tout: entry {token} is {leaves}, behind the {open_ends[-1]} of a subtree that it is in"
+            )
+        open_ends.append(leaves)
+
+
 def _rows(like: Vector) -> Vector:
     return np.arange(len(like), dtype=np.int64)
 
 
 def _spans(starts: Vector, ends: Vector, device: Device, seq_q: int | None = None) -> Spans:
-    """Spans on `device` of int64 vectors; dispatch learns how many keys a query sees on average."""
+    """Spans on `device` of int64 (seq_k), or (n, seq_k), disjoint; dispatch learns how many keys a query sees."""
     queries = len(starts) if seq_q is None else seq_q
     pairs = int(np.maximum(ends - starts, 0).sum())
     both = torch.from_numpy(np.stack((starts, ends)).astype(np.int32)).to(device, non_blocking=True)

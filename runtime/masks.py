@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnforge.codegen.spec import Mask
+from attnforge.codegen.spec import MAX_INTERVALS, Mask
+from attnforge.runtime import mask_svg
 from attnforge.runtime.inputs import MAX_INDEX
 from attnforge.runtime.native.operators import operators
 
@@ -52,12 +53,12 @@ class _Listed:
 
     data: Tensor
     visible_keys: float | None
-    bucket: int
+    visible_keys_rounded: int
 
     def _adopt(self, data: Tensor, visible_keys: float | None) -> None:
         self.data = data
         self.visible_keys = visible_keys
-        self.bucket = bucket(visible_keys)
+        self.visible_keys_rounded = round_visible_keys(visible_keys)
 
     @property
     def device(self) -> torch.device:
@@ -83,11 +84,20 @@ class _Listed:
 
 
 class Spans(_Listed):
-    """Key j is visible to the queries starts[j] <= i < ends[j]; an empty interval hides the key.
+    """Key j is visible to the queries starts[j] <= i < ends[j], or to those of up to 4 such intervals.
 
-    `starts`, `ends`: int32 (seq_k) on the device of q, any values, the same for every batch entry and head. They are
-    copied: later changes of the tensors do not change the mask. A mask that is made while a CUDA graph is captured is
-    made again, with its schedules, at every replay.
+    `starts`, `ends`: int32 on the device of q, any values, an interval with ends <= starts is empty:
+
+    - (seq_k): one interval a key, the same for every batch entry and head;
+    - (n, seq_k), n = 1 to 4: the union of n intervals, in any order, which may overlap;
+    - (batch or 1, heads or 1, n, seq_k): also one plane for each batch entry, and for each query head or kv head.
+
+    Memory and the time to list tiles grow with seq_k, never with seq_q * seq_k. `starts` and `ends` are copied: later
+    changes of the tensors do not change the mask. A mask that is made while a CUDA graph is captured is made again,
+    with its schedules, at every replay.
+
+    `&`, `|` and `~` give new Spans on the same device, without a host sync, for any query rows. Their number of
+    intervals follows from shapes: at most n + m - 1, n + m and n + 1. Beyond 4 they raise a ValueError.
 
     `visible_keys`: the average number of keys that a query sees, if the host knows it. Dispatch rounds it down to a
     power of two and uses it to choose between kernels for sparse and dense packs; results do not depend on it.
@@ -96,16 +106,21 @@ class Spans(_Listed):
     kind: ClassVar[Mask] = Mask.SPANS
 
     def __init__(self, starts: Tensor, ends: Tensor, *, visible_keys: float | None = None) -> None:
-        """Raises TypeError or ValueError for anything but two int32 vectors of one length on one device."""
-        _check_vector("starts", starts)
-        _check_vector("ends", ends)
+        """Raises TypeError or ValueError for anything but two int32 tensors of one such shape on one device."""
+        _check_bounds("starts", starts)
+        _check_bounds("ends", ends)
         if starts.shape != ends.shape:
+            of_rows = starts.dim() == ends.dim() == 1
             raise ValueError(
                 f"ends: got length {ends.shape[0]}, expected the length of starts, {starts.shape[0]}"
+                if of_rows
+                else f"ends: got shape {tuple(ends.shape)}, expected that of starts, {tuple(starts.shape)}"
             )
         if starts.device != ends.device:
             raise ValueError(f"ends: is on {ends.device}, but starts is on {starts.device}; move one of them")
         load_operators()
+        if starts.dim() > 1:
+            starts, ends = _plain(*_united(*_planes(starts, ends)))
         self._adopt(_operators.mask_of_spans(starts, ends), visible_keys)
 
     @classmethod
@@ -118,46 +133,126 @@ class Spans(_Listed):
     @property
     def seq_k(self) -> int:
         """Number of keys."""
-        return self.data.shape[1]
+        return self.data.shape[-1]
+
+    @property
+    def intervals(self) -> int:
+        """Intervals that a key may have."""
+        return self.data.shape[2] if self.data.dim() == 5 else 1
+
+    @property
+    def planes(self) -> tuple[int, int]:
+        """(batch entries or 1, heads or 1) that have intervals of their own."""
+        return (self.data.shape[0], self.data.shape[1]) if self.data.dim() == 5 else (1, 1)
 
     @property
     def starts(self) -> Tensor:
-        """int32 (seq_k), a copy."""
-        return self.data[0].clone()
+        """int32, a copy: (seq_k), (n, seq_k) or (batch or 1, heads or 1, n, seq_k).
+
+        Of several intervals the first ones are disjoint and ascending, and do not touch; the others are empty, 0 to 0.
+        """
+        return self._bounds(0)
 
     @property
     def ends(self) -> Tensor:
-        """int32 (seq_k), a copy."""
-        return self.data[1].clone()
+        """int32, a copy, shaped as `starts`."""
+        return self._bounds(1)
+
+    def _bounds(self, which: int) -> Tensor:
+        bounds = self.data.select(-2, which).clone()
+        return bounds[0, 0] if self.data.dim() == 5 and self.planes == (1, 1) else bounds
+
+    def _by_plane(self) -> tuple[Tensor, Tensor]:
+        """Starts and ends as views (batch or 1, heads or 1, n, seq_k)."""
+        data = self.data if self.data.dim() == 5 else self.data[None, None, None]
+        return data[..., 0, :], data[..., 1, :]
+
+    def narrow(self, dim: int, start: int, length: int) -> Spans:
+        """Planes [start, start + length) of the batch (dim 0) or heads (dim 1); itself if that axis has one plane."""
+        if dim not in (0, 1):
+            raise ValueError(f"dim: got {dim}, expected 0 for batch entries or 1 for heads")
+        if self.planes[dim] == 1:
+            return self
+        starts, ends = (x.narrow(dim, start, length) for x in self._by_plane())
+        return Spans(starts, ends, visible_keys=self.visible_keys)
+
+    def visible_rows(self, rows: Tensor) -> Tensor:
+        """The keys that the query rows `rows` (R) see: bool (R, seq_k) or (batch or 1, heads or 1, R, seq_k)."""
+        starts, ends = (x.to(rows.device)[..., None, :] for x in self._by_plane())
+        seen = ((starts <= rows[:, None]) & (rows[:, None] < ends)).any(2)
+        return seen[0, 0] if self.planes == (1, 1) else seen
 
     def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:
-        """Dense bool mask (seq_q, seq_k), True = visible. For small sizes and tests."""
+        """Dense bool mask (seq_q, seq_k) or (batch or 1, heads or 1, seq_q, seq_k), True = visible. For tests."""
         if self.seq_k != seq_k:
             raise ValueError(f"mask: is of {self.seq_k} keys, but there are {seq_k}")
-        query = torch.arange(seq_q, device=device)[:, None]
-        starts, ends = self.data.to(device)[:, None]
-        seen: Tensor = (starts <= query) & (query < ends)
-        return seen
+        return self.visible_rows(torch.arange(seq_q, device=device))
 
     def __and__(self, other: Spans) -> Spans:
-        """The pairs that both masks show, as new Spans on their device, without a host sync.
+        """The pairs that both masks show.
 
-        Raises ValueError unless both are of the same keys on one device.
+        Raises ValueError unless both are of the same keys on one device, their planes can be broadcast, and the result
+        has at most 4 intervals: n + m - 1 for masks of n and m.
         """
         if not isinstance(other, Spans):
             return NotImplemented
-        if self.data.shape != other.data.shape or self.device != other.device:
+        count = self._count(other, self.intervals + other.intervals - 1, "&")
+        known = [n for n in (self.visible_keys, other.visible_keys) if n is not None]
+        (starts, ends), (others, other_ends) = self._by_plane(), other._by_plane()
+        # All pairs of intervals; of two disjoint lists no more than `count` pairs meet.
+        starts = torch.maximum(starts[:, :, :, None], others[:, :, None]).flatten(2, 3)
+        ends = torch.minimum(ends[:, :, :, None], other_ends[:, :, None]).flatten(2, 3)
+        starts, ends = (x[:, :, :count] for x in _united(starts, ends))
+        return Spans(starts, ends, visible_keys=min(known, default=None))
+
+    def __or__(self, other: Spans) -> Spans:
+        """The pairs that either mask shows, in at most 4 intervals: n + m for masks of n and m. Errors as `&`."""
+        if not isinstance(other, Spans):
+            return NotImplemented
+        self._count(other, self.intervals + other.intervals, "|")
+        known = [n for n in (self.visible_keys, other.visible_keys) if n is not None]
+        mine, theirs = self._by_plane(), other._by_plane()
+        planes = torch.broadcast_shapes(mine[0].shape[:2], theirs[0].shape[:2])
+        starts, ends = (
+            torch.cat([x.expand(*planes, -1, -1) for x in pair], 2) for pair in zip(mine, theirs, strict=True)
+        )
+        return Spans(starts, ends, visible_keys=sum(known) if len(known) == 2 else None)
+
+    def __invert__(self) -> Spans:
+        """The pairs that this mask hides, in n + 1 intervals. Raises ValueError if these are more than 4.
+
+        Not inside compiled code: torch.compile does not trace this operator for objects.
+        """
+        _expect_few(self.intervals + 1, "~")
+        starts, ends = self._by_plane()
+        empty = starts >= ends  # these come last, or are alone
+        starts, ends = (x.masked_fill(empty, MAX_INDEX) for x in (starts, ends))
+        first = torch.full_like(starts[:, :, :1], -MAX_INDEX)
+        return Spans(torch.cat([first, ends], 2), torch.cat([starts, -first], 2))
+
+    def _count(self, other: Spans, count: int, operation: str) -> int:
+        """`count`, the intervals of `self operation other`. Raises ValueError if there is no such mask."""
+        if self.seq_k != other.seq_k or self.device != other.device:
             raise ValueError(
                 f"mask: {self.seq_k} keys on {self.device} and {other.seq_k} keys on {other.device} have no common "
                 "pairs; make both masks for the same keys on one device"
             )
-        known = [n for n in (self.visible_keys, other.visible_keys) if n is not None]
-        starts = torch.maximum(self.data[0], other.data[0])
-        ends = torch.minimum(self.data[1], other.data[1])
-        return Spans(starts, ends, visible_keys=min(known, default=None))
+        if any(a != b and 1 not in (a, b) for a, b in zip(self.planes, other.planes, strict=True)):
+            raise ValueError(
+                f"mask: planes {self.planes} and {other.planes}, of batch entries and heads, cannot be combined"
+            )
+        return _expect_few(count, operation)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(seq_k={self.seq_k}, device={self.device})"
+        form = f", intervals={self.intervals}, planes={self.planes}" if self.data.dim() == 5 else ""
+        return f"{type(self).__name__}(seq_k={self.seq_k}{form}, device={self.device})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a picture of the tiles, for as many queries as keys."""
+        length = self.seq_k
+        tile = mask_svg.tile_of(length, length)
+        shares = mask_svg.span_shares(self.starts, self.ends, length, tile, tile)
+        return mask_svg.html(repr(self), shares, length, length, tile)
 
 
 class DenseMask(_Listed):
@@ -225,8 +320,14 @@ class DenseMask(_Listed):
     def __repr__(self) -> str:
         return f"DenseMask(shape={self.shape}, device={self.device})"
 
+    def _repr_html_(self) -> str:
+        """For notebooks: a picture of the tiles, averaged over planes."""
+        tile = mask_svg.tile_of(self.seq_q, self.seq_k)
+        shares = mask_svg.dense_shares(self.mask, tile, tile)
+        return mask_svg.html(repr(self), shares, self.seq_q, self.seq_k, tile)
 
-def bucket(visible_keys: float | None) -> int:
+
+def round_visible_keys(visible_keys: float | None) -> int:
     """`visible_keys` rounded down to a power of two, at least 1; 0 for None. Under torch.compile the number itself.
 
     Operators accept both. A mask from outside compiled code contributes one of few numbers, so few recompilations; one
@@ -243,10 +344,67 @@ def bucket(visible_keys: float | None) -> int:
     return 1 << (max(int(visible_keys), 1).bit_length() - 1)
 
 
-def _check_vector(name: str, value: Tensor) -> None:
+def _check_bounds(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int32 tensor of length seq_k")
     if value.dtype != torch.int32:
         raise ValueError(f"{name}: got dtype {value.dtype}, expected torch.int32; use {name}.to(torch.int32)")
-    if value.dim() != 1:
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected one dimension, (seq_k)")
+    if value.dim() not in (1, 2, 4):
+        raise ValueError(
+            f"{name}: got shape {tuple(value.shape)}, expected (seq_k), (intervals, seq_k) or "
+            "(batch or 1, heads or 1, intervals, seq_k)"
+        )
+    if value.dim() > 1 and not 1 <= value.shape[-2] <= MAX_INTERVALS:
+        raise ValueError(
+            f"{name}: got {value.shape[-2]} intervals a key in shape {tuple(value.shape)}, expected 1 to "
+            f"{MAX_INTERVALS}; DenseMask takes any mask"
+        )
+
+
+def _expect_few(count: int, operation: str) -> int:
+    if count > MAX_INTERVALS:
+        raise ValueError(
+            f"mask: the result of {operation} may have {count} intervals a key, at most {MAX_INTERVALS} are supported; "
+            "use DenseMask"
+        )
+    return count
+
+
+def _planes(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as (batch or 1, heads or 1, n, seq_k); an axis that is expanded in both becomes one plane."""
+    if starts.dim() == 2:
+        return starts[None, None], ends[None, None]
+    for axis in (0, 1):
+        if starts.shape[axis] > 1 and starts.stride(axis) == ends.stride(axis) == 0:
+            starts, ends = starts.narrow(axis, 0, 1), ends.narrow(axis, 0, 1)
+    return starts, ends
+
+
+def _plain(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """One interval in one plane as (seq_k)."""
+    single = starts.shape[:3] == (1, 1, 1)
+    return (starts[0, 0, 0], ends[0, 0, 0]) if single else (starts, ends)
+
+
+def _united(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """The same unions (batch, heads, n, seq_k) as intervals that are disjoint and ascending and do not touch.
+
+    As many as before; those that are left over come last and are 0 to 0.
+    """
+    count = starts.shape[2]
+    if count == 1:
+        return starts, ends
+    empty = starts >= ends
+    starts, order = starts.masked_fill(empty, MAX_INDEX).sort(2)
+    # Where the intervals up to each one end.
+    reach = ends.masked_fill(empty, -MAX_INDEX - 1).gather(2, order).cummax(2).values
+    # An interval that begins beyond all ends before it opens a new one, which ends where the next one opens.
+    opens = [torch.ones_like(empty[:, :, 0])]
+    opens += [starts[:, :, i] > reach[:, :, i - 1] for i in range(1, count)]
+    last = [reach[:, :, count - 1]]
+    for i in range(count - 2, -1, -1):
+        last.insert(0, torch.where(opens[i + 1], reach[:, :, i], last[0]))
+    ends = torch.stack(last, 2)
+    starts, order = torch.where(torch.stack(opens, 2) & (starts < ends), starts, MAX_INDEX).sort(2)
+    left = starts == MAX_INDEX
+    return starts.masked_fill(left, 0), ends.gather(2, order).masked_fill(left, 0)

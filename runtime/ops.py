@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attnforge.runtime.inputs import MASKS, expect_flags, expect_number, expect_tensors
+from attnforge.runtime.inputs import MASKS, check_score, expect_flags, expect_number, expect_tensors
 from attnforge.runtime.masks import Causal, DenseMask, Spans, load_operators
+from attnforge.runtime.score_trace import ScoreFunction
+from attnforge.runtime.scores import Score, as_score
 
 Mask = Causal | Spans | DenseMask | None
 
@@ -58,6 +60,8 @@ def attention(
     scale: float | None = None,
     return_lse: Literal[False] = False,
     deterministic: bool = False,
+    score: Score | ScoreFunction | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -71,6 +75,8 @@ def attention(
     scale: float | None = None,
     return_lse: Literal[True],
     deterministic: bool = False,
+    score: Score | ScoreFunction | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -83,52 +89,101 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    score: Score | ScoreFunction | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v, differentiable in q, k and v.
+    """softmax(score(scale * q k^T) + mask) v, differentiable in q, k and v.
 
     q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv). float32, bfloat16 or, on a GPU, float16; float32 is
         not reduced to tf32. Any strides, with a unit stride along head_dim. Query head h reads kv head
         h // (Hq / Hkv). Pass a packed (T, H, D) tensor as x.transpose(0, 1)[None], without a copy. D, Dv: 1 to 256.
-    mask: None (all pairs), Causal(), Spans(starts, ends) or DenseMask(bool tensor). A row that sees no key gives
-        zeros and zero gradients.
+    mask: None (all pairs), Causal(), Spans(starts, ends), of up to 4 intervals a key and with planes for batch entries
+        or heads, or DenseMask(bool tensor). A row that sees no key gives zeros and zero gradients.
     scale: factor of q k^T, above 0 in float32 (kernels use the nearest value in 1e-30 to 2e38); None: D ** -0.5.
-    deterministic: gradients have the same bits on every run; torch.use_deterministic_algorithms(True) implies it.
-        With warn_only=True it does not: as with torch's kernels, a nondeterministic backward warns once.
+    deterministic: gradients have the same bits on every run; implied by torch.use_deterministic_algorithms(True).
+    score: a function of each scaled score, see attnforge.scores. sinks: (Hq), logits that join each row's softmax
+        denominator, differentiable; see `with_sinks`.
 
     Returns out (B, Hq, Sq, Dv) in the layout and dtype of q. With return_lse also the natural logarithm of the softmax
     denominator, float32 (B, Hq, Sq), differentiable, -inf for a row that sees no key. Under autocast, inputs are cast
     as those of scaled_dot_product_attention. Without queries the result is empty, without keys it is zeros.
-    Finite inputs give finite results if q k^T and dout v^T fit float32. A row whose |lse| is above 2^22 (4e6) gets
-    zero gradients, because float32 cannot hold the fraction of its lse.
+    Finite inputs give finite results if q k^T and dout v^T fit float32; rows of |lse| above 2^22 get zero gradients,
+    as float32 cannot hold the fraction of their lse. Memory that the backward needs: docs/attention.md, "Memory".
     Raises ValueError or TypeError naming an unsupported argument; there is no slow fallback.
-    Memory that the backward needs: docs/attention.md, "Memory".
     """
-    if scale is True or scale is False:
-        expect_number("scale", scale)
-    if is_compiling():
+    if score is not None or sinks is not None:
+        return _scored(q, k, v, mask, scale, return_lse, deterministic, score, sinks)
+    if scale is True or scale is False or is_compiling():
         return _traced(q, k, v, mask, scale, return_lse, deterministic)
     try:
         if return_lse:
-            return forward(q, k, v, mask, scale, deterministic=deterministic)
+            return forward(q, k, v, mask, scale, 0, deterministic)
         if not deterministic:  # an omitted scale costs nothing
             if mask is None:
                 return _attend_full(q, k, v) if scale is None else _attend_full(q, k, v, scale)
             if isinstance(mask, Causal):
                 return _attend_causal(q, k, v) if scale is None else _attend_causal(q, k, v, scale)
             if isinstance(mask, Spans):
-                if scale is None:
-                    return _attend_spans(q, k, v, mask.data, mask.bucket)
-                return _attend_spans(q, k, v, mask.data, mask.bucket, scale)
-        data, kind, visible = _unpack(mask, q, k)
-        return _attend(q, k, v, scale, deterministic, kind, data, visible)
+                spans = (q, k, v, mask.data, mask.visible_keys_rounded)
+                return _attend_spans(*spans) if scale is None else _attend_spans(*spans, scale)
+        data, kind, visible_keys = _unpack(mask, q, k)
+        return _attend(q, k, v, scale, deterministic, kind, data, visible_keys)
     except (RuntimeError, ValueError):
         return _on_refusal(q, k, v, mask, scale, return_lse, deterministic)
+
+
+def _scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    return_lse: bool,
+    deterministic: bool,
+    score: Score | ScoreFunction | None,
+    sinks: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` with a score function or sinks."""
+    expect_tensors(q=q, k=k, v=v)
+    expect_number("scale", scale)
+    expect_flags(return_lse=return_lse, deterministic=deterministic)
+    if _have_dtensor(q, k, v):
+        raise ValueError("score, sinks: are not supported on DTensors; pass local tensors")
+    found = None if score is None else as_score(score)
+    if found is not None and q.dim() == k.dim() == 4 and not is_compiling():  # then the fake kernels check
+        check_score(q, k, found.text, found.tensors)
+    out, lse = forward(q, k, v, mask, scale, deterministic=deterministic, score=found)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention whose rows' denominators also hold e^sink, for learned sinks as gpt-oss has them.
+
+    out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) as `attention` returns them; sinks (Hq), a floating-point tensor.
+    Exact and differentiable in all three: out * sigmoid(lse - sink), and logaddexp(lse, sink), in float32. A row that
+    sees no key stays zeros; its lse becomes the sink. Raises ValueError or TypeError naming the argument.
+    """
+    expect_tensors(sinks=sinks)
+    if sinks.shape != out.shape[1:2] or not sinks.dtype.is_floating_point or sinks.device != out.device:
+        raise ValueError(
+            f"sinks: got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}, expected (heads_q) = "
+            f"{tuple(out.shape[1:2])} of a floating-point dtype on {out.device}"
+        )
+    # Both may be -inf, of which differences and their gradients are NaN. As numbers, -1e30 has the same effect.
+    total, sink = (x.float().clamp(min=-1e30) for x in (lse, sinks[None, :, None]))
+    share = torch.sigmoid(total - sink)
+    joined = torch.logaddexp(total, sink)
+    whole = torch.where(joined > -1e30, joined, -torch.inf)
+    return (out * torch.where(lse == -torch.inf, 0.0, share)[..., None]).to(out.dtype), whole
 
 
 def _traced(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` under torch.compile."""
+    """`attention` under torch.compile, or with a scale of a wrong type."""
+    expect_number("scale", scale)
     if _have_dtensor(q, k, v):
         return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
     out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
@@ -174,14 +229,20 @@ def forward(
     scale: float | None = None,
     variant: int = 0,
     deterministic: bool = False,
+    score: Score | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), as `attention`. `variant`: a handle of kernels.load; 0 lets dispatch choose the kernel."""
     load_operators()
-    data, kind, visible = _unpack(mask, q, k)
+    data, kind, visible_keys = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
-        q, k, v, data, kind, scale, deterministic, visible, variant
+        q, k, v, data, kind, scale, deterministic, visible_keys, variant, *_words(score)
     )
     return result
+
+
+def _words(score: Score | None) -> tuple[str | Tensor, ...]:
+    """The operators' last arguments for a function of a score."""
+    return () if score is None else (score.text, *score.tensors)
 
 
 def backward(
@@ -196,6 +257,7 @@ def backward(
     deterministic: bool = False,
     variant: int = 0,
     dlse: Tensor | None = None,
+    score: Score | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the layouts of q, k and v, from what `forward` returned. `variant` as in `forward`.
 
@@ -203,19 +265,19 @@ def backward(
     Workspace on a GPU: docs/attention.md, "Memory".
     """
     load_operators()
-    data, kind, visible = _unpack(mask, q, k)
+    data, kind, visible_keys = _unpack(mask, q, k)
     result: tuple[Tensor, Tensor, Tensor] = _operators.backward.default(
-        dout, q, k, v, out, lse, data, kind, scale, deterministic, visible, dlse, variant
+        dout, q, k, v, out, lse, data, kind, scale, deterministic, visible_keys, dlse, variant, *_words(score)
     )
     return result
 
 
 def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
-    """The operators' arguments for a mask: its data, the number of its kind, its bucket of visible keys."""
+    """The operators' arguments for a mask: its data, the number of its kind, its visible_keys_rounded."""
     if mask is None:
         return None, _FULL, 0
     if isinstance(mask, Spans):
-        return mask.data, _SPANS, mask.bucket
+        return mask.data, _SPANS, mask.visible_keys_rounded
     if isinstance(mask, Causal):
         return None, _CAUSAL, 0
     if isinstance(mask, DenseMask):
@@ -225,8 +287,9 @@ def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
                 f"mask: has shape {mask.shape}, expected (seq_q, seq_k) = {(q.shape[2], k.shape[2])}, with planes "
                 "(batch or 1, heads_q or 1) in front if it has any"
             )
-        return mask.data, _DENSE, mask.bucket
+        return mask.data, _DENSE, mask.visible_keys_rounded
+    hint = "; a bool tensor, True where a key is visible, goes in as attnforge.DenseMask(mask)"
     raise TypeError(
         f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "
-        "and attnforge.DenseMask(...)"
+        f"and attnforge.DenseMask(...){hint if isinstance(mask, Tensor) else ''}"
     )

@@ -33,7 +33,8 @@ MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
-UNKNOWN = 1  # octaves between what a call says of its visible keys and an entry that does not say
+DISTANCES = (*_NEAR, "length (octaves)", "visible keys (octaves)", "GQA ratio (octaves)", "speed")
+UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Tuned:
         """The problem class: a later winner of it replaces this one. Octaves are log2, of the size and visible keys."""
         return {
             # Without what every value takes the same tuning for, if it is feasible there.
-            **{f.name: value for f, value in self.spec.problem.shown() if f.match != "free"},
+            **{f.name: value for f, value in self.spec.problem.named_fields() if f.match != "free"},
             "group": self.group,
             "octave": self.size.bit_length() - 1,
             **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
@@ -154,7 +155,7 @@ def save(
 
     beside: specs that were timed in the same run. If given, an entry does not replace a faster one of its class that
         is not among them: numbers of different runs differ by more than variants do.
-    An older entry that does not say its visible keys gives way to a new one of the same case that does.
+    An older entry without visible keys is replaced by a new one of the same case that has them.
     Processes that save at the same time do so one after the other; one that is killed leaves the table as it was.
     Raises TablesError if the folder cannot be written.
     """
@@ -205,7 +206,7 @@ def choose(
     name: str,
     places: Iterable[Path] | None = None,
     *,
-    visible: int = 0,
+    visible_keys: int = 0,
 ) -> Iterator[tuple[Spec, str]]:
     """Feasible specs for `problem` from tuned entries, nearest first, each with the reason.
 
@@ -214,26 +215,53 @@ def choose(
     An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
     tuning is then re-planned for the call. Nearest means, in this order: this device before another of the same
     architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest number of
-    visible keys (in octaves), nearest GQA ratio, and the faster. `visible` is what the call's mask says, 0 if
-    nothing: then visible keys do not matter. Length comes first since it says how many blocks there are to be
-    shared out, without which nothing else helps; full and causal masks show what their length says.
+    visible keys (in octaves), nearest GQA ratio, and the faster. `visible_keys` is that of the call's mask; 0 if
+    it is unknown, and then it does not matter. Length comes first, since it determines how many blocks there are; the
+    visible keys of full and causal masks follow from it.
     """
-    ranked = []
-    for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places):
-        if _counts(entry.spec.problem, problem):
-            ranked.append((_distance(entry, problem, group, size, visible), rank, entry, path))
-    ranked.sort(key=lambda item: (item[1], item[0], item[2].spec.slug))
-    for _, rank, entry, path in ranked:
-        spec = Spec(problem, entry.spec.tuning)
+    for offer in offers(problem, group, size, name, places, visible_keys=visible_keys):
+        spec = Spec(problem, offer.entry.spec.tuning)
         try:
             make_plan(spec)
         except Infeasible:
             continue
-        verb = "modelled, not measured," if rank == 2 else "tuned"
-        yield (
-            spec,
-            f"{verb} as {entry.spec.slug} for {entry.size} rows{_seen(entry)}, GQA ratio {entry.group} ({path.name})",
-        )
+        yield spec, offer.reason
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An entry that counts for a call. `rank`: 0 of this device, 1 of another one, 2 modelled."""
+
+    entry: Tuned
+    path: Path
+    rank: int
+    distance: tuple[float, ...]  # as DISTANCES names its parts
+
+    @property
+    def reason(self) -> str:
+        """Why this entry's kernel was chosen."""
+        verb = "modelled, not measured," if self.rank == 2 else "tuned"
+        entry = self.entry
+        rows = f"{entry.size} rows{_seen(entry)}, GQA ratio {entry.group}"
+        return f"{verb} as {entry.spec.slug} for {rows} ({self.path.name})"
+
+
+def offers(
+    problem: Problem,
+    group: int,
+    size: int,
+    name: str,
+    places: Iterable[Path] | None = None,
+    *,
+    visible_keys: int = 0,
+) -> list[Offer]:
+    """The entries that count for a call, nearest first; see `choose`. Their tuning may be infeasible there."""
+    found = [
+        Offer(entry, path, rank, _distance(entry, problem, group, size, visible_keys))
+        for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places)
+        if _counts(entry.spec.problem, problem)
+    ]
+    return sorted(found, key=lambda offer: (offer.rank, offer.distance, offer.entry.spec.slug))
 
 
 def measured(
@@ -243,11 +271,11 @@ def measured(
     name: str,
     places: Iterable[Path] | None = None,
     *,
-    visible: int = 0,
+    visible_keys: int = 0,
 ) -> float | None:
     """TFLOP/s of the fastest entry of the device's own tables for the very class of a call; None if there is none."""
     entries = [e for e in known(name, places) if _counts(e.spec.problem, problem)]
-    speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible)[:-1])]
+    speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible_keys)[:-1])]
     return max(speeds, default=None)
 
 
@@ -279,21 +307,23 @@ def _counts(tuned: Problem, problem: Problem) -> bool:
     return same and tuned.dtype.bytes == problem.dtype.bytes
 
 
-def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible: int) -> tuple[float, ...]:
+def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_keys: int) -> tuple[float, ...]:
     tuned = entry.spec.problem
     return (
         *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
         abs(entry.size.bit_length() - size.bit_length()),
-        _octaves(_visible(problem.mask, size, visible), _visible(tuned.mask, entry.size, entry.visible_keys)),
+        _octaves(
+            _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)
+        ),
         abs(math.log2(entry.group / group)),
         -entry.tflops,
     )
 
 
-def _visible(mask: Mask, size: int, said: int) -> int:
-    """Average number of keys that a query sees, 0 if unknown."""
+def _visible(mask: Mask, size: int, visible_keys: int) -> int:
+    """Average number of keys that a query sees, 0 if unknown; full and causal masks determine it."""
     if mask.listed:
-        return said
+        return visible_keys
     return size if mask is Mask.FULL else -(-size // 2)
 
 

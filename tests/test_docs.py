@@ -13,6 +13,7 @@ import click
 import pytest
 import torch
 
+import attnforge
 from attnforge.cli import main
 
 ROOT = Path(__file__).resolve().parent
@@ -115,3 +116,12 @@ def test_paragraphs_of_the_readme_are_short() -> None:
     for paragraph in re.split(r"\n\n|\n(?=- )", text):
         if not paragraph.startswith("|"):
             assert len(paragraph.strip().splitlines()) <= 5, paragraph
+
+
+def test_the_citation_is_of_this_version() -> None:
+    """CITATION.cff has the version and the date of the newest release in the changelog."""
+    citation = (ROOT / "CITATION.cff").read_text()
+    released = re.search(r"^## \[(\d\S*)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released is not None
+    assert released[1] == attnforge.__version__
+    assert f"\nversion: {released[1]}\ndate-released: {released[2]}\n" in citation

@@ -131,7 +131,7 @@ def native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """The way of the operator that the challenge supplies: per batch entry and head, three kernels with scores in
+    """The method of the challenge's own operator: per batch entry and head, three kernels with scores in
     device memory and a wait for the device. Its products are torch's, which are faster than the supplied ones."""
     out = torch.empty_like(q)
     for b in range(q.shape[0]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 def bench(
     selection: Selection, suite: str, peers: str | None, json_out: Path | None, markdown: Path | None
 ) -> None:
-    """Time our kernels against SDPA's backends and FlexAttention, in one run."""
+    """Time our kernels against their peers: SDPA's backends, FlexAttention, and what else is installed
+    of FlashAttention 3 and 4 and cudnn.flex_attention.
+
+    Each peer is timed interleaved with ours.
+    """
     from attnforge.bagel.measure import bench as bench_module
     from attnforge.bagel.measure.report import bench_markdown
 
@@ -51,6 +55,7 @@ def bench(
                 # After each row: an interrupted run keeps what it measured.
                 write_json(json_out, bench_module.to_json(rows, selection.device))
     console.print(bench_table(rows, facts_line(facts)))
+    say_notes(rows)
     if markdown is not None:
         markdown.write_text(bench_markdown(rows, facts))
     if problems := bench_module.failed(rows):
@@ -58,23 +63,28 @@ def bench(
 
 
 def bench_table(rows: Sequence[Row], title: str) -> Table:
-    """One line per attention, grouped by case; the last column is our speed over theirs."""
+    """One line per attention, grouped by case and pass; ratios are of timings interleaved with ours."""
     from attnforge.bagel.measure.bench import OURS
-    from attnforge.bagel.measure.report import case_key, milliseconds, speed
+    from attnforge.bagel.measure.report import case_key, interval, milliseconds, ratio, speed
 
-    table = make_table(title, ("case", "pass", "attention"), ("ms", "speed", "ours is"))
-    for _, group in groupby(rows, key=case_key):
-        lines = list(group)
-        ours = next(row for row in lines if row.name == OURS)
-        for row in lines:
-            ratio = f"{row.ms / ours.ms:.2f}x" if row.ms and ours.ms else ""
-            cells = (name_cell(row), milliseconds(row.ms), speed(row.tflops), ratio)
-            style = "bold green" if row is ours else None
-            table.add_row(f"{row.case} {row.dtype}", row.direction, *cells, style=style)
+    table = make_table(title, ("attention",), ("speed", "ms", "95 % interval", "ours is"))
+    for (case, direction, dtype), group in groupby(rows, key=case_key):
+        table.add_row(f"[bold]{escape(case)} {dtype} {direction}[/bold]")
+        for row in group:
+            if row.ms is None:
+                continue
+            style = "bold green" if row.name == OURS else None
+            cells = (speed(row.tflops), milliseconds(row.ms), interval(row.low_ms, row.high_ms))
+            table.add_row(f"  {row.name}", *cells, ratio(row.ratio), style=style)
         table.add_section()
     return table
 
 
-def name_cell(row: Row) -> str:
-    """The name of an attention, with the reason if it was not timed."""
-    return f"{row.name} [dim]{escape(row.note)}[/dim]" if row.note else row.name
+def say_notes(rows: Iterable[Row]) -> None:
+    """Print why peers have no time, a line for each reason."""
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note:
+            notes.setdefault(f"{row.name}: {row.note}", []).append(f"{row.case} {row.direction}")
+    for note, where in notes.items():
+        echo(f"not timed: {note} ({', '.join(where)})")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-# A pipe or a log file has no width of its own.
-console = Console(width=None if sys.stdout.isatty() else 140)
+# As wide as the terminal; a pipe gets $COLUMNS or 80.
+console = Console()
 
 
 def echo(text: str) -> None:
@@ -24,11 +24,11 @@ def make_table(
     title: str, words: Sequence[str], numbers: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> Table:
     """An empty table with columns of text, then right-aligned columns of numbers, then columns of text."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in words:
         table.add_column(name, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for name in notes:
         table.add_column(name, overflow="fold")
     return table

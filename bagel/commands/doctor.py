@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,17 @@ COLOURS = {"ok": "green", "info": "blue", "warning": "yellow", "failure": "bold 
 
 
 @click.command(short_help="Check compilers, GPU, cache and torch.")
-def doctor() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of name, status, value, remedy.")
+def doctor(as_json: bool) -> None:
     """Check compilers, GPU, cache and torch, and suggest a remedy for each problem."""
     from attnforge.runtime.doctor.checks import report
     from attnforge.runtime.doctor.findings import FAILURE
 
     findings = report()
-    console.print(doctor_table(findings))
+    if as_json:
+        click.echo(json.dumps([vars(finding) for finding in findings], indent=1))
+    else:
+        console.print(doctor_table(findings))
     if any(finding.status == FAILURE for finding in findings):
         raise click.ClickException("attnforge cannot run here as it is; the remedies are above")
 

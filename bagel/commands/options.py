@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, DType
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, DType, ProblemField
 from attnforge.runtime.build.errors import CacheError, CompileError, NoCompilerError
-
-if TYPE_CHECKING:  # torch takes a second to import: commands that do not need it do without
-    from attnforge.bagel.commands.selection import Selection
 
 
 class OutFile(click.Path):
@@ -68,42 +67,76 @@ workers_option = functools.partial(
     click.option, "--workers", **number(), help="Parallel compilations.  [default: one per CPU]"
 )
 model_option = functools.partial(
-    click.option, "--model", metavar="NAME", help="Heads of 7B, 1.5B, 0.5B or vit."
+    click.option,
+    "--model",
+    metavar="NAME",
+    help="Heads of 7B, 0.5B, vit, qwen3-32b, ... (`attnforge models`).",
 )
 PACK_HELP = "Workload: pretrain/0, full/4x8192, causal/2048, blocks/0.9, ... Repeatable."
 PACKS_HELP = "Packs recorded by attnforge.bagel.record; runs 3 of them, lightest to heaviest."
+MASK_HELP = "causal, full, window:N (causal, N keys), or a .npy or .npz file. Repeatable."
+
+# The fields of a problem that neither tensors nor masks decide: each is an option.
+ASKED = tuple(f for f in PROBLEM_FIELDS if f.optional and f.match == "same")
+
+
+def field_type(f: ProblemField) -> dict[str, Any]:
+    """Type, metavar and help of an option for a field of `Problem`."""
+    if issubclass(f.type, Enum):
+        return {
+            "type": values(f.type),
+            "metavar": "NAME",
+            "help": f"{f.text.rstrip('.')}: {choices(f.type)}.",
+        }
+    return number(least=0 if f.optional else 1, help=f"{f.text.rstrip('.')}.")
+
+
+def _numbers(count: int) -> Callable[[Any, click.Parameter, str | None], tuple[int, ...] | None]:
+    """A callback for an option of one to `count` whole numbers, `32/8`; the last stands for those left out."""
+
+    def parse(_: Any, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        words = value.split("/")
+        if len(words) > count or not all(word.isdecimal() and int(word) > 0 for word in words):
+            raise click.BadParameter(f"{value!r} is not {param.metavar}", param=param)
+        found = [int(word) for word in words]
+        return (*found, *found[-1:] * (count - len(found)))
+
+    return parse
+
+
+SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option("--pack", "packs", multiple=True, metavar="NAME", help=PACK_HELP),
+    file_option("--packs", "recorded", metavar="FILE", help=PACKS_HELP),
+    click.option("--mask", "masks", multiple=True, metavar="MASK", help=MASK_HELP),
+    click.option("--length", metavar="Q[/K]", callback=_numbers(2), help="Queries and keys of --mask."),
+    click.option("--batch", **number(), help="Batch entries.  [default: 1]"),
+    model_option(),
+    click.option("--heads", metavar="Q[/KV]", callback=_numbers(2), help="Query and kv heads, e.g. 32/8."),
+    click.option("--head-dim", **number(), help="Columns of q and k."),
+    *(click.option(f.option, f.name, **field_type(f)) for f in ASKED),
+    dtype_option(help=f"{choices(DType)}.  [default: by device]"),
+    direction_option(),
+    click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: the GPU, if any]"),
+    arch_option(help="Kernel family, e.g. sm90a.  [default: the device's best]"),
+)
 
 
 def selecting(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that choose what to run on; the command gets them as one `Selection`."""
 
-    @click.option("--pack", multiple=True, metavar="NAME", help=PACK_HELP)
-    @file_option("--packs", help=PACKS_HELP)
-    @model_option()
-    @dtype_option(help=f"{choices(DType)}.  [default: by device]")
-    @direction_option()
-    @click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: the GPU, if any]")
-    @arch_option(help="Kernel family, e.g. sm90a.  [default: the device's best]")
     @functools.wraps(command)
-    def wrapped(
-        pack: tuple[str, ...],
-        packs: Path | None,
-        model: str | None,
-        dtype: str | None,
-        direction: str,
-        device: str | None,
-        arch: str | None,
-        **rest: Any,
-    ) -> None:
-        from attnforge.bagel.commands.selection import select
+    def wrapped(**arguments: Any) -> None:
+        from attnforge.bagel.commands.selection import Request, select
 
-        if packs is not None:
-            from attnforge.bagel.workloads import recorded
+        taken = {f.name: arguments.pop(f.name) for f in dataclasses.fields(Request) if f.name in arguments}
+        extra = {f.attribute: arguments.pop(f.name) for f in ASKED}
+        request = Request(**taken, extra={name: value for name, value in extra.items() if value is not None})
+        command(select(request), **arguments)
 
-            pack += recorded(packs)
-        selection: Selection = select(pack, model, dtype, direction, device, arch)
-        command(selection, **rest)
-
+    for option in reversed(SHAPE_OPTIONS):
+        wrapped = option(wrapped)
     return wrapped
 
 

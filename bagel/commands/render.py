@@ -44,6 +44,8 @@ def _option(f: ProblemField) -> dict[str, Any]:
             "show_default": True,
             "help": text,
         }
+    if issubclass(f.type, str):
+        return {"metavar": "TEXT", "default": default, "help": f"{f.text}."}
     return number(int(default), least=0 if f.optional else 1, help=f.text)
 
 

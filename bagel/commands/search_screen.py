@@ -8,28 +8,27 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from attnforge.bagel.commands.bench import name_cell
+from attnforge.bagel.commands.bench import say_notes
 from attnforge.bagel.commands.console import console, echo, make_table, short_path
-from attnforge.bagel.measure.bench import Row, best_peer, peers_of
-from attnforge.bagel.measure.report import milliseconds, speed
+from attnforge.bagel.measure.bench import Row, peers_of
+from attnforge.bagel.measure.report import interval, milliseconds, ratio, speed
 from attnforge.codegen.spec import Arch, Direction, Spec
 from attnforge.runtime import dispatch, tables
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.journal import Journal, Result, environment
-from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started, search
+from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started, search, varying_knobs
 
-RESOURCES = ("registers", "spilled", "shared")  # per thread, bytes per thread, bytes per block
 SHOWN = 12  # variants in the table at the end of a search
 
 
@@ -58,7 +57,7 @@ def run_search(
         launcher()
     events = search(case, direction, target, options.budget, log, options.workers)
     with closing(events), sigterm_as_interrupt():
-        screen = Screen(case, direction)
+        screen = Screen(case, direction, options.budget)
         try:
             finished = screen.watch(events)
         except KeyboardInterrupt:
@@ -72,19 +71,38 @@ def run_search(
     rows = []
     if options.peers:
         with console.status("timing torch's attention on the same case"):
-            rows = list(peers_of(case, direction))
+            winner = finished.winner
+            rows = list(peers_of(case, direction, spec=winner.spec if winner else None))
         journal = Journal(log, case.name, direction.value, environment(device_name, target[0]))
         journal.note("peers", [asdict(row) for row in rows])
-    console.print(search_table(finished, rows))
-    echo(f"{finished.seconds:.0f} s of search; failed variants: {failures(finished) or 'none'}")
+    report(finished, rows)
     echo(f"a page of this log: attnforge report {short_path(log)} -o report.html")
+    return to_json(finished, rows)
+
+
+def report(finished: Finished, peers: Sequence[Row]) -> None:
+    """Print the table of a search, remarks and warnings."""
+    console.print(search_table(finished, peers))
+    for remark in remarks(finished):
+        console.print(remark, highlight=False, markup=False)
+    say_notes(peers)
+    for warning in warnings(finished, peers):
+        console.print(f"[bold yellow]warning:[/bold yellow] {escape(warning)}", highlight=False)
+
+
+def to_json(finished: Finished, peers: Sequence[Row]) -> dict[str, Any]:
+    """The results as JSON values."""
     return {
-        "case": case.name,
-        "direction": direction.value,
-        "dtype": case.dtype.value,
+        "case": finished.case.name,
+        "direction": finished.direction.value,
+        "dtype": finished.case.dtype.value,
+        "space": finished.space,
+        "finalists": finished.finalists,
+        "conditions": finished.conditions.facts,
+        "warnings": list(warnings(finished, peers)),
         "ranked": [result.to_json() for result in finished.ranked],
         "failed": [result.to_json() for result in finished.failed],
-        "peers": [vars(row) for row in rows],
+        "peers": [vars(row) for row in peers],
     }
 
 
@@ -120,9 +138,10 @@ def save(finished: Finished, target: tuple[Arch, str], out: Path) -> None:
 class Screen:
     """The events of one search. A terminal shows records and failures, a log every variant."""
 
-    def __init__(self, case: Case, direction: Direction) -> None:
-        self._case, self._direction = case, direction
+    def __init__(self, case: Case, direction: Direction, budget: Budget) -> None:
+        self._case, self._direction, self._budget = case, direction, budget
         self._results: list[Result] = []
+        self._begun: Started | None = None
         self._best_ms = math.inf
         self._started = time.monotonic()
 
@@ -131,7 +150,8 @@ class Screen:
         ranked = sorted((r for r in self._results if r.status == "ok"), key=lambda r: r.ms)
         failed = tuple(r for r in self._results if r.status != "ok")
         seconds = time.monotonic() - self._started
-        return Finished(self._case, self._direction, tuple(ranked), failed, seconds)
+        space = self._begun.space if self._begun else len(self._results)
+        return Finished(self._case, self._direction, tuple(ranked), failed, seconds, space=space)
 
     def watch(self, events: Iterable[Event]) -> Finished:
         """Show all events; returns the last."""
@@ -139,22 +159,35 @@ class Screen:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
             TextColumn("best {task.fields[best]}"),
         )
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("preparing", total=None, best="-")
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("preparing", total=None, best="-", left="")
             for event in events:
                 if isinstance(event, Started):
-                    what = f"{event.case.name} {event.direction.value} {event.case.dtype.value}"
-                    console.print(f"[bold]{what}[/bold]: {event.planned} of {event.space} variants")
-                    progress.update(task, description=what, total=event.planned)
+                    self._begun = event
+                    progress.update(task, description=self._announce(event), total=event.planned)
                 elif isinstance(event, Measured):
                     self._show(event)
-                    progress.update(task, advance=1, best=self._best())
+                    progress.update(task, advance=1, best=self._best(), left=f"{clock(self.left())} left")
                 else:
                     return event
         raise RuntimeError("the search ended without a result")
+
+    def _announce(self, event: Started) -> str:
+        """Print what is searched, and for how long at most. Returns the case in few words."""
+        what = f"{event.case.name} {event.direction.value} {event.case.dtype.value}"
+        limit = f", {clock(self._budget.seconds)} at most" if self._budget.seconds is not None else ""
+        console.print(f"[bold]{escape(what)}[/bold]: {event.planned} of {event.space} variants{limit}")
+        return what
+
+    def left(self) -> float:
+        """Seconds until the budget or the space ends, at the pace so far."""
+        elapsed = time.monotonic() - self._started
+        planned = self._begun.planned if self._begun else 0
+        rest = (planned - len(self._results)) * elapsed / max(len(self._results), 1)
+        return min(rest, (self._budget.seconds or math.inf) - elapsed)
 
     def _show(self, event: Measured) -> None:
         result = event.result
@@ -165,59 +198,112 @@ class Screen:
         if record or result.status != "ok" or not console.is_terminal:
             mark = "[green]*[/green]" if record else " "
             earlier = " [dim](from the log)[/dim]" if event.resumed else ""
-            console.print(f"{mark} {escape(one_line(result))}{earlier}", soft_wrap=True)
+            names = self._begun.varying if self._begun else None
+            console.print(f"{mark} {escape(one_line(result, names))}{earlier}", soft_wrap=True)
 
     def _best(self) -> str:
         speeds = [r.tflops for r in self._results if r.status == "ok" and r.ms == self._best_ms]
         return speed(speeds[0]) if speeds else "-"
 
 
-def knobs(spec: Spec) -> str:
-    """The tuning as text: `tile_m=128 tile_n=64 warps=4`."""
-    return " ".join(f"{f.name}={int(getattr(spec.tuning, f.name))}" for f in fields(spec.tuning))
+def knobs(spec: Spec, names: Sequence[str] | None = None) -> str:
+    """The tuning as text, or these knobs of it: `tile_m=128 tile_n=64 warps=4`."""
+    values = spec.tuning.to_json()
+    return " ".join(f"{name}={value}" for name, value in values.items() if names is None or name in names)
 
 
-def one_line(result: Result) -> str:
+def one_line(result: Result, names: Sequence[str] | None = None) -> str:
     """One variant in the log of a running search."""
     if result.status == "ok":
-        return f"{speed(result.tflops):>15}  {knobs(result.spec)}"
+        return f"{speed(result.tflops):>15}  {knobs(result.spec, names)}"
     reason = result.detail.strip().splitlines() or [""]
-    return f"{result.status:>15}  {knobs(result.spec)}: {reason[0][:160]}"
+    return f"{result.status:>15}  {knobs(result.spec, names)}: {reason[0][:160]}"
 
 
 def search_table(finished: Finished, peers: Sequence[Row]) -> Table:
-    """The fastest variants of one search, then the peers; ratios are to the fastest peer."""
-    best = best_peer(peers)
+    """The finalists, then other variants with the times of their trials, then the peers, timed beside the winner."""
+    shown = finished.ranked[:SHOWN]
+    names = varying_knobs([result.spec for result in shown])
     title = f"{finished.case.name}, {finished.direction.value}, {finished.case.dtype.value}"
-    gpu = any(result.registers for result in finished.ranked)
-    resources = RESOURCES if gpu else ()
-    numbers = ("speed", "ms", "vs best peer", "rms error", "of limit", *resources)
-    table = make_table(title, ("variant",), numbers)
-    for number, result in enumerate(finished.ranked[:SHOWN]):
-        table.add_row(*_variant(result, best, gpu), style="bold green" if number == 0 else None)
-    if len(finished.ranked) > SHOWN:
-        table.add_row(f"... {len(finished.ranked) - SHOWN} more")
+    table = make_table(title, ("variant",), ("speed", "ms", "95 % interval", "winner is", "error"))
+    for number, result in enumerate(shown):
+        if number == finished.finalists:
+            table.add_section()
+        winner = finished.ranked[0] if number < finished.finalists else None
+        style = "bold green" if number == 0 else None if winner else "dim"
+        table.add_row(*_variant(result, names, winner), style=style)
     table.add_section()
     for row in peers:
-        ratio = f"{best.ms / row.ms:.2f}x" if best and best.ms and row.ms else ""
-        table.add_row(name_cell(row), speed(row.tflops), milliseconds(row.ms), ratio)
+        if row.ms is not None:
+            cells = (speed(row.tflops), milliseconds(row.ms), interval(row.low_ms, row.high_ms))
+            table.add_row(row.name, *cells, ratio(row.ratio))
     return table
 
 
-def _variant(result: Result, best: Row | None, gpu: bool) -> tuple[str, ...]:
-    worst = max((rms for name, (rms, _) in result.errors.items() if name != "lse"), default=0.0)
+def _variant(result: Result, names: Sequence[str], winner: Result | None) -> tuple[str, ...]:
     return (
-        knobs(result.spec),
+        knobs(result.spec, names) or "the only one",
         speed(result.tflops),
         milliseconds(result.ms),
-        f"{best.ms / result.ms:.2f}x" if best and best.ms else "",
-        f"{worst:.1e}",
+        interval(result.low_ms, result.high_ms),
+        ratio(result.ms / winner.ms) if winner and winner.ms else "",
         f"{result.limit_used:.0%}",
-        *((str(result.registers), str(result.spill_bytes), str(result.shared_bytes)) if gpu else ()),
     )
+
+
+def remarks(finished: Finished) -> Iterator[str]:
+    """What the table does not say, a line each: the common knobs, how much was tried, under which conditions."""
+    winner = finished.winner
+    if winner is not None:
+        varying = varying_knobs([result.spec for result in finished.ranked[:SHOWN]])
+        common = [name for name in winner.spec.tuning.to_json() if name not in varying]
+        if common:
+            yield f"all of them: {knobs(winner.spec, common)}"
+        yield resources(winner)
+    yield counts(finished)
+    facts = (f"{name} {value}" for name, value in finished.conditions.facts.items())
+    yield from ([f"conditions: {'; '.join(facts)}"] if finished.conditions.facts else [])
+    if finished.finalists < len(finished.ranked[:SHOWN]):
+        yield "variants in grey were timed once, at another moment than the others"
+    if finished.tied:
+        yield f"the winner and {finished.tied} after it cannot be told apart: their intervals overlap"
+
+
+def warnings(finished: Finished, peers: Sequence[Row]) -> Iterator[str]:
+    """What a reader must know before trusting or using the result."""
+    yield from finished.conditions.warnings
+    for row in peers:
+        if row.ratio and row.ratio < 1:
+            yield f"{row.name} is {1 / row.ratio:.2f} times as fast as the winner"
+
+
+def resources(result: Result) -> str:
+    """Error and, on a GPU, registers and memory of a variant."""
+    worst = max((rms for name, (rms, _) in result.errors.items() if name != "lse"), default=0.0)
+    words = f"winner: rms error {worst:.1e}, {result.limit_used:.0%} of its limit"
+    if not result.registers:
+        return words
+    memory = f"{result.spill_bytes} bytes spilled, {result.shared_bytes / 1024:.0f} KiB of shared memory"
+    return f"{words}; {result.registers} registers, {memory}"
+
+
+def counts(finished: Finished) -> str:
+    """`10 of 21 variants measured, 1 failed (1 wrong), 10 not tried; 50 s`"""
+    words = [f"{len(finished.ranked)} of {finished.space} variants measured"]
+    if finished.failed:
+        words.append(f"{len(finished.failed)} failed ({failures(finished)})")
+    if finished.space > finished.tried:
+        words.append(f"{finished.space - finished.tried} not tried")
+    return f"{', '.join(words)}; {finished.seconds:.0f} s"
 
 
 def failures(finished: Finished) -> str:
     """The failed variants by kind: `2 compile, 1 wrong`; empty if none failed."""
     kinds = sorted(result.status for result in finished.failed)
     return ", ".join(f"{len(list(group))} {kind}" for kind, group in groupby(kinds))
+
+
+def clock(seconds: float) -> str:
+    """`0:50`, `3:00`"""
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02}"

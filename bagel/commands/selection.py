@@ -1,17 +1,47 @@
-"""The selection of a command: packs, heads, dtype, passes and device, with defaults for this machine."""
+"""The selection of a command: packs, masks, heads, dtype, passes and device, with defaults for this machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from attnforge.bagel.measure.cases import SUITES, make_case
+from attnforge.bagel.measure.cases import SUITES, make_case, model_of, with_batch
+from attnforge.bagel.measure.mask_files import is_mask_file
+from attnforge.bagel.models import MODELS
+from attnforge.bagel.workloads import recorded
 from attnforge.codegen.families import FAMILIES
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, DType, Mask, Problem, plain
 from attnforge.runtime import kernels
+from attnforge.runtime.inputs import MAX_HEAD_DIM
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.tables import device_name
+
+NAMED_MASK = re.compile(r"full|causal|window:[1-9]\d*")
+LENGTHS = {"cuda": 8192, "cpu": 1024}  # of --mask: a GPU's milliseconds are a CPU's seconds
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `options.selecting` as given; None or empty: not given."""
+
+    packs: tuple[str, ...] = ()
+    recorded: Path | None = None
+    masks: tuple[str, ...] = ()
+    length: tuple[int, int] | None = None  # queries, keys
+    batch: int | None = None
+    model: str | None = None
+    heads: tuple[int, int] | None = None  # of q, of k and v
+    head_dim: int | None = None
+    dtype: str | None = None
+    direction: str = "both"
+    device: str | None = None
+    arch: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields of `Problem` by attribute
 
 
 @dataclass(frozen=True)
@@ -19,18 +49,28 @@ class Selection:
     """A resolved choice; see `select`."""
 
     packs: tuple[str, ...]  # as given; empty: those of a suite
-    model: str | None  # as given
+    model: str | None  # a name or heads of `make_case`, if given
     dtype: DType
     directions: tuple[Direction, ...]
     device: torch.device
     arch: Arch | None = None  # as given; none: the best for the direction
+    batch: int = 1
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def cases(self, suite: str = "search") -> list[Case]:
         """A case for each pack; the suite supplies what is not given."""
         rows = SUITES[suite, self.device.type]
         heads = SUITES["search", self.device.type][0][1]
         rows = tuple((pack, heads) for pack in self.packs) or rows
-        return [make_case(pack, self.model or heads, self.dtype, self.device) for pack, heads in rows]
+        return [self._case(pack, self.model or heads) for pack, heads in rows]
+
+    def _case(self, pack: str, heads: str) -> Case:
+        case = with_batch(make_case(pack, heads, self.dtype, self.device), self.batch)
+        if not self.extra:
+            return case
+        named = ((f.name, self.extra[f.attribute]) for f in PROBLEM_FIELDS if f.attribute in self.extra)
+        words = " ".join(f"{name}={plain(value)}" for name, value in named)
+        return replace(case, name=f"{case.name} {words}", **self.extra)
 
     def target(self, direction: Direction) -> tuple[Arch, str]:
         """Architecture and device name, as `search` takes them."""
@@ -55,26 +95,73 @@ class Selection:
         return [arch for arch in archs if (families[arch], direction) in FAMILIES]
 
 
-def select(
-    packs: tuple[str, ...],
-    model: str | None,
-    dtype: str | None,
-    direction: str,
-    device: str | None,
-    arch: str | None = None,
-) -> Selection:
+def select(request: Request) -> Selection:
     """Complete the options with defaults for this machine. Raises ValueError naming the option."""
-    where = _device(device)
+    where = _device(request.device)
     # BAGEL's bfloat16, except on CPUs without instructions for it.
     slow = where.type == "cpu" and "bf16" not in device_name(where)
+    dtype = DType(request.dtype or ("fp32" if slow else "bf16"))
+    if where.type == "cpu" and dtype is DType.FLOAT16:
+        raise ValueError("--dtype: fp16 runs on GPUs only; on the CPU there are fp32 and bf16")
+    packs = request.packs + (recorded(request.recorded) if request.recorded is not None else ())
     return Selection(
-        packs,
-        model,
-        DType(dtype or ("fp32" if slow else "bf16")),
-        tuple(Direction) if direction == "both" else (Direction(direction),),
+        packs + _masks(request, where),
+        _model(request),
+        dtype,
+        tuple(Direction) if request.direction == "both" else (Direction(request.direction),),
         where,
-        None if arch is None else Arch(arch),
+        None if request.arch is None else Arch(request.arch),
+        request.batch or 1,
+        _extra(request.extra),
     )
+
+
+def _masks(request: Request, device: torch.device) -> tuple[str, ...]:
+    """Packs of --mask and --length, or of what the model is trained with."""
+    names = request.masks
+    if not (names or request.packs or request.recorded):
+        trained = MODELS[request.model].mask if request.model in MODELS else "bagel"
+        names = () if trained == "bagel" and request.length is None else (trained,)
+    if request.length is not None and (not names or "bagel" in names):
+        raise ValueError("--length: goes with --mask causal, full or window:N; packs have their own length")
+    return tuple(_mask(name, request, device) for name in names)
+
+
+def _mask(name: str, request: Request, device: torch.device) -> str:
+    """The pack of one --mask."""
+    if is_mask_file(name):
+        if request.length is not None:
+            raise ValueError(f"--length: {name} has a length of its own")
+        return name
+    if not NAMED_MASK.fullmatch(name):
+        raise ValueError(f"--mask: {name!r} is neither causal, full, window:N nor a .npy or .npz file")
+    seq_q, seq_k = request.length or (LENGTHS[device.type],) * 2
+    batch = f"{request.batch}x" if request.batch else ""
+    return f"{name}/{batch}{seq_q}" if seq_q == seq_k else f"{name}/{batch}{seq_q}/{seq_k}"
+
+
+def _model(request: Request) -> str | None:
+    """A model's name, or the heads that --heads and --head-dim make of it. None if nothing is given."""
+    if request.heads is None and request.head_dim is None:
+        return request.model
+    known = None if request.model is None else model_of(request.model)
+    if known is None and (request.heads is None or request.head_dim is None):
+        given, lacks = ("--heads", "--head-dim") if request.heads else ("--head-dim", "--heads")
+        raise ValueError(f"{given}: {lacks} is missing, or a --model that has the rest")
+    heads = request.heads or (known.heads_q, known.heads_kv) if known else request.heads
+    assert heads is not None
+    head_dim = request.head_dim or (known.head_dim if known else 0)
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"--head-dim: got {head_dim}, accepted are 1 to {MAX_HEAD_DIM}")
+    return f"{heads[0]}/{heads[1]}/{head_dim}"
+
+
+def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of cases. Raises ValueError for a field that only kernels have yet."""
+    for f in PROBLEM_FIELDS:
+        if f.attribute in given and f.attribute not in Case.__dataclass_fields__:
+            raise ValueError(f"{f.option}: cases cannot have it yet; `attnforge render` takes it")
+    return {f.attribute: f.type(given[f.attribute]) for f in PROBLEM_FIELDS if f.attribute in given}
 
 
 def _device(text: str | None) -> torch.device:
@@ -82,6 +169,8 @@ def _device(text: str | None) -> torch.device:
         device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ValueError(f"--device: {text!r} is not a device; accepted are cpu, cuda and cuda:N") from None
+    if device.type not in LENGTHS:
+        raise ValueError(f"--device: kernels run on cpu, cuda and cuda:N, not on {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device: torch {torch.__version__} sees no GPU; `attnforge doctor` says more")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +49,9 @@ def show(device: str | None) -> None:
     entries = known(name)
     if not entries:
         raise click.ClickException(f"no table is for {name}; `attnforge tables list` shows what there is")
-    table = make_table(name, ("class",), ("GQA", "rows", "visible keys", "TFLOP/s"), ("kernel",))
+    echo(f"{name}\n{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel; keys: visible to a query")
     for entry in sorted(entries, key=lambda entry: entry.spec.slug):
-        table.add_row(*_cells(entry))
-    console.print(table)
+        echo(_line(entry))
 
 
 @tables.command()
@@ -108,9 +106,10 @@ def _here() -> str:
     return device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _cells(entry: Tuned) -> Iterable[str]:
-    seen = str(entry.visible_keys or "")
-    return (_class(entry), str(entry.group), str(entry.size), seen, f"{entry.tflops:.1f}", entry.spec.slug)
+def _line(entry: Tuned) -> str:
+    """Numbers first: the kernel's name is as long as it is, and stays whole."""
+    seen = entry.visible_keys or ""
+    return f"{entry.tflops:7.1f} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}"
 
 
 def _class(entry: Tuned) -> str:

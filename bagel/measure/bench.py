@@ -10,19 +10,22 @@ from typing import Any
 import torch
 
 from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.peers import OURS as OURS
 from attnforge.bagel.measure.peers import known, present, time_peer
-from attnforge.codegen.spec import Direction
-from attnforge.runtime import ops
+from attnforge.codegen.spec import Direction, Spec
+from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.timing import Timing, measure, rotate
 from attnforge.runtime.tables import device_name
 
-OURS = "attnforge"
-
 
 @dataclass(frozen=True)
 class Row:
-    """One attention on one case. Without a time, `note` holds the reason."""
+    """One attention on one case. Without a time, `note` holds the reason.
+
+    ms is the median, and lies between low_ms and high_ms (`timing.ranks`). `ours_ms` is our median in the same
+    interleaved timing: only these two may be divided.
+    """
 
     case: str
     direction: str
@@ -32,6 +35,14 @@ class Row:
     tflops: float | None = None
     repeats: int = 0
     note: str = ""
+    low_ms: float = 0.0
+    high_ms: float = 0.0
+    ours_ms: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast ours is."""
+        return self.ms / self.ours_ms if self.ms and self.ours_ms else None
 
 
 def time_ours(case: Case, direction: Direction) -> Timing:
@@ -40,12 +51,19 @@ def time_ours(case: Case, direction: Direction) -> Timing:
     return measure(ours(case, direction, sets), [(index,) for index in range(len(sets))], case.device)
 
 
-def ours(case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[int], Any]:
-    """A call that runs ours on the inputs of an index: (out, lse), or (dq, dk, dv) of the backward alone."""
+def ours(
+    case: Case, direction: Direction, sets: Sequence[Inputs], spec: Spec | None = None
+) -> Callable[[int], Any]:
+    """A call that runs ours on the inputs of an index: (out, lse), or (dq, dk, dv) of the backward alone.
+
+    `spec`: the variant of that direction; the one that dispatch chooses if not given.
+    """
+    handle = kernels.load(spec, case.device) if spec else 0
 
     def forward(index: int) -> Any:
         x = sets[index]
-        return ops.forward(x.q, x.k, x.v, case.mask, case.scale)
+        chosen = handle if direction is Direction.FORWARD else 0
+        return ops.forward(x.q, x.k, x.v, case.mask, case.scale, chosen)
 
     if direction is Direction.FORWARD:
         return forward
@@ -54,7 +72,7 @@ def ours(case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[
     def backward(index: int) -> Any:
         x = sets[index]
         out, lse = saved[index]
-        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale)
+        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, False, handle)
 
     return backward
 
@@ -70,11 +88,25 @@ def chosen_peers(text: str | None, device: torch.device) -> tuple[str, ...]:
     return names
 
 
-def peers_of(case: Case, direction: Direction, names: Iterable[str] | None = None) -> Iterator[Row]:
-    """Rows of the peers; a peer that does not support the case has a note."""
+def peers_of(
+    case: Case,
+    direction: Direction,
+    names: Iterable[str] | None = None,
+    spec: Spec | None = None,
+    alone: bool = False,
+) -> Iterator[Row]:
+    """Rows of the peers, each timed interleaved with ours; one that does not support the case has a note.
+
+    `spec`: our variant, the one that dispatch chooses if not given; `alone`: there is none that works.
+    """
+
+    def beside(sets: Sequence[Inputs]) -> Callable[[int], Any]:
+        return ours(case, direction, sets, spec)
+
     for name in present(case.device) if names is None else names:
         try:
-            yield _row(case, direction, name, time_peer(name, case, direction))
+            theirs, mine = time_peer(name, case, direction, None if alone else beside)
+            yield _row(case, direction, name, theirs, mine)
         except Unavailable as reason:
             yield Row(case.name, direction.value, case.dtype.value, name, note=str(reason))
 
@@ -86,17 +118,28 @@ def bench(
     directions, names = tuple(directions), None if names is None else tuple(names)
     for case in cases:
         for direction in directions:
+            alone = False
             try:
                 yield _row(case, direction, OURS, time_ours(case, direction))
             except Exception as error:  # reported by the caller, see `failed`
-                note = f"{type(error).__name__}: {error}"
+                note, alone = f"{type(error).__name__}: {error}", True
                 yield Row(case.name, direction.value, case.dtype.value, OURS, note=note)
-            yield from peers_of(case, direction, names)
+            yield from peers_of(case, direction, names, alone=alone)
 
 
-def _row(case: Case, direction: Direction, name: str, timing: Timing) -> Row:
-    tflops = case.flops(direction) / timing.median / 1e9
-    return Row(case.name, direction.value, case.dtype.value, name, timing.median, tflops, timing.repeats)
+def _row(case: Case, direction: Direction, name: str, timing: Timing, mine: Timing | None = None) -> Row:
+    return Row(
+        case.name,
+        direction.value,
+        case.dtype.value,
+        name,
+        timing.median,
+        case.flops(direction) / timing.median / 1e9,
+        timing.repeats,
+        low_ms=timing.low,
+        high_ms=timing.high,
+        ours_ms=mine.median if mine else None,
+    )
 
 
 def failed(rows: Iterable[Row]) -> list[str]:
@@ -109,9 +152,17 @@ def failed(rows: Iterable[Row]) -> list[str]:
 
 
 def best_peer(rows: Iterable[Row]) -> Row | None:
-    """The fastest row that is not ours."""
+    """The fastest row that is not ours: the one that ours leads by least, where they were timed with ours."""
     timed = [row for row in rows if row.ms is not None and row.name != OURS]
-    return min(timed, key=lambda row: row.ms or 0.0, default=None)
+    together = all(row.ratio for row in timed)
+    return min(timed, key=lambda row: (row.ratio if together else row.ms) or 0.0, default=None)
+
+
+def lead(best: Row | None, ours_ms: float | None) -> float | None:
+    """How many times as fast ours is as the best peer; of timings apart if they were not timed together."""
+    if best is None or best.ms is None:
+        return None
+    return best.ratio or (best.ms / ours_ms if ours_ms else None)
 
 
 def machine(device: torch.device) -> dict[str, str]:

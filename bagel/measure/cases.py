@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from attnforge.bagel.measure.blocks import LENGTH, random_blocks
+from attnforge.bagel.measure.mask_files import is_mask_file, read_mask, span_pairs
 from attnforge.bagel.models import MODELS, Model
 from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.workloads import names, summary, workload
 from attnforge.codegen.spec import DType
-from attnforge.runtime.search.case import Case, causal_case, full_case
+from attnforge.runtime import mask_patterns
+from attnforge.runtime.inputs import MAX_HEAD_DIM
+from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.search.case import Case
 
 _IMAGES = re.compile(r"images/(\d+)")
 IMAGE_TOKENS, IMAGE_SIZES = 8 * 4096, (256, 4900)  # in all, and of one image in the vision encoder
-_HEADS = re.compile(r"([1-9]\d*)/([1-9]\d*)/([1-9]\d*)")
-_DENSE = re.compile(r"(full|causal)/(?:([1-9]\d*)x)?([1-9]\d*)")
+_HEADS = re.compile(r"([1-9]\d*)/([1-9]\d*)/([1-9]\d*)(?:/([1-9]\d*))?")
+_DENSE = re.compile(r"(full|causal|window:[1-9]\d*)/(?:([1-9]\d*)x)?([1-9]\d*)(?:/([1-9]\d*))?")
 _BLOCKS = re.compile(r"blocks/(0?\.\d+)(?:/([1-9]\d*))?")
 
 # (pack, model) rows of `bench`, by suite and kind of device: a GPU's milliseconds are a CPU's seconds.
@@ -48,59 +54,106 @@ SUITES = {
 
 
 def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case:
-    """The case called `pack`: a workload ("pretrain/0") or a dense shape ("full/4x8192", "causal/2048").
+    """The case called `pack`: a workload ("pretrain/0") or a shape ("full/4x8192", "causal/2048", "window:512/8192").
 
-    "packs.jsonl:7" is line 7 of a recorded file, "images/3" random images, 8 x 4096 tokens in all, each of which
-    sees itself. "blocks/0.9" is a dense mask of 8192 x 8192 pairs, of whose blocks of 128 x 128 a random 90 % are
-    hidden, "blocks/0.9/2048" a smaller one. With model "vit" a workload stands for its images in the vision encoder;
-    a model may also be given as its heads, "8/8/64". Raises ValueError for names that do not exist.
+    A shape is a mask and batch x queries, "causal/2x512/8192" also keys; "window:512" is causal, of 512 keys.
+    "packs.jsonl:7" is line 7 of a recorded file, "mask.npy" a file of `mask_files.read_mask`, "images/3" random images,
+    8 x 4096 tokens in all, each of which sees itself. "blocks/0.9" is a dense mask of 8192 x 8192 pairs, of whose
+    blocks of 128 x 128 a random 90 % are hidden, "blocks/0.9/2048" a smaller one. With model "vit" a workload stands
+    for its images in the vision encoder; a model may also be given as its heads, "8/8/64", and "8/8/192/128" where v
+    has a head_dim of its own. Raises ValueError for names that do not exist.
     """
-    heads = _heads(model)
-    name = f"{pack} {model}"
-    if match := _DENSE.fullmatch(pack):
-        make = full_case if match[1] == "full" else causal_case
-        shape = (int(match[2] or 1), heads.heads_q, heads.heads_kv, int(match[3]), heads.head_dim)
-        return make(name, shape, dtype, device)
-    if match := _BLOCKS.fullmatch(pack):
-        return _blocks_case(name, float(match[1]), int(match[2] or LENGTH), heads, dtype, device)
-    if pack not in names() and ".jsonl:" not in pack and not _IMAGES.fullmatch(pack):
-        raise ValueError(
-            f"pack: there is no {pack!r}; packs are {summary()}; others are packs.jsonl:7 (a line of a recorded file), "
-            "images/0, full/4x8192, causal/2048, blocks/0.9"
-        )
-    if match := _IMAGES.fullmatch(pack):
-        lengths = _image_lengths(int(match[1]))
-        mask = PackedMask(lengths, lengths, ["full"] * len(lengths), device)
-    else:
-        mask = workload(pack).vit_mask(device) if model == "vit" else workload(pack).mask(device)
-    length = mask.starts.numel()
+    heads = model_of(model)
+    shape, mask, pairs = _sizes(pack, model, device)
+    batch, seq_q, seq_k = shape
+    if isinstance(mask, DenseMask):
+        planes, heads_of_mask = mask.shape[:2]
+        if heads_of_mask not in (1, heads.heads_q):
+            raise ValueError(
+                f"mask: {pack} has {heads_of_mask} heads, but q has {heads.heads_q}; expected 1 or these"
+            )
+        batch = max(batch, planes)
     return Case(
-        name,
-        1,
+        f"{pack} {model}",
+        batch,
         heads.heads_q,
         heads.heads_kv,
-        length,
-        length,
+        seq_q,
+        seq_k,
         heads.head_dim,
         dtype,
         mask,
-        mask.pairs,
+        pairs,
         device,
+        heads.head_dim_v,
     )
 
 
-def _blocks_case(
-    name: str, sparsity: float, length: int, heads: Model, dtype: DType, device: torch.device
-) -> Case:
-    mask = random_blocks(sparsity, length, device)
-    pairs = int(mask.mask.sum())
-    shape = (1, heads.heads_q, heads.heads_kv, length, length, heads.head_dim)
-    return Case(name, *shape, dtype, mask, pairs, device)
+def with_batch(case: Case, batch: int) -> Case:
+    """The case with `batch` entries, which share its mask. ValueError if it has several already."""
+    if case.batch not in (1, batch) and batch != 1:
+        raise ValueError(f"--batch: {case.name} says {case.batch} already")
+    return case if batch in (1, case.batch) else replace(case, name=f"{batch} x {case.name}", batch=batch)
 
 
-def _heads(model: str) -> Model:
+def _sizes(
+    pack: str, model: str, device: torch.device
+) -> tuple[tuple[int, int, int], Causal | Spans | DenseMask | None, int]:
+    """(batch, seq_q, seq_k), mask and visible pairs of a pack."""
+    if match := _DENSE.fullmatch(pack):
+        seq_q = int(match[3])
+        seq_k = int(match[4] or seq_q)
+        return (int(match[2] or 1), seq_q, seq_k), *_named_mask(match[1], seq_q, seq_k, device)
+    if match := _BLOCKS.fullmatch(pack):
+        blocks = random_blocks(float(match[1]), int(match[2] or LENGTH), device)
+        return (1, blocks.seq_q, blocks.seq_k), blocks, int(blocks.mask.sum())
+    if is_mask_file(pack):
+        read, seq_q = read_mask(Path(pack), device)
+        return (1, seq_q, read.seq_k), read, pairs_of(read, seq_q)
+    mask = _packed(pack, model, device)
+    length = mask.starts.numel()
+    return (1, length, length), mask, mask.pairs
+
+
+def _named_mask(name: str, seq_q: int, seq_k: int, device: torch.device) -> tuple[Causal | Spans | None, int]:
+    """The mask called full, causal or window:N, and its visible pairs."""
+    if name == "full":
+        return None, seq_q * seq_k
+    if name == "causal":  # the last `rows` queries see some key: 1, 2, ... keys more than the first of them
+        rows = min(seq_q, seq_k)
+        return Causal(), rows * (seq_k - rows) + rows * (rows + 1) // 2
+    made = mask_patterns.window(seq_q, seq_k, int(name.partition(":")[2]) - 1, 0, device)
+    return made, pairs_of(made, seq_q)
+
+
+def pairs_of(mask: Spans | DenseMask, seq_q: int) -> int:
+    """Visible pairs of a mask; the average of its planes."""
+    if isinstance(mask, DenseMask):
+        return int(mask.mask.sum()) // (mask.shape[0] * mask.shape[1])
+    return span_pairs(mask.starts, mask.ends, seq_q)
+
+
+def _packed(pack: str, model: str, device: torch.device) -> PackedMask:
+    if match := _IMAGES.fullmatch(pack):
+        lengths = _image_lengths(int(match[1]))
+        return PackedMask(lengths, lengths, ["full"] * len(lengths), device)
+    if pack not in names() and ".jsonl:" not in pack:
+        raise ValueError(
+            f"pack: there is no {pack!r}; packs are {summary()}; others are packs.jsonl:7 (a line of a recorded file), "
+            "mask.npy, images/0, full/4x8192, causal/2048, window:512/8192, blocks/0.9"
+        )
+    return workload(pack).vit_mask(device) if model == "vit" else workload(pack).mask(device)
+
+
+def model_of(model: str) -> Model:
+    """The model called so, or with these heads. Raises ValueError."""
     if match := _HEADS.fullmatch(model):
-        return Model(model, int(match[1]), int(match[2]), int(match[3]), 1, "heads as given")
+        heads_q, heads_kv, head_dim, head_dim_v = (int(number or 0) for number in match.groups())
+        if heads_q % heads_kv:
+            raise ValueError(f"heads: got {heads_q}/{heads_kv}, expected query heads a multiple of kv heads")
+        if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim: got {max(head_dim, head_dim_v)}, accepted are 1 to {MAX_HEAD_DIM}")
+        return Model(model, heads_q, heads_kv, head_dim, 1, "heads as given", head_dim_v=head_dim_v)
     if model not in MODELS:
         raise ValueError(
             f"model: there is no {model!r}; models are {', '.join(MODELS)}, or heads and head_dim such as 8/8/64"

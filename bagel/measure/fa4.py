@@ -38,16 +38,20 @@ def attention(case: Case, pack_gqa: bool | None = None) -> Attention:
     Raises Unavailable without the package, or for a mask that is neither full nor causal nor whole documents.
     """
     require()
-    cute = importlib.import_module("flash_attn.cute")
+    return attention_by(importlib.import_module("flash_attn.cute"), case, pack_gqa)
+
+
+def attention_by(module: Any, case: Case, pack_gqa: bool | None = None) -> Attention:
+    """The same by the functions of any module of FlashAttention 3 or 4."""
     if isinstance(case.mask, Spans):
-        return _varlen(cute.flash_attn_varlen_func, case, pack_gqa)
+        return _varlen(module.flash_attn_varlen_func, case, pack_gqa)
     if isinstance(case.mask, DenseMask):
         raise Unavailable("takes no mask")
     causal = isinstance(case.mask, Causal)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = cute.flash_attn_func(q, k, v, softmax_scale=case.scale, causal=causal, pack_gqa=pack_gqa)
+        out = module.flash_attn_func(q, k, v, softmax_scale=case.scale, causal=causal, pack_gqa=pack_gqa)
         return _first(out).transpose(1, 2)
 
     return call
@@ -89,6 +93,6 @@ def documents(mask: object) -> tuple[list[int], bool]:
 
 
 def _first(result: Any) -> Tensor:
-    """FA4 returns (out, lse), lse perhaps None."""
+    """FA4 returns (out, lse), lse perhaps None; FA3 out, or both."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out

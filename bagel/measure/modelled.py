@@ -120,7 +120,7 @@ def model(target: Target, direction: Direction, arch: Arch) -> Tuned | None:
             make_plan(spec), Work(target.heads, target.group, target.rows, counts[tile]), registers
         )
 
-    free = (spec for spec in candidates(problem) if not getattr(spec.tuning, "ordered", False))
+    free = (spec for spec in candidates(problem) if not getattr(spec.tuning, "deterministic", False))
     guesses = [(expected(spec, make_plan(spec).registers).ms, spec) for spec in free]
     guesses.sort(key=lambda guess: guess[0])  # of equals, the space's order decides
     best: tuple[Prediction, Spec, dict[str, int]] | None = None

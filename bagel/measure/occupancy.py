@@ -1,4 +1,4 @@
-"""Bounds from tile schedules: hidden pairs in visited tiles, and SMs that wait for the last one.
+"""Upper bounds from tile schedules: hidden pairs in visited tiles, and SMs that idle until the last one ends.
 
 A simulation on the host, from the lists of tiles and the order in which blocks take them (schedule.cuh.jinja).
 Time is counted in full tiles: one tile of one head takes 1.
@@ -21,9 +21,9 @@ from attnforge.runtime.search.case import Case
 MULTIPROCESSORS = 132  # of an H100 or H200
 CACHE_BYTES = {Direction.FORWARD: 32 << 20, Direction.BACKWARD: 40 << 20}  # kCacheBytes of the template
 
-# rounds: static scheduling: one persistent block per SM takes work tiles alternately from both ends of a round.
-# free: dynamic scheduling: the next work tile goes to the first free SM.
-Order = Literal["rounds", "free"]
+# static: one persistent block per SM takes work tiles alternately from both ends of a round.
+# dynamic: the next work tile goes to the first free SM.
+Order = Literal["static", "dynamic"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Costs:
     """Costs in units of a full tile: a masked tile, and the overhead of a work tile (first loads, the epilogue)."""
 
     masked: float = 1.0
-    piece: float = 0.0
+    work_tile: float = 0.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One pass under one tile shape. A piece is a work tile: one query tile (backward: key tile) of one head."""
+    """One pass under one tile shape. A work tile is one query tile (backward: key tile) of one head."""
 
     full: int  # row groups of the tiles of one head that need no mask; a tile has one by default
     masked: int  # visited row groups that need the mask
-    tile_use: float  # visible pairs over pairs in visited parts
+    tile_use: float  # visible pairs over pairs in visited row groups
     useful: float  # visible pairs of all heads, in tiles
     busy: tuple[float, ...]  # work of each SM: all start at 0 and run without a pause
 
@@ -64,35 +64,39 @@ def simulate(
     direction: Direction,
     tile_m: int,
     tile_n: int,
-    order: Order = "rounds",
+    order: Order = "static",
     split_heads: bool = True,
     costs: Costs | None = None,
     multiprocessors: int = MULTIPROCESSORS,
-    parts: int = 1,
+    row_groups: int = 1,
 ) -> Schedule:
-    """The schedule of a case. Backward has a piece per key tile and query head, without `split_heads` per kv head.
+    """The schedule of a case. Backward has a work tile per key tile and query head, without `split_heads` per kv head.
 
-    A tile's rows may fall into `parts` that pass by what is hidden from them: a visited part is 1 / parts of a tile.
+    A tile may have several `row_groups` that skip what is hidden from them: a visited one is 1 / row_groups of a tile.
     """
     costs = costs or Costs()
-    kinds = _kinds(case, tile_m, tile_n, parts, _causal_forward(case, direction))
-    others = (1, 2) if direction is Direction.FORWARD else (0, 1)  # what a piece is summed over
+    kinds = _kinds(case, tile_m, tile_n, row_groups, _causal_forward(case, direction))
+    others = (
+        (1, 2) if direction is Direction.FORWARD else (0, 1)
+    )  # dimensions that a work tile is summed over
     full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
     loops = 1 if direction is Direction.FORWARD or split_heads else case.heads_q // case.heads_kv
-    work = (full + masked * costs.masked).double() / parts * loops + costs.piece
+    work = (full + masked * costs.masked).double() / row_groups * loops + costs.work_tile
     ranked = work[_longest_first(case, direction, visits)]
-    # Of a mask without lists the kernel starts last query tiles that are not full after all others.
-    last = parts > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
-    pieces = ranked[_ranks(case, direction, ranked.numel(), split_heads, last, order == "rounds")]
-    busy = _rounds(pieces, multiprocessors) if order == "rounds" else _free(pieces, multiprocessors)
+    # Without a mask, last query tiles that are not full start after all others.
+    last = row_groups > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
+    work_tiles = ranked[_ranks(case, direction, ranked.numel(), split_heads, last, order == "static")]
+    busy = (
+        _static(work_tiles, multiprocessors) if order == "static" else _dynamic(work_tiles, multiprocessors)
+    )
     visited = int((full + masked).sum())
     area = tile_m * tile_n
     useful = case.pairs * case.batch * case.heads_q / area
     return Schedule(
         int(full.sum()),
         int(masked.sum()),
-        case.pairs * parts / (area * visited),
+        case.pairs * row_groups / (area * visited),
         useful,
         tuple(busy.tolist()),
     )
@@ -103,10 +107,10 @@ def _causal_forward(case: Case, direction: Direction) -> bool:
     return case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD
 
 
-def _kinds(case: Case, tile_m: int, tile_n: int, parts: int, from_end: bool) -> Tensor:
-    """Kind of each part of each tile: (tiles_m, parts, tiles_n). Parts beyond the last query are empty.
+def _kinds(case: Case, tile_m: int, tile_n: int, row_groups: int, from_end: bool) -> Tensor:
+    """Kind of each row group of each tile: (tiles_m, row_groups, tiles_n). Those beyond the last query are empty.
 
-    With `from_end` the last tile ends with the last query, and parts before the first one are empty.
+    With `from_end` the last tile ends with the last query, and row groups before the first one are empty.
     """
     spans, queries = spans_of(case), case.seq_q
     if from_end:
@@ -114,9 +118,9 @@ def _kinds(case: Case, tile_m: int, tile_n: int, parts: int, from_end: bool) -> 
         shift = (spans.ends > spans.starts).int() * before
         spans = Spans(spans.starts + shift, spans.ends + shift)
         queries += before
-    rows = tile_map(spans, queries, tile_m // parts, tile_n).kinds
-    beyond = rows.new_full((-rows.shape[0] % parts, rows.shape[1]), EMPTY)
-    return torch.cat((rows, beyond)).view(-1, parts, rows.shape[1])
+    rows = tile_map(spans, queries, tile_m // row_groups, tile_n).kinds
+    beyond = rows.new_full((-rows.shape[0] % row_groups, rows.shape[1]), EMPTY)
+    return torch.cat((rows, beyond)).view(-1, row_groups, rows.shape[1])
 
 
 def spans_of(case: Case) -> Spans:
@@ -138,12 +142,17 @@ def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
 
 
 def _ranks(
-    case: Case, direction: Direction, tiles: int, split_heads: bool, last: bool = False, rounds: bool = False
+    case: Case,
+    direction: Direction,
+    tiles: int,
+    split_heads: bool,
+    last: bool = False,
+    alternating: bool = False,
 ) -> Tensor:
-    """Rank of the tile of each piece in the order of starting, as `place_of` of the template has it.
+    """Rank of the tile of each work tile, in the order in which they start (`place_of` of the template).
 
-    With `last`, the pieces of the last rank come after all others. In `rounds` of a causal forward every other section
-    starts with the last rank.
+    With `last`, the work tiles of the last rank come after all others. With `alternating`, every other section of a
+    causal forward starts with the last rank.
     """
     forward = direction is Direction.FORWARD
     heads = case.heads_q if forward or split_heads else case.heads_kv
@@ -156,25 +165,25 @@ def _ranks(
     first = index // (section * max(whole, 1)) * section
     width = (heads * case.batch - first).clamp(max=section)
     ranks = (index - first * whole) // width
-    if rounds and _causal_forward(case, direction):
+    if alternating and _causal_forward(case, direction):
         ascends = (heads * case.batch - 1 - first) // section % 2 == 1
         ranks = torch.where(ascends, whole - 1 - ranks, ranks)
     return torch.cat((ranks, ranks.new_full((last * heads * case.batch,), whole)))
 
 
-def _rounds(pieces: Tensor, multiprocessors: int) -> Tensor:
-    """Work of each block, one per SM; odd rounds run backwards."""
-    grid = min(multiprocessors, pieces.numel())
-    padded = torch.zeros(-(-pieces.numel() // grid) * grid, dtype=pieces.dtype)
-    padded[: pieces.numel()] = pieces
+def _static(work_tiles: Tensor, multiprocessors: int) -> Tensor:
+    """Work of each block, one per SM; blocks take work tiles alternately from both ends of each round."""
+    grid = min(multiprocessors, work_tiles.numel())
+    padded = torch.zeros(-(-work_tiles.numel() // grid) * grid, dtype=work_tiles.dtype)
+    padded[: work_tiles.numel()] = work_tiles
     rounds = padded.view(-1, grid)
     rounds[1::2] = rounds[1::2].flip(1)
-    return torch.cat((rounds.sum(0), pieces.new_zeros(multiprocessors - grid)))
+    return torch.cat((rounds.sum(0), work_tiles.new_zeros(multiprocessors - grid)))
 
 
-def _free(pieces: Tensor, multiprocessors: int) -> Tensor:
+def _dynamic(work_tiles: Tensor, multiprocessors: int) -> Tensor:
     """Work of each SM if every work tile goes to the first free one."""
     ends = [0.0] * multiprocessors
-    for piece in pieces.tolist():
-        heapq.heapreplace(ends, ends[0] + piece)
+    for work_tile in work_tiles.tolist():
+        heapq.heapreplace(ends, ends[0] + work_tile)
     return torch.tensor(ends, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Other attentions on a case: SDPA by backend, BAGEL's per-sample SDPA loop, compiled FlexAttention, FA4."""
+"""Other attentions on a case: SDPA by backend, BAGEL's per-sample loop, FlexAttention, FA3, FA4, cuDNN's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnforge.bagel.measure import fa4
+from attnforge.bagel.measure import cudnn_flex, fa3, fa4
 from attnforge.bagel.measure.fa4 import Attention, Unavailable
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.search.case import Case, Inputs
-from attnforge.runtime.search.timing import Effort, Timing, effort, measure, rotate
+from attnforge.runtime.search.timing import Effort, Timing, effort, measure_interleaved, rotate
 
 log = logging.getLogger("attnforge")
 
@@ -30,16 +30,24 @@ BACKENDS = {
     "sdpa-math": SDPBackend.MATH,
 }
 FA4 = ("fa4", "fa4-nopack", "flex-fa4")  # with flash-attn-4; nopack: without its packing of grouped heads
+# Packages that may not be there. cudnn-flex is `cudnn.flex_attention`.
+INSTALLED: dict[str, Callable[[], bool]] = {
+    **dict.fromkeys(FA4, lambda: fa4.installed()),
+    "fa3": lambda: fa3.installed(),
+    "cudnn-flex": lambda: cudnn_flex.installed(),
+}
 NAMES = {
-    "cuda": (*BACKENDS, "sdpa-samples", "flex", *FA4),
+    "cuda": (*BACKENDS, "sdpa-samples", "flex", "cudnn-flex", "fa3", *FA4),
     "cpu": ("sdpa-flash", "sdpa-samples", "flex"),
 }
 EXTRA: dict[str, Callable[[Case], Attention]] = {}  # peers that a benchmark brings along, by name
+OURS = "attnforge"  # our own kernel in rows and tables
+Call = Callable[[int], Any]  # on the inputs of that index
 
 
 def present(device: torch.device) -> tuple[str, ...]:
     """The peers that are installed here, in the order of tables."""
-    return tuple(name for name in NAMES[device.type] if name not in FA4 or fa4.installed())
+    return tuple(name for name in NAMES[device.type] if name not in INSTALLED or INSTALLED[name]())
 
 
 def known() -> tuple[str, ...]:
@@ -47,18 +55,26 @@ def known() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*(name for names in NAMES.values() for name in names), "flex-bagel", *EXTRA)))
 
 
-def time_peer(name: str, case: Case, direction: Direction) -> Timing:
-    """Time one peer (of NAMES or EXTRA) on a case; backward is timed alone. Raises Unavailable."""
-    with memory_freed(case.device), as_unavailable():
+def time_peer(
+    name: str, case: Case, direction: Direction, ours: Callable[[Sequence[Inputs]], Call] | None = None
+) -> tuple[Timing, Timing | None]:
+    """Time one peer (of NAMES or EXTRA) on a case, interleaved with `ours` if it is given; backward is timed alone.
+
+    `ours` makes a call like `contestant`'s. Returns the peer's timing and ours. Raises Unavailable.
+    """
+    with memory_freed(case.device):
         sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), case.device)]
-        call = contestant(name, case, direction, sets)
-        how = effort(case.device)
-        if case.device.type == "cpu":  # masked SDPA takes many seconds there, and has nothing to warm up
-            how = Effort(seconds=2.0, repeats=5, least=1, warmups=int(name == "flex"))
-        return measure(call, [(index,) for index in range(len(sets))], case.device, how)
+        calls = {} if ours is None else {OURS: ours(sets)}
+        with as_unavailable():
+            calls[name] = contestant(name, case, direction, sets)
+            how = effort(case.device)
+            if case.device.type == "cpu":  # masked SDPA takes many seconds there, and has nothing to warm up
+                how = Effort(seconds=2.0, repeats=5, least=1, warmups=int(name == "flex"))
+            timings = measure_interleaved(calls, [(index,) for index in range(len(sets))], case.device, how)
+        return timings[name], timings.get(OURS)
 
 
-def contestant(name: str, case: Case, direction: Direction, sets: Sequence[Inputs]) -> Callable[[int], Any]:
+def contestant(name: str, case: Case, direction: Direction, sets: Sequence[Inputs]) -> Call:
     """A call that runs the peer on the set of inputs of that index: out, or (dq, dk, dv) of backward alone."""
     call = attention_of(name, case)
     if direction is Direction.FORWARD:
@@ -96,7 +112,7 @@ def as_unavailable() -> Iterator[None]:
         raise
     except Exception as error:
         log.debug("a peer failed", exc_info=True)
-        words = " ".join(str(error).split())  # of several lines, the first may say nothing
+        words = " ".join(str(error).split())  # all lines, since the first one may hold no information
         raise Unavailable(f"{type(error).__name__}: {words[:200]}") from error
 
 
@@ -115,6 +131,10 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
         return _flex(case, making, "FLASH" if name == "flex-fa4" else None)
     if name in FA4:
         return fa4.attention(case, False if name == "fa4-nopack" else None)
+    if name == "fa3":
+        return fa3.attention(case)
+    if name == "cudnn-flex":
+        return cudnn_flex.attention(case)
     if name == "sdpa-samples":
         return _samples(case)
     return _sdpa(name, case)
@@ -124,7 +144,8 @@ def _sdpa(name: str, case: Case) -> Attention:
     """One call; a mask of spans or pairs becomes an additive one."""
     backend = BACKENDS[name]
     on_cpu = case.device.type == "cpu"
-    masked = isinstance(case.mask, (Spans, DenseMask))
+    # torch's own causal mask is aligned at the top left.
+    masked = isinstance(case.mask, (Spans, DenseMask)) or (case.mask is not None and case.seq_q != case.seq_k)
     if masked and name == "sdpa-flash" and not on_cpu:
         raise Unavailable("takes no mask")
     need = _bytes_needed(name, case)
@@ -132,10 +153,10 @@ def _sdpa(name: str, case: Case) -> Attention:
     if need > room:
         raise Unavailable(f"needs {need / 2**30:.0f} GiB, {room / 2**30:.0f} are free")
     bias = None
-    if isinstance(case.mask, (Spans, DenseMask)):
+    if masked and case.mask is not None:
         seen = case.mask.visible(case.seq_q, case.seq_k, case.device)
         bias = _bias(seen, case.torch_dtype)
-    causal = case.mask_kind is Mask.CAUSAL
+    causal = case.mask_kind is Mask.CAUSAL and not masked
     repeat = name == "sdpa-efficient" or on_cpu  # the kernel has no grouped heads: BAGEL repeats k and v, too
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -198,7 +219,7 @@ def _samples(case: Case) -> Attention:
                 for a, b, bias in pieces
             ]
         rest = q.shape[2] - pieces[-1][1]
-        return torch.cat([*parts, q.new_zeros(*q.shape[:2], rest, q.shape[3])], dim=2)
+        return torch.cat([*parts, q.new_zeros(*q.shape[:2], rest, v.shape[3])], dim=2)
 
     return call
 
@@ -258,6 +279,8 @@ def _compiled_flex() -> Any:
 def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     if isinstance(case.mask, Spans):
         starts, ends = case.mask.starts, case.mask.ends
+        if starts.dim() > 1:
+            raise Unavailable("takes one interval a key here")
 
         def in_span(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (starts[j] <= i) & (i < ends[j])
@@ -278,7 +301,7 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
 def _pair_mod(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     if seen.dim() > 2:
         raise Unavailable(
-            "a mask of its own for each batch entry or head is not written for FlexAttention here"
+            "masks that differ between batch entries or heads are not supported for FlexAttention here"
         )
 
     def in_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from attnforge.bagel.measure.bench import OURS, Row, best_peer
+from attnforge.bagel.measure.bench import OURS, Row, best_peer, lead
 
 
 def speed(tflops: float | None) -> str:
@@ -25,7 +25,8 @@ def bench_markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
         by_name = {row.name: row for row in group}
         best, ours = best_peer(by_name.values()), by_name[OURS]
         cells = [_tflops(by_name.get(name)) for name in names]
-        ratio = f"{best.ms / ours.ms:.2f}" if best and best.ms and ours.ms else "-"
+        leads = lead(best, ours.ms)
+        ratio = f"{leads:.2f}" if leads else "-"
         text.append(_markdown([f"{case} {dtype}", direction, *cells, ratio]))
     notes: dict[str, list[str]] = {}
     for row in rows:
@@ -51,3 +52,13 @@ def _tflops(row: Row | None) -> str:
 def milliseconds(value: float | None) -> str:
     """Three significant digits, no exponent; empty without a value."""
     return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def interval(low: float, high: float) -> str:
+    """`12.1-12.4`, milliseconds; empty if it is not known."""
+    return f"{milliseconds(low)}-{milliseconds(high)}" if high else ""
+
+
+def ratio(value: float | None) -> str:
+    """`1.25x`; empty without a value."""
+    return f"{value:.2f}x" if value else ""

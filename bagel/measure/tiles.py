@@ -32,8 +32,10 @@ class TileMap:
 def tile_map(mask: Spans | DenseMask, seq_q: int, tile_m: int, tile_n: int) -> TileMap:
     """Classify every tile of `mask` exactly; of spans without anything seq_q x seq_k in memory.
 
-    Raises ValueError for a dense mask with more than one plane.
+    Raises ValueError for a dense mask with more than one plane, and for spans of several intervals or planes.
     """
+    if isinstance(mask, Spans) and mask.starts.dim() > 1:
+        raise ValueError(f"mask: got {mask}, expected one interval a key, the same for all heads")
     if isinstance(mask, DenseMask):
         return TileMap(_dense_kinds(mask.mask, tile_m, tile_n), tile_m, tile_n)
     starts = mask.starts.cpu().long().clamp(0, seq_q)

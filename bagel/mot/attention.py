@@ -1,7 +1,7 @@
 """Attention on packed rows by three operators: ours, FlexAttention and SDPA as BAGEL calls them.
 
 Each makes a mask once a micro-step, for all layers, and takes q (T, heads_q, head_dim), k and v (T, heads_kv,
-head_dim) to (T, heads_q, head_dim). T are real tokens; who needs padding adds it and takes it off again.
+head_dim) to (T, heads_q, head_dim). T counts real tokens; operators that need padding add and remove it.
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ def _mask_mod(
     def same_image(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (image[i] == image[j]) & (image[i] >= 0)
 
-    def shown(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def not_foreign_noise(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return ~((noise[j] >= 0) & (noise[i] != noise[j]))
 
     def same_sample(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return sample[i] == sample[j]
 
     mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = and_masks(
-        or_masks(before, same_image), shown, same_sample
+        or_masks(before, same_image), not_foreign_noise, same_sample
     )
     return mod
 

@@ -30,21 +30,22 @@ Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Pixel geometry: a matrix of tiles_m x tiles_n cells whose corner is at (left, top)."""
+    """Pixel geometry: a matrix of tiles_m x tiles_n cells, at true aspect, whose corner is at (left, top)."""
 
     left: int
     top: int
-    cell: int
+    cell_m: int  # pixels of a tile, down
+    cell_n: int  # and to the right
     rows: int
     cols: int
 
     @property
     def width(self) -> int:
-        return self.cols * self.cell
+        return self.cols * self.cell_n
 
     @property
     def height(self) -> int:
-        return self.rows * self.cell
+        return self.rows * self.cell_m
 
 
 def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128) -> Image.Image:
@@ -52,10 +53,12 @@ def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128
     seq = mask.starts.numel()
     tiles = tile_map(mask, seq, tile_m, tile_n)
     rows, cols = tiles.kinds.shape
-    layout = Layout(MARGIN + RULER, 150 + RULER, max(1, SIDE // max(rows, cols)), rows, cols)
+    scale = SIDE / max(rows * tile_m, cols * tile_n)  # pixels a token
+    cells = (max(1, int(tile_m * scale)), max(1, int(tile_n * scale)))
+    layout = Layout(MARGIN + RULER, 150 + RULER, *cells, rows, cols)
     size = (layout.left + layout.width + BARS + MARGIN, layout.top + layout.height + 180)
     image = Image.new("RGB", (max(size[0], 900), size[1]), PAPER)
-    image.paste(draw_matrix(mask, tiles, layout.cell), (layout.left, layout.top))
+    image.paste(draw_matrix(mask, tiles, layout.cell_m, layout.cell_n), (layout.left, layout.top))
     draw = ImageDraw.Draw(image)
     _heading(draw, mask, title, tiles)
     _rulers(draw, mask, layout, seq)
@@ -69,29 +72,29 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def draw_matrix(mask: Spans | DenseMask, tiles: TileMap, cell: int) -> Image.Image:
-    """RGB image of `cell` x `cell` pixels per tile: tile colours, and in partial tiles the mask, sampled at each pixel.
+def draw_matrix(mask: Spans | DenseMask, tiles: TileMap, cell_m: int, cell_n: int) -> Image.Image:
+    """RGB image of `cell_m` x `cell_n` pixels per tile: tile colours, and in partial tiles the mask, sampled at pixels.
 
     Keys that belong to no split of a pack are coloured as text.
     """
     rows, cols = tiles.kinds.shape
-    query = torch.arange(rows * cell) * tiles.tile_m // cell
-    key = (torch.arange(cols * cell) * tiles.tile_n // cell).clamp(max=mask.seq_k - 1)
+    query = torch.arange(rows * cell_m) * tiles.tile_m // cell_m
+    key = (torch.arange(cols * cell_n) * tiles.tile_n // cell_n).clamp(max=mask.seq_k - 1)
     visible = _dense_lookup(mask) if isinstance(mask, DenseMask) else _spans_lookup(mask)
     mode = _modes(mask)[key]
     solid, light = (
         torch.tensor([colours[shade] for colours in MODE_COLOURS.values()], dtype=torch.uint8)[mode][None]
         for shade in (0, 1)
     )
-    pixels = torch.empty(rows * cell, cols * cell, 3, dtype=torch.uint8)
+    pixels = torch.empty(rows * cell_m, cols * cell_n, 3, dtype=torch.uint8)
     for m in range(rows):  # one row of tiles at a time
-        seen = visible(query[m * cell : (m + 1) * cell, None], key[None])
-        kind = tiles.kinds[m].repeat_interleave(cell)[None]
-        colour = torch.tensor(EMPTY_COLOUR, dtype=torch.uint8).expand(cell, cols * cell, 3).clone()
+        seen = visible(query[m * cell_m : (m + 1) * cell_m, None], key[None])
+        kind = tiles.kinds[m].repeat_interleave(cell_n)[None]
+        colour = torch.tensor(EMPTY_COLOUR, dtype=torch.uint8).expand(cell_m, cols * cell_n, 3).clone()
         colour[(kind == PARTIAL) & ~seen] = torch.tensor(HIDDEN_COLOUR, dtype=torch.uint8)
         colour = torch.where(((kind == PARTIAL) & seen)[..., None], light, colour)
-        colour = torch.where((kind == FULL).expand(cell, -1)[..., None], solid, colour)
-        pixels[m * cell : (m + 1) * cell] = colour
+        colour = torch.where((kind == FULL).expand(cell_m, -1)[..., None], solid, colour)
+        pixels[m * cell_m : (m + 1) * cell_m] = colour
     return Image.fromarray(pixels.numpy())
 
 
@@ -175,8 +178,9 @@ def _work(draw: ImageDraw.ImageDraw, tiles: TileMap, layout: Layout) -> None:
         most = max(1, int((full + partial).sum(axis).max()))
         for index, (f, p) in enumerate(zip(full.sum(axis).tolist(), partial.sum(axis).tolist(), strict=True)):
             a, b = f * room // most, (f + p) * room // most
-            low = (layout.top if axis else layout.left) + index * layout.cell
-            high = low + layout.cell - (layout.cell > 7) - 1
+            cell = layout.cell_m if axis else layout.cell_n
+            low = (layout.top if axis else layout.left) + index * cell
+            high = low + cell - (cell > 7) - 1
             for start, end, shade in ((0, a, FAINT), (a, b, (186, 191, 201))):
                 if end > start and axis:
                     draw.rectangle((left + start, low, left + end - 1, high), shade)

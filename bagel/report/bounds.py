@@ -21,7 +21,7 @@ from attnforge.codegen.cost_model import GPUS, Gpu, occupancy, step_bytes
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Plan
 from attnforge.codegen.spec import Arch, Direction, DType
-from attnforge.runtime.masks import DenseMask
+from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.search.case import Case
 
 _WGMMA = replace(GPUS[Arch.SM90], half_fma=2048)
@@ -66,6 +66,10 @@ def case_of(name: str, dtype: str) -> Case:
     match = _BATCH.fullmatch(name)
     pack, _, model = (match[2] if match else name).rpartition(" ")
     case = make_case(pack, model, DType(dtype), torch.device("cpu"))
+    if isinstance(case.mask, Spans) and case.mask.starts.dim() > 1:
+        raise ValueError(
+            f"mask: {case.mask} has several intervals or planes, which no picture or bound here knows"
+        )
     return replace(case, name=name, batch=int(match[1])) if match else case
 
 
@@ -117,10 +121,10 @@ def _shape(case: Case, plan: Plan, gpu: Gpu | None, registers: int) -> tuple[flo
     if gpu is not None and not isinstance(case.mask, DenseMask):
         persistent = any(launch.persistent for launch in plan.launches)
         resident = 1 if persistent else max(1, occupancy(plan, gpu, registers))
-        fixed = persistent and not getattr(t, "counter", False)
+        fixed = persistent and not getattr(t, "dynamic", False)
         split = bool(getattr(t, "split_heads", True))
-        key = (t.tile_m, t.tile_n, "rounds" if fixed else "free", split, gpu.multiprocessors * resident)
-        use, balance = _simulated(case, direction, *key, plan.parts)
+        key = (t.tile_m, t.tile_n, "static" if fixed else "dynamic", split, gpu.multiprocessors * resident)
+        use, balance = _simulated(case, direction, *key, plan.row_groups)
     return case.flops(direction) / loaded, use, balance
 
 
@@ -138,8 +142,8 @@ def _visited(case: Case, tile_m: int, tile_n: int) -> tuple[float, int]:
 
 @lru_cache(maxsize=4096)
 def _simulated(
-    case: Case, direction: Direction, m: int, n: int, order: Order, split: bool, slots: int, parts: int
+    case: Case, direction: Direction, m: int, n: int, order: Order, split: bool, slots: int, groups: int
 ) -> tuple[float, float]:
     """(tile use, balance) of a schedule."""
-    schedule = simulate(case, direction, m, n, order, split, multiprocessors=slots, parts=parts)
+    schedule = simulate(case, direction, m, n, order, split, multiprocessors=slots, row_groups=groups)
     return schedule.tile_use, schedule.balance

@@ -49,7 +49,7 @@ def picture_of(case: Case, tile_m: int, tile_n: int) -> MaskPicture | None:
         return None
     tiles = tile_map(mask, case.seq_q, tile_m, tile_n)
     cell = max(1, SIDE // max(tiles.kinds.shape))
-    image = draw_matrix(mask, tiles, cell).crop((0, 0, *_shown(case, tiles, cell)))
+    image = draw_matrix(mask, tiles, cell, cell).crop((0, 0, *_shown(case, tiles, cell)))
     full, partial = tiles.count(FULL), tiles.count(PARTIAL)
     modes = (
         dict.fromkeys(split.mode for split in mask.splits) if isinstance(mask, PackedMask) else ("causal",)

@@ -167,8 +167,9 @@ def _dtype(row: dict[str, Any]) -> str:
         return str(row["search"]["incumbent"]["dtype"])
     if "peers" in row:
         return str(row["peers"][0]["dtype"]) if row["peers"] else ""
-    results = row["final"]["results"] if "final" in row else [row["result"]]
-    return str(results[0]["spec"]["dtype"])
+    if "final" in row:
+        return str(row["final"]["results"][0]["spec"]["dtype"]) if row["final"]["results"] else ""
+    return str(row["result"]["spec"]["dtype"])
 
 
 def _add(run: Run, row: dict[str, Any]) -> None:

@@ -108,14 +108,14 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
         ratio = model.heads_q // model.heads_kv
         # Context parallelism computes parts of a group of heads.
         groups = sorted({ratio, max(1, ratio // 2), -(-ratio // 2)})
-        shown = VISIBLE if mask.listed else (0,)
-        for direction, group, size, visible, ordered in product(
-            wanted.directions, groups, SIZES, shown, orders
+        numbers = VISIBLE if mask.listed else (0,)
+        for direction, group, size, visible_keys, deterministic in product(
+            wanted.directions, groups, SIZES, numbers, orders
         ):
             problem = Problem(direction, target.archs[0], dtype, model.head_dim, mask, align)
-            strict = ordered and direction is Direction.BACKWARD
+            strict = deterministic and direction is Direction.BACKWARD
             try:
-                yield choose_for(problem, group, size, target, strict, visible).spec
+                yield choose_for(problem, group, size, target, strict, visible_keys).spec
             except Infeasible:
                 continue  # a call would raise, too
 

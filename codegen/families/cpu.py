@@ -13,7 +13,7 @@ from attnforge.codegen.families.family import Family
 from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.spec import DType, Mask, Problem, Spec, Tuning, knob
 
-# Vector registers by float lanes: SSE/NEON (the larger of the two), AVX2, AVX-512.
+# Vector registers by floats of one: SSE/NEON (the larger of the two), AVX2, AVX-512.
 REGISTERS = {4: 32, 8: 16, 16: 32}
 SCRATCH_LIMIT = 1 << 20  # bytes on the stack of a thread; beyond it the tiles leave any L2 anyway
 HEAD_DIM_LIMIT = 256
@@ -39,7 +39,7 @@ class CpuForward(Tuning):
     tile_m: int = knob("m", "query rows per tile, a multiple of lanes * cols")
     tile_n: int = knob("n", "keys per tile")
     heads: int = knob("h", "query heads of one kv head that share each packed K and V tile")
-    lanes: int = knob("l", "float lanes of one vector register")
+    lanes: int = knob("l", "floats of one vector register")
     rows: int = knob("r", "rows of the register block")
     cols: int = knob("c", "vector registers per row of the register block")
     pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
@@ -51,7 +51,7 @@ class CpuBackward(Tuning):
 
     tile_m: int = knob("m", "query rows per tile")
     tile_n: int = knob("n", "keys per tile, a multiple of lanes * cols")
-    lanes: int = knob("l", "float lanes of one vector register")
+    lanes: int = knob("l", "floats of one vector register")
     rows: int = knob("r", "rows of the register block")
     cols: int = knob("c", "vector registers per row of the register block")
     pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
@@ -80,7 +80,7 @@ def plan(spec: Spec) -> Plan:
         owner="m" if forward else "n",
         registers=0,
         dq_accum=not forward,
-        ordered=not forward,
+        dq_semaphore=not forward,
         deterministic=True,
         bits=("q" if forward else "k") if spec.problem.mask is Mask.DENSE else "",
         constants=_constants(spec, t, scratch),
@@ -169,8 +169,10 @@ def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
     _, width_dq = _dq_blocks(dims[0], t)
     queries = t.tile_m * (words + 2 * width + width_dq + 3)
     queries += pairs * t.tile_m // 2 * (columns + 3 * width)
-    spans = 0 if spec.problem.mask is Mask.DENSE else 2  # starts and ends
+    spans = 0 if spec.problem.mask is Mask.DENSE else 2 * spec.problem.intervals  # starts and ends
     panel = width * (words + columns + spans) + width * width_dq // (1 + pairs) + 2
+    if spec.problem.score and not spec.problem.score.slope_is_one:
+        queries += t.tile_m * width  # score_slopes
     return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel)
 
 
@@ -183,7 +185,7 @@ def _dq_blocks(head_dim: int, t: CpuBackward) -> tuple[int, int]:
 
 # ---- Spaces
 
-# (rows, cols) of register blocks by float lanes: as many sums as leave room for one row of operands.
+# (rows, cols) of register blocks by floats of a vector register: as many sums as leave room for one row of operands.
 BLOCKS = {
     16: ((8, 3), (8, 2), (4, 6)),  # AVX-512: 32 registers
     8: ((4, 3), (4, 2)),  # AVX2: 16 registers
@@ -232,6 +234,6 @@ def host_lanes() -> int:
     return 16 if "avx512f" in flags else 8 if "avx2" in flags or not flags else 4
 
 
-HONOURED = frozenset({"align", "dim_v"})
+HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "score"})
 FORWARD = Family(CpuForward, plan, forward_tunings, HONOURED)
 BACKWARD = Family(CpuBackward, plan, backward_tunings, HONOURED)

@@ -27,7 +27,7 @@ class Family:
 
     def require_honoured(self, problem: Problem) -> None:
         """Infeasible, naming field and value, unless every field is at its default or honoured."""
-        for f, value in problem.shown():
+        for f, value in problem.named_fields():
             if not f.optional or f.attribute in self.honours or value == plain(f.default):
                 continue
             kernels = f"{problem.arch.value} {problem.dtype.value} {problem.direction.value} kernels"

@@ -11,7 +11,7 @@ from attnforge.codegen.spec import Arch, DType, Problem
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 # With a tile counter or a cluster, whose producers spill with 24.
 REGISTERS_BUSY = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
-# Registers of a consumer thread beyond its tiles: addresses, loop counters, row statistics, operands in flight. An
+# Registers of a consumer thread beyond its tiles: addresses, loop counters, row_stats, operands in flight. An
 # estimate; tests/kernels/test_nvcc.py compiles the first guesses and asserts that none spills.
 REGISTERS_BESIDES = 28
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
@@ -21,6 +21,7 @@ ALIGNMENT = 1024  # of every tile: the period of the widest swizzle
 REASONS = {
     "align": "TMA needs rows that start at multiples of 16 bytes; sm90 takes this call",
     "dim_v": "the sm90a kernels need the head_dim of q and k",
+    "score": "the sm90a fp32 kernels take none; sm90 takes this call",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, Mask, Spec
+from attnforge.codegen.spec import Arch, Mask, Problem, Spec
 
 # Shared memory one block may use, bytes (CUDA programming guide, table of compute capabilities).
 SHARED_LIMIT = {
@@ -32,6 +32,11 @@ def require_fp32(spec: Spec) -> None:
     if p.align not in (4, 8, 16):
         raise Infeasible(f"align {p.align}: must be 4, 8 or 16 bytes")
     require_words(spec)
+
+
+def curved(problem: Problem) -> bool:
+    """Does a backward keep derivatives of the scores?"""
+    return bool(problem.score) and not problem.score.slope_is_one
 
 
 def require_words(spec: Spec) -> None:

@@ -36,6 +36,12 @@ def require_problem(spec: Spec) -> None:
     require_words(spec)
 
 
+def span_bytes(spec: Spec) -> int:
+    """Bytes of shared memory for the spans of a backward's key tile; where planes differ, they stay in memory."""
+    p = spec.problem
+    return 8 * p.intervals * spec.tuning.tile_n if p.mask is Mask.SPANS and not p.planes else 0
+
+
 def pitch(width: int, swizzled: bool = True) -> tuple[int, bool]:
     """Bytes between rows of a 16-bit tile `width` columns wide, and whether it is swizzled.
 
@@ -151,7 +157,7 @@ def require_grids(t: WarpGrids, keys: int) -> None:
     require_split("tile_m", t.tile_m, t.warps_dq, 16, "warps_dq")
 
 
-def require_one_order(split_heads: bool, ordered: bool) -> None:
+def require_one_order(split_heads: bool, deterministic: bool) -> None:
     """Infeasible where deterministic sums are asked for that blocks of several q heads share."""
-    if split_heads and ordered:
-        raise Infeasible("ordered: with split_heads the sums of dK and dV have no fixed order")
+    if split_heads and deterministic:
+        raise Infeasible("deterministic: with split_heads the sums of dK and dV have no fixed order")

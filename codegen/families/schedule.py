@@ -9,11 +9,11 @@ SCHEDULE_THREADS = 128  # kScheduleThreads in templates/common/schedule.cuh.jinj
 
 
 def schedule_launches(
-    spec: Spec, tiles: str, ordered: bool = False, descending: bool = False
+    spec: Spec, tiles: str, deterministic: bool = False, descending: bool = False
 ) -> tuple[Launch, ...]:
     """Launches that fill the lists of a mask, one block for each owned tile (`tiles`); none for other masks.
 
-    Lists of query tiles begin with a launch over the key tiles. `ordered` (deterministic sums) adds one over the query
+    Lists of query tiles begin with a launch over the key tiles. `deterministic` sums add one over the query
     tiles; `descending` work is not sorted and takes one less.
     """
     if not spec.problem.mask.listed:
@@ -23,8 +23,8 @@ def schedule_launches(
     kernels += [("kinds", ("tiles_n",))] if not dense and tiles == "tiles_m" else []
     kernels += [("schedule", (tiles,))]
     kernels += [] if descending else [("order", (tiles,))]
-    kernels += [("turns", ("tiles_m",))] if ordered else []
-    planes = ("mask_planes",) if dense else ()
+    kernels += [("dq_order", ("tiles_m",))] if deterministic else []
+    planes = ("mask_planes",) if spec.problem.in_planes else ()
     return tuple(
         Launch(f"{spec.symbol}_{name}", (*grid, *planes), SCHEDULE_THREADS) for name, grid in kernels
     )

@@ -101,11 +101,14 @@ def tunings(problem: Problem) -> Iterator[Sm80Forward]:
 
 
 def _guesses(problem: Problem) -> tuple[tuple[int, Sm80Forward], ...]:
-    """(largest head_dim, tuning): smaller tiles where rows end within a chunk and where bits take registers."""
+    """(largest head_dim, tuning): smaller tiles where rows end within a chunk and where masks take registers."""
     if problem.align == 2:
         return UNALIGNED + GUESSES
-    busy = problem.head_dim % 8 or problem.head_dim_v % 8 or problem.mask is Mask.DENSE
+    odd = problem.head_dim % 8 or problem.head_dim_v % 8
+    busy = odd or problem.mask is Mask.DENSE or problem.unions
     return GUESSES[1:] if busy else GUESSES
 
 
-FORWARD = Family(Sm80Forward, plan, tunings, honours=frozenset({"align", "dim_v"}))
+FORWARD = Family(
+    Sm80Forward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes", "score"})
+)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from attnforge.codegen.families.family import Family
-from attnforge.codegen.families.limits import up
+from attnforge.codegen.families.limits import curved, up
 from attnforge.codegen.families.mma import (
     REGISTERS_BESIDES,
     WarpGrids,
@@ -20,6 +20,7 @@ from attnforge.codegen.families.mma import (
     require_grids,
     require_one_order,
     require_problem,
+    span_bytes,
     write,
 )
 from attnforge.codegen.families.schedule import schedule_launches
@@ -39,7 +40,9 @@ class Sm80Backward(WarpGrids):
     warps_dkv: int = knob("b", "warps along the keys in dK and dV; the rest split head_dim")
     warps_dq: int = knob("c", "warps along the queries in dQ; the rest split head_dim")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
-    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
+    deterministic: bool = knob(
+        "o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run", was="ordered"
+    )
 
 
 # ---- Plan
@@ -74,13 +77,13 @@ class Tiles:
         """Bytes of shared memory."""
         tiles = (t.tile_n + t.stages * t.tile_m) * (self.row[0] + self.row_v[0])
         scores, stats = 2 * t.tile_m * self.row_score[0], t.stages * t.tile_m * 8
-        return tiles + scores + stats + (8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0)
+        return tiles + scores + stats + span_bytes(spec)
 
-    def registers(self, t: Sm80Backward) -> int:
-        """Of a thread, for dK and dV, and beside them S and dP or dQ."""
+    def registers(self, t: Sm80Backward, curved: bool) -> int:
+        """Of a thread, for dK and dV, and beside them S and dP, with the slopes of a `curved` score, or dQ."""
         threads = t.warps * 32
         dkv = t.tile_n * (self.columns + self.columns_v) // threads
-        return dkv + max(2 * (t.tile_m * t.tile_n // threads), t.tile_m * self.columns // threads)
+        return dkv + max((2 + curved) * (t.tile_m * t.tile_n // threads), t.tile_m * self.columns // threads)
 
 
 def plan(spec: Spec) -> Plan:
@@ -89,24 +92,24 @@ def plan(spec: Spec) -> Plan:
     assert isinstance(t, Sm80Backward)
     require_problem(spec)
     require_grids(t, 16)
-    require_one_order(t.split_heads, t.ordered)
+    require_one_order(t.split_heads, t.deterministic)
     tiles, threads = Tiles.of(spec, t), t.warps * 32
-    shared, registers = tiles.shared(spec, t), tiles.registers(t)
+    shared, registers = tiles.shared(spec, t), tiles.registers(t, curved(spec.problem))
     require_fit(spec, shared, registers, threads)
     return Plan(
         spec=spec,
         template="sm80/backward.cu.jinja",
         suffix=".cu",
         launches=_launches(spec, t, shared),
-        schedule=schedule_launches(spec, "tiles_n", t.ordered),
+        schedule=schedule_launches(spec, "tiles_n", t.deterministic),
         owner="n",
         registers=registers + REGISTERS_BESIDES,
         dq_accum=True,
         dkv_accum=t.split_heads,
-        ordered=t.ordered,
+        dq_semaphore=t.deterministic,
         columns=tiles.columns,
         columns_v=tiles.columns_v,
-        deterministic=t.ordered,
+        deterministic=t.deterministic,
         bits="k" if spec.problem.mask is Mask.DENSE else "",
         constants=_constants(spec, t, tiles, shared),
     )
@@ -129,13 +132,13 @@ def _constants(spec: Spec, t: Sm80Backward, tiles: Tiles, shared: int) -> dict[s
     p, own = spec.problem, bool(spec.problem.dim_v)
     loads = {"q_tile": ("kTileM", False), "kv_tile": ("kTileN", False)}
     loads_v = {"do_tile": ("kTileM", True), "v_tile": ("kTileN", True)} if own else {}
-    shown = common_constants(spec, t.warps * 32, t.stages, loads | loads_v)
+    common = common_constants(spec, t.warps * 32, t.stages, loads | loads_v)
     chunks_v = up(p.head_dim_v, 8) // 8
     writes = [write("store_pair", p.head_dim, False, tiles.columns)]
     if own:
         writes.append(write("store_pair_v", p.head_dim_v, True, tiles.columns_v))
     return {
-        **shown,
+        **common,
         "shared_bytes": shared,
         "columns": tiles.columns,
         "columns_v": tiles.columns_v,
@@ -145,9 +148,9 @@ def _constants(spec: Spec, t: Sm80Backward, tiles: Tiles, shared: int) -> dict[s
         "swizzle_v": tiles.row_v[1],
         "score_pitch": tiles.row_score[0],
         "score_swizzle": tiles.row_score[1],
-        "half_qk": shown["half_step"],
+        "half_qk": common["half_step"],
         "half_v": chunks_v % 2 != 0,
-        "half_step": shown["half_step"] or chunks_v % 2 != 0,
+        "half_step": common["half_step"] or chunks_v % 2 != 0,
         **_odd(t, tiles),
         # n8 fragments of a thread's row of S that come from one word of a dense mask
         "word_frags": 4 if t.tile_n * t.warps_sdp // t.warps % 32 == 0 else 2,
@@ -218,7 +221,7 @@ def tunings(problem: Problem) -> Iterator[Sm80Backward]:
     for (tile_m, tile_n), stages, split in product(TILES, (2, 1), (True, False)):
         for warps, sdp, dkv, dq in GRIDS:
             yield Sm80Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, split, False)
-    yield from (dataclasses.replace(tuning, ordered=True) for tuning in guesses)
+    yield from (dataclasses.replace(tuning, deterministic=True) for tuning in guesses)
 
 
 def _guesses(problem: Problem) -> list[Sm80Backward]:
@@ -228,4 +231,6 @@ def _guesses(problem: Problem) -> list[Sm80Backward]:
     return sorted(guesses, key=lambda t: up(problem.head_dim, 8 * columns_unit(t)) > PADDING * least)
 
 
-BACKWARD = Family(Sm80Backward, plan, tunings, honours=frozenset({"align", "dim_v"}))
+BACKWARD = Family(
+    Sm80Backward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes", "score"})
+)

@@ -1,4 +1,4 @@
-"""The float32 kernels of the mma.sync family, both passes: tf32 parts on tensor cores, or fp32 fused multiply-adds."""
+"""The float32 kernels of the mma.sync family, both passes: tf32 splits on tensor cores, or fp32 fused multiply-adds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from attnforge.codegen.families.limits import (
     REGISTER_FILE,
     REGISTER_LIMIT,
     SHARED_LIMIT,
+    curved,
     require_fp32,
     require_positive,
     require_split,
@@ -24,6 +25,7 @@ from attnforge.codegen.families.mma import (
     forward_plan,
     require_grids,
     require_one_order,
+    span_bytes,
 )
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan
@@ -38,13 +40,17 @@ RESERVED = 1024
 
 @dataclass(frozen=True)
 class Fp32Forward(Tuning):
-    """Tuning of the float32 forward kernels: mma.sync on tf32 parts, or float lanes (parts = 0)."""
+    """Tuning of the float32 forward kernels: mma.sync on tf32 splits, or FP32 cores (o_splits = 0)."""
 
     tile_m: int = knob("m", "query rows per block")
     tile_n: int = knob("n", "keys per step of the main loop")
     warps: int = knob("w", "warps per block; each owns tile_m / warps query rows")
     stages: int = knob("s", "shared-memory buffers for K and for V")
-    parts: int = knob("p", "parts of the columns of O, computed in turn; 0: float lanes, no tensor cores")
+    o_splits: int = knob(
+        "p",
+        "groups of columns of O that a step computes one after the other; 0: FP32 cores, no tensor cores",
+        was="parts",
+    )
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
 
 
@@ -59,10 +65,16 @@ class Fp32Backward(WarpGrids):
     warps_sdp: int = knob("a", "warps along the queries in S and dP; the rest split the keys")
     warps_dkv: int = knob("c", "warps along the keys in dK and dV; the rest split head_dim")
     warps_dq: int = knob("d", "warps along the queries in dQ; the rest split head_dim")
-    parts: int = knob("p", "parts of a warp's columns of dK, dV and dQ, which a step computes in turn")
+    grad_splits: int = knob(
+        "p",
+        "groups of a warp's columns of dK, dV and dQ that a step computes one after the other",
+        was="parts",
+    )
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in memory), not per kv head")
-    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
+    deterministic: bool = knob(
+        "o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run", was="ordered"
+    )
 
 
 # ---- Plans
@@ -112,36 +124,41 @@ def plan_forward(spec: Spec) -> Plan:
     t = spec.tuning
     assert isinstance(t, Fp32Forward)
     require_fp32(spec)
-    return _mma(spec, t) if t.parts else _ffma(spec, t)
+    return _mma(spec, t) if t.o_splits else _ffma(spec, t)
 
 
 def _mma(spec: Spec, t: Fp32Forward) -> Plan:
-    """The kernel that multiplies tf32 parts of floats on tensor cores."""
+    """The kernel that multiplies tf32 splits of floats on tensor cores."""
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
-    require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.parts, t.blocks)
+    require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.o_splits, t.blocks)
     require_split("tile_m", t.tile_m, t.warps, 16, "warps")
     require_split("tile_n", t.tile_n, 1, 16, "two n8 fragments")
     groups = padded(dim_v) // 8
-    apart = _part("O", groups, t.parts)
+    per_split = _split("o_splits", "O", groups, t.o_splits)
     shared = 4 * (t.tile_m * pitch(dim) + t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)))
     frags = t.tile_m // t.warps // 16
-    # O and S, beside them the other sums of S or both of a part of O, and the parts of a left operand.
-    registers = frags * 4 * (groups + t.tile_n // 8 + max(t.tile_n // 8, 2 * apart) + 2)
+    # O and S, beside them the other sums of S or both of a split of O, and the tf32 splits of a left operand.
+    registers = frags * 4 * (groups + t.tile_n // 8 + max(t.tile_n // 8, 2 * per_split) + 2)
     _require_fit(spec, shared, registers, t.warps * 32, t.blocks)
-    constants = _common(spec, _qkv_loads(spec, t), t.stages) | {"shared_bytes": shared, "frags_apart": apart}
+    constants = _common(spec, _qkv_loads(spec, t), t.stages) | {
+        "shared_bytes": shared,
+        "frags_split": per_split,
+    }
     return forward_plan(spec, "forward_fp32", t.warps * 32, shared, registers, constants)
 
 
 def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
     """The kernel that multiplies on FP32 cores: a thread owns rows x (keys and columns of O)."""
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
+    if spec.problem.score:
+        raise Infeasible("score: the forward on FP32 cores takes none; set parts above 0")
     require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
     require_split("tile_m", t.tile_m, t.warps, 4, "warps")
     require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
     chunk = 32 if t.tile_n % 32 == 0 else 16
     shared = 4 * (t.stages * t.tile_n * (pitch(dim) + pitch(dim_v)) + t.tile_m * (pitch(dim) + chunk + 8))
     rows, keys, columns = t.tile_m // t.warps // 4, t.tile_n // 8, padded(dim_v) // 8
-    # S, O, a maximum and a sum of each row; operands: four floats of each row and key, or of each row and a row of V.
+    # S, O, row_max and row_sum; operands: four floats of each row and key, or of each row and a row of V.
     registers = rows * (keys + columns + 2) + max(4 * (rows + keys), 4 * rows + columns)
     _require_fit(spec, shared, registers, t.warps * 32, t.blocks)
     constants = _common(spec, _qkv_loads(spec, t), t.stages)
@@ -165,7 +182,7 @@ def plan_backward(spec: Spec) -> Plan:
     require_fp32(spec)
     _check_grids(t)
     frags, threads = _gradient_frags(spec, t), t.warps * 32
-    shared, registers = _backward_shared(spec, t), _backward_registers(t, frags)
+    shared, registers = _backward_shared(spec, t), _backward_registers(t, frags, curved(spec.problem))
     _require_fit(spec, shared, registers, threads, t.blocks)
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     return Plan(
@@ -176,12 +193,12 @@ def plan_backward(spec: Spec) -> Plan:
             Launch(f"{spec.symbol}_preprocess", queries, threads),
             Launch(spec.symbol, ("tiles_n", "batch", heads), threads, shared),
         ),
-        schedule=schedule_launches(spec, "tiles_n", t.ordered),
+        schedule=schedule_launches(spec, "tiles_n", t.deterministic),
         owner="n",
         registers=registers + REGISTERS_BESIDES,
         bits="k" if spec.problem.mask is Mask.DENSE else "",
-        ordered=t.ordered,
-        deterministic=t.ordered,
+        dq_semaphore=t.deterministic,
+        deterministic=t.deterministic,
         constants=_backward_constants(spec, t, frags) | {"shared_bytes": shared},
     )
 
@@ -191,28 +208,31 @@ def _gradient_frags(spec: Spec, t: Fp32Backward) -> dict[str, int]:
     groups, groups_v = (padded(width) // 8 for width in (spec.problem.head_dim, spec.problem.head_dim_v))
     warps_dkv, warps_dq = t.warps // t.warps_dkv, t.warps // t.warps_dq
     frags = {"dk": -(-groups // warps_dkv), "dv": -(-groups_v // warps_dkv), "dq": -(-groups // warps_dq)}
-    _part("a gradient", max(frags.values()), t.parts)
+    _split("grad_splits", "a gradient", max(frags.values()), t.grad_splits)
     return frags
 
 
-def _apart(frags: dict[str, int], t: Fp32Backward) -> dict[str, int]:
-    """Those of them that a step computes in one turn."""
-    return {name: -(-number // t.parts) for name, number in frags.items()}
+def _per_split(frags: dict[str, int], t: Fp32Backward) -> dict[str, int]:
+    """Those of them in one of the grad_splits."""
+    return {name: -(-number // t.grad_splits) for name, number in frags.items()}
 
 
 def _backward_shared(spec: Spec, t: Fp32Backward) -> int:
-    """Bytes: K, V and buffers of Q and dO; P and dS; buffers of row statistics; the bounds of spans."""
+    """Bytes: K, V and buffers of Q and dO; P and dS; buffers of row_stats; the bounds of spans."""
     pitches = pitch(spec.problem.head_dim) + pitch(spec.problem.head_dim_v)
     floats = (t.tile_n + t.stages * t.tile_m) * pitches + 2 * t.tile_m * (t.tile_n + 4)
-    spans = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
-    return 4 * floats + t.stages * t.tile_m * 8 + spans
+    return 4 * floats + t.stages * t.tile_m * 8 + span_bytes(spec)
 
 
-def _backward_registers(t: Fp32Backward, frags: dict[str, int]) -> int:
-    """Of a thread: dK and dV, and beside them S, dP and its other sums, or both sums of a part of a gradient."""
-    frags_n, frags_m, apart = t.tile_n // t.warps_dkv // 16, t.tile_m // t.warps_dq // 16, _apart(frags, t)
-    sdp = 3 * t.tile_m * t.tile_n // (t.warps * 32)
-    sums = 8 * max(frags_n * max(apart["dk"], apart["dv"]), frags_m * apart["dq"])
+def _backward_registers(t: Fp32Backward, frags: dict[str, int], curved: bool) -> int:
+    """Of a thread: dK and dV, and beside them S, dP and its other sums, or both sums of a split of a gradient."""
+    frags_n, frags_m, per_split = (
+        t.tile_n // t.warps_dkv // 16,
+        t.tile_m // t.warps_dq // 16,
+        _per_split(frags, t),
+    )
+    sdp = (3 + curved) * t.tile_m * t.tile_n // (t.warps * 32)
+    sums = 8 * max(frags_n * max(per_split["dk"], per_split["dv"]), frags_m * per_split["dq"])
     return 4 * frags_n * (frags["dk"] + frags["dv"]) + max(sdp, sums)
 
 
@@ -227,27 +247,27 @@ def _backward_constants(spec: Spec, t: Fp32Backward, frags: dict[str, int]) -> d
     return {
         **_common(spec, loads, t.stages),
         **{f"frags_{name}": number for name, number in frags.items()},
-        **{f"apart_{name}": number for name, number in _apart(frags, t).items()},
+        **{f"split_{name}": number for name, number in _per_split(frags, t).items()},
         "vector_red": spec.problem.arch in (Arch.SM90, Arch.SM120) and dim % 2 == 0 and dim_v % 2 == 0,
     }
 
 
 def _check_grids(t: Fp32Backward) -> None:
-    require_positive(t.parts, t.blocks)
+    require_positive(t.grad_splits, t.blocks)
     require_grids(t, 8)
-    require_one_order(t.split_heads, t.ordered)
+    require_one_order(t.split_heads, t.deterministic)
     if (frags := t.tile_n // (t.warps // t.warps_sdp) // 8) % 4 and frags not in (1, 2):
         raise Infeasible(
             f"tile_n {t.tile_n}: the {8 * frags} keys of a warp neither share nor fill words of 32"
         )
 
 
-def _part(what: str, groups: int, parts: int) -> int:
-    """Groups of 8 columns in each of `parts` parts, the last of which may be smaller but not empty."""
-    size = -(-groups // parts)
-    if -(-groups // size) != parts:
+def _split(knob_name: str, what: str, groups: int, splits: int) -> int:
+    """Groups of 8 columns in each of `splits` splits, the last of which may be smaller but not empty."""
+    size = -(-groups // splits)
+    if -(-groups // size) != splits:
         raise Infeasible(
-            f"parts {parts}: {what} has {groups} groups of columns, which do not fill so many parts"
+            f"{knob_name} {splits}: {what} has {groups} groups of columns, too few to fill each split"
         )
     return size
 
@@ -322,10 +342,10 @@ BACKWARD_GRIDS = (
 def forward_tunings(problem: Problem) -> Iterator[Fp32Forward]:
     """What a search of the forward tries, best guess first."""
     yield from (tuning for limit, tuning in FORWARD_GUESSES if problem.head_dim <= limit)
-    for tile_n, (tile_m, warps), stages, blocks, parts in product(
+    for tile_n, (tile_m, warps), stages, blocks, o_splits in product(
         (32, 64, 16), ((128, 4), (64, 4), (256, 8), (128, 8), (32, 2)), (2, 1), (2, 3, 1, 4), (1, 2, 4, 8)
     ):
-        yield Fp32Forward(tile_m, tile_n, warps, stages, parts, blocks)
+        yield Fp32Forward(tile_m, tile_n, warps, stages, o_splits, blocks)
     # FP32 cores, for GPUs whose tensor cores are no faster in tf32 than these, such as GeForce.
     for (tile_m, warps), tile_n, stages, blocks in product(
         ((128, 8), (128, 4), (64, 4), (64, 2), (256, 8), (32, 2)), (64, 32, 16), (1, 2), (1, 2, 3)
@@ -337,14 +357,14 @@ def backward_tunings(problem: Problem) -> Iterator[Fp32Backward]:
     """What a search of the backward tries, best guess first; deterministic ones last, for who asks takes the first."""
     guesses = [tuning for limit, tuning in BACKWARD_GUESSES if problem.head_dim <= limit]
     yield from guesses
-    for split, grid, stages, blocks, parts in product(
+    for split, grid, stages, blocks, grad_splits in product(
         (True, False), BACKWARD_GRIDS, (1, 2), (2, 1, 3), (1, 2, 4)
     ):
         tile_m, tile_n, warps, sdp, dkv, dq = grid
-        yield Fp32Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, parts, blocks, split, False)
-    yield from (dataclasses.replace(tuning, ordered=True) for tuning in guesses)
+        yield Fp32Backward(tile_m, tile_n, warps, stages, sdp, dkv, dq, grad_splits, blocks, split, False)
+    yield from (dataclasses.replace(tuning, deterministic=True) for tuning in guesses)
 
 
-HONOURED = frozenset({"align", "dim_v"})
+HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "score"})
 FORWARD = Family(Fp32Forward, plan_forward, forward_tunings, HONOURED)
 BACKWARD = Family(Fp32Backward, plan_backward, backward_tunings, HONOURED)

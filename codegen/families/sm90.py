@@ -34,9 +34,13 @@ class Sm90Forward(Tuning):
     tile_m: int = knob("m", "query rows per tile, 64 for each consumer warpgroup")
     tile_n: int = knob("n", "keys per step of the main loop")
     stages: int = knob("s", "shared-memory buffers for K and for V")
-    ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
+    ping_pong: bool = knob(
+        "p", "warpgroup ordering barrier: the softmax of one overlaps the products of another"
+    )
     persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
-    counter: bool = knob("k", "a block takes its next tile from a counter, not in fixed rounds")
+    dynamic: bool = knob(
+        "k", "dynamic tile scheduler: a block takes its next work tile from tile_counter", was="counter"
+    )
     q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
     cluster: int = knob(
         "c", "blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V", 1
@@ -58,6 +62,11 @@ def plan(spec: Spec) -> Plan:
     if t.cluster > 1 and p.mask is not Mask.FULL:
         raise Infeasible(
             f"cluster: its blocks must visit the same key tiles, which a {p.mask.value} mask denies"
+        )
+    if p.intervals > 2 and consumers > 2:
+        raise Infeasible(
+            f"intervals {p.intervals}: their bounds take registers that {consumers} consumer warpgroups do not have; "
+            "tile_m 128 fits"
         )
     return _forward(spec, t, consumers)
 
@@ -105,7 +114,7 @@ def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
     """Fields of a plan about the order of work: which warpgroup computes which tiles, and which tiles start first."""
     consumers, causal = t.tile_m // 64, mask is Mask.CAUSAL
     return {
-        "parts": consumers if mask.listed else 1,
+        "row_groups": consumers if mask.listed else 1,
         "short_last": mask is Mask.FULL and consumers > 1 and t.cluster == 1,
         "from_end": causal,
         # Hidden tiles are released while the last P V of the previous work tile still holds its buffer: the first
@@ -118,8 +127,8 @@ def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
 def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     d, mask = spec.problem.head_dim, spec.problem.mask
     order = _order(mask, t)
-    shared, q_buffers, told = _shared(spec, t, order["parts"])
-    busy = told or t.cluster > 1
+    shared, q_buffers, broadcast = _shared(spec, t, order["row_groups"])
+    busy = broadcast or t.cluster > 1
     producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
     require_registers(live, consumer_registers, "S, P, O and Q")
@@ -145,7 +154,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "type": wgmma_type(spec.problem.dtype),
             "shared_bytes": shared,
             "q_buffers": q_buffers,
-            "told": told,
+            "broadcast": broadcast,
             "hidden": _hidden(t),
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
@@ -153,28 +162,28 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     )
 
 
-def _shared(spec: Spec, t: Sm90Forward, parts: int) -> tuple[int, int, bool]:
+def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool]:
     """Bytes of shared memory, buffers of Q, and whether the producer broadcasts each work tile to the consumers."""
     row, mask = panels_of(spec.problem.head_dim).row * 2, spec.problem.mask
     q_bytes, kv_bytes = t.tile_m * row, t.tile_n * row
     require_tiles(64 * row, kv_bytes)
-    bounds = t.stages * t.tile_n * 8 if mask is Mask.SPANS else 0
+    bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
     shared = 2 * t.stages * kv_bytes + bounds + 8 * 4 * t.stages
     # With two buffers, Q of the next work tile arrives before O of this one is stored.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
     shared += q_buffers * (q_bytes + 16)
-    if t.counter and (q_buffers < 2 or mask is not Mask.SPANS):
+    if t.dynamic and (q_buffers < 2 or mask is not Mask.SPANS):
         raise Infeasible(
-            "counter: takes spans (the counter is part of their schedule), persistent, room for two Q"
+            "dynamic: takes spans (tile_counter is part of their schedule), persistent, room for two Q"
         )
     # The producer runs ahead, so it decodes a work tile and broadcasts it: 16 bytes, and 16 for each row group if
     # there are several.
-    work_tile = 16 * (1 + parts if parts > 1 else 1)
+    work_tile = 16 * (1 + row_groups if row_groups > 1 else 1)
     fits = q_buffers > 1 and shared + q_buffers * work_tile <= SHARED_LIMIT[Arch.SM90]
-    told = t.counter or (fits and not mask.listed)
-    shared += q_buffers * work_tile if told else 0
+    broadcast = t.dynamic or (fits and not mask.listed)
+    shared += q_buffers * work_tile if broadcast else 0
     require_shared(shared)
-    return shared, q_buffers, told
+    return shared, q_buffers, broadcast
 
 
 def _together(panels: Panels, head_dim: int) -> int:
@@ -207,7 +216,7 @@ def _panel_constants(head_dim: int) -> dict[str, int | str]:
 # ---- Space
 
 # What won on an H200 (docs/performance.md), up to 96 columns and beyond. Without a table, the first that fits is taken.
-# tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs, cluster
+# tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs, cluster
 NARROW = (
     Sm90Forward(192, 96, 3, True, True, True, True),
     Sm90Forward(192, 128, 3, True, True, False, False),
@@ -252,9 +261,15 @@ DENSE = (
 )
 
 
+# Of three or four intervals, whose bounds take registers.
+INTERVALS = Sm90Forward(128, 128, 2, False, True, True, False)
+
+
 def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     """What a search tries, best guess first."""
     narrow = problem.head_dim <= 96
+    if problem.intervals > 2:
+        yield INTERVALS
     if problem.mask is Mask.DENSE:
         yield from DENSE
     if problem.mask is Mask.CAUSAL and not narrow:
@@ -264,8 +279,8 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     if clusters:
         yield from CLUSTERS[narrow]
     tiles = (192, 128, 64) if narrow else (128, 192, 64)
-    blocks = ((True, True), (True, False), (False, False))  # persistent, counter
-    for cluster, tile_m, tile_n, stages, (persistent, counter), ping_pong, q_in_regs in product(
+    blocks = ((True, True), (True, False), (False, False))  # persistent, dynamic
+    for cluster, tile_m, tile_n, stages, (persistent, dynamic), ping_pong, q_in_regs in product(
         (1, 2) if clusters else (1,),
         tiles,
         (128, 160, 144, 112, 96, 80, 64),
@@ -274,7 +289,9 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
         (True, False),
         (True, False),
     ):
-        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, counter, q_in_regs, cluster)
+        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs, cluster)
 
 
-FORWARD = Family(Sm90Forward, plan, tunings, reasons=REASONS)
+FORWARD = Family(
+    Sm90Forward, plan, tunings, honours=frozenset({"intervals", "planes", "score"}), reasons=REASONS
+)

@@ -18,12 +18,13 @@ from attnforge.codegen.families.hopper import (
     require_tiles,
     wgmma_type,
 )
+from attnforge.codegen.families.limits import curved
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 CONSUMERS = 2  # warpgroups, 64 keys each
-STATISTICS = 8  # floats of row statistics: lse and delta, as 8 bf16 each
+ROW_STATS = 8  # floats of row_stats: lse and delta, as 8 bf16 each
 HELPER_THREADS = 256  # of a block of _preprocess, _postprocess and _postprocess_dkv
 
 
@@ -40,9 +41,11 @@ class Sm90Backward(Tuning):
     )
     in_regs: int = knob("r", "operands that consumers keep in registers: 0 none, 1 K, 2 K and V")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")
-    ordered: bool = knob("o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run")
+    deterministic: bool = knob(
+        "o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run", was="ordered"
+    )
     descending: bool = knob(
-        "d", "blocks start with the last key tile, not the one with most work (ordered ones always do)"
+        "d", "blocks start with the last key tile, not the one with most work (deterministic ones always do)"
     )
 
 
@@ -60,8 +63,9 @@ def plan(spec: Spec) -> Plan:
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
     require_hopper(p, "backward", 128)
-    if p.mask is Mask.DENSE and not t.split_heads:
-        raise Infeasible("dense mask: takes split_heads, for q heads of a group may visit different tiles")
+    if p.in_planes and not t.split_heads:
+        what = "dense mask" if p.mask is Mask.DENSE else "planes of spans"
+        raise Infeasible(f"{what}: takes split_heads, for q heads of a group may visit different tiles")
     if t.tile_m != 64:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
     if t.tile_n != 64 * CONSUMERS:
@@ -75,9 +79,9 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(f"in_regs {t.in_regs}: must be 0, 1 (K) or 2 (K and V)")
     if t.lag and t.stages_dout < 2:
         raise Infeasible("stages_dout 1: with lag the next dO is in use while this one is, which takes 2")
-    if t.ordered and not t.split_heads and p.mask is not Mask.FULL:
+    if t.deterministic and not t.split_heads and p.mask is not Mask.FULL:
         raise Infeasible(
-            "ordered: a block per kv head waits longer for dq_semaphore than it saves, but for mask full"
+            "deterministic: a block per kv head waits longer for dq_semaphore than it saves, but for mask full"
         )
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: without a mask all key tiles have the same work")
@@ -108,27 +112,31 @@ def live_registers(t: Sm90Backward, head_dim: int) -> int:
 
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     d, mask = spec.problem.head_dim, spec.problem.mask
+    if curved(spec.problem):
+        raise Infeasible(
+            "score: the sm90a backward takes functions that only add to a score; sm90 takes this one"
+        )
     shared = _shared_bytes(t, d)
     require_shared(shared)
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
     live = live_registers(t, d)
     require_registers(live, consumer_registers, "the tiles")
-    descending = t.descending or (t.ordered and mask is not Mask.FULL)
+    descending = t.descending or (t.deterministic and mask is not Mask.FULL)
     return Plan(
         spec=spec,
         template="sm90a/backward.cu.jinja",
         suffix=".cu",
         launches=_launches(spec, t, shared),
-        schedule=schedule_launches(spec, "tiles_n", t.ordered, descending),
+        schedule=schedule_launches(spec, "tiles_n", t.deterministic, descending),
         owner="n",
         registers=live + REGISTERS_BESIDES,
         bits="q" if mask is Mask.DENSE else "",
-        statistics=STATISTICS,
+        row_stats=ROW_STATS,
         dq_accum=True,
         dkv_accum=t.split_heads,
-        ordered=t.ordered,
+        dq_semaphore=t.deterministic,
         descending=descending,
-        deterministic=t.ordered,
+        deterministic=t.deterministic,
         tensor_maps=_tensor_maps(t, d),
         constants=_constants(t, d)
         | {
@@ -147,7 +155,7 @@ def _buffers_ds(t: Sm90Backward) -> int:
 
 def _dq_by_step(t: Sm90Backward) -> bool:
     """Do the two warps that add dQ take every other step, and not a consumer each?"""
-    return t.ordered and not t.lag
+    return t.deterministic and not t.lag
 
 
 def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
@@ -157,7 +165,7 @@ def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
     require_tiles(q_bytes, kv_bytes)
     ds_bytes = t.tile_m * t.tile_n * 2
     dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
-    stat_bytes = t.tile_m * STATISTICS * 4 + 8  # of each row; the visit
+    stat_bytes = t.tile_m * ROW_STATS * 4 + 8  # of each row; the visit
     barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_step(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers
@@ -187,7 +195,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "buffers_ds": _buffers_ds(t),
         "uneven": not t.lag and 2 * dq_part != head_dim,
         "dq_by_step": _dq_by_step(t),
-        "loaders": 2 if t.lag or t.ordered else 1,  # warps
+        "loaders": 2 if t.lag or t.deterministic else 1,  # warps
         "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "helper_threads": HELPER_THREADS,
     }
@@ -214,15 +222,17 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
     # Narrow heads have registers for lag and for K and V; what does not fit is left out by the plan.
     narrow = problem.head_dim <= 80
     stages = ((4, 4), (4, 3), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))
-    for ordered, lag, in_regs, (of_q, of_dout), split in product(
+    for deterministic, lag, in_regs, (of_q, of_dout), split in product(
         (False, True),
         (True, False) if narrow else (False,),
         (2, 1, 0) if narrow else (0, 1),
         stages,
-        (False, True) if narrow else (True, False),
+        (True, False) if problem.head_dim > 96 else (False, True),
     ):
-        for descending in (False,) if ordered else (False, True):
-            yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, ordered, descending)
+        for descending in (False,) if deterministic else (False, True):
+            yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending)
 
 
-BACKWARD = Family(Sm90Backward, plan, tunings, reasons=REASONS)
+BACKWARD = Family(
+    Sm90Backward, plan, tunings, honours=frozenset({"intervals", "planes", "score"}), reasons=REASONS
+)

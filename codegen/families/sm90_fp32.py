@@ -1,4 +1,4 @@
-"""The Hopper forward in float32: wgmma on three bf16 parts of every float, a producer warpgroup."""
+"""The Hopper forward in float32: wgmma on three bf16 splits of every float, a producer warpgroup."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
     ALIGNMENT,
+    REASONS,
     REGISTERS_BESIDES,
     consumer_warpgroups,
     require_registers,
@@ -20,7 +21,7 @@ from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Launch, Plan
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
-PARTS = 3  # bf16 that a float is the sum of
+SPLITS = 3  # bf16 that a float is the sum of
 PREPARE_THREADS = 256  # of a block of _preprocess
 # Registers of a producer and of a consumer thread by number of consumer warpgroups; with fewer, producers spill.
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (56, 152)}
@@ -28,12 +29,14 @@ REGISTERS = {1: (40, 240), 2: (40, 232), 3: (56, 152)}
 
 @dataclass(frozen=True)
 class Sm90Fp32Forward(Tuning):
-    """Tuning of the Hopper float32 forward kernel (wgmma on parts of floats, a producer warpgroup)."""
+    """Tuning of the Hopper float32 forward kernel (wgmma on bf16 splits of floats, a producer warpgroup)."""
 
     tile_m: int = knob("m", "query rows per tile, 64 for each consumer warpgroup")
     tile_n: int = knob("n", "keys per step of the main loop")
     stages: int = knob("s", "shared-memory buffers for K and for V")
-    ping_pong: bool = knob("p", "consumer warpgroups take turns with the tensor cores")
+    ping_pong: bool = knob(
+        "p", "warpgroup ordering barrier: the softmax of one overlaps the products of another"
+    )
     persistent: bool = knob("r", "one block per multiprocessor walks many tiles")
     q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
 
@@ -58,7 +61,7 @@ def _plan(spec: Spec, t: Sm90Fp32Forward, consumers: int) -> Plan:
     p = spec.problem
     shared, live = _shared(spec, t), _live(spec, t)
     require_shared(shared)
-    require_registers(live, REGISTERS[consumers][1], "O, a tile's share of it, P and Q in parts")
+    require_registers(live, REGISTERS[consumers][1], "O, a tile's share of it, bf16 splits of P and Q")
     main, threads = ("tiles_m", "batch", "heads_q"), 128 * (consumers + 1)
     return Plan(
         spec=spec,
@@ -70,32 +73,32 @@ def _plan(spec: Spec, t: Sm90Fp32Forward, consumers: int) -> Plan:
         ),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
-        parts=consumers if p.mask.listed else 1,
+        row_groups=consumers if p.mask.listed else 1,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=p.mask is Mask.SPANS,
         bits="k" if p.mask is Mask.DENSE else "",
         dkv_accum=True,
-        columns=PARTS * up(p.head_dim, 16) // 2,  # floats of a row of K in parts
-        columns_v=PARTS * up(p.head_dim_v, 16) // 2,
+        columns=SPLITS * up(p.head_dim, 16) // 2,  # floats of a row of bf16 splits of K
+        columns_v=SPLITS * up(p.head_dim_v, 16) // 2,
         constants=_constants(p, t, consumers) | {"shared_bytes": shared},
     )
 
 
 def _shared(spec: Spec, t: Sm90Fp32Forward) -> int:
-    """Bytes: parts of Q unless registers hold them, buffers of those of K, then of V with bounds and barriers."""
-    row, row_v = (PARTS * up(dim, 16) * 2 for dim in (spec.problem.head_dim, spec.problem.head_dim_v))
-    bounds = 8 * t.tile_n if spec.problem.mask is Mask.SPANS else 0
+    """Bytes: splits of Q unless registers hold them, buffers of those of K, then of V with bounds and barriers."""
+    row, row_v = (SPLITS * up(dim, 16) * 2 for dim in (spec.problem.head_dim, spec.problem.head_dim_v))
+    bounds = 8 * t.tile_n * spec.problem.intervals if spec.problem.mask is Mask.SPANS else 0
     q_bytes = 0 if t.q_in_regs else t.tile_m * row
     offset_v = up(q_bytes + t.stages * t.tile_n * row, ALIGNMENT)
     return offset_v + t.stages * (t.tile_n * row_v + bounds + 8 * 4)
 
 
 def _live(spec: Spec, t: Sm90Fp32Forward) -> int:
-    """Registers of a consumer thread for O, a tile's share of it and P in parts; S is gone by then. Before, S and O."""
-    out, p_parts = up(spec.problem.head_dim_v, 8) // 2, PARTS * t.tile_n // 4
-    q_parts = PARTS * up(spec.problem.head_dim, 16) // 4 if t.q_in_regs else 0
-    return max(2 * out + p_parts, out + t.tile_n // 2) + q_parts
+    """Registers of a consumer thread for O, a tile's share of it and P's splits; S is gone by then. Before, S and O."""
+    out, p_splits = up(spec.problem.head_dim_v, 8) // 2, SPLITS * t.tile_n // 4
+    q_splits = SPLITS * up(spec.problem.head_dim, 16) // 4 if t.q_in_regs else 0
+    return max(2 * out + p_splits, out + t.tile_n // 2) + q_splits
 
 
 def _constants(p: Problem, t: Sm90Fp32Forward, consumers: int) -> dict[str, Any]:
@@ -145,4 +148,10 @@ def tunings(problem: Problem) -> Iterator[Sm90Fp32Forward]:
         yield Sm90Fp32Forward(tile_m, tile_n, stages, ping_pong, persistent, q_in_regs)
 
 
-FORWARD = Family(Sm90Fp32Forward, plan, tunings, honours=frozenset({"align", "dim_v"}))
+FORWARD = Family(
+    Sm90Fp32Forward,
+    plan,
+    tunings,
+    honours=frozenset({"align", "dim_v", "intervals", "planes"}),
+    reasons=REASONS,
+)

@@ -30,6 +30,7 @@ from attnforge.runtime.build import store
 from attnforge.runtime.build.compilation import RELEASE, Toolchain
 from attnforge.runtime.build.errors import NoCompilerError
 from attnforge.runtime.build.locks import LOCKS
+from attnforge.runtime.build.notice import announce
 from attnforge.runtime.build.private import TAG, BadEntry, folder, read, root
 from attnforge.runtime.build.settings import settings
 from attnforge.runtime.build.toolchain import toolchain
@@ -173,6 +174,10 @@ def _release(identity: str) -> tuple[int, ...]:
 
 def _compile(source: Compilable, compiler: Toolchain, digest: str, directory: Path) -> None:
     log.debug("compiling %s with %s", source.slug, compiler.name)
+    announce(
+        "compiling",
+        f"compiling kernels with {compiler.name}, seconds each; they are kept in {settings().cache_dir}",
+    )
     built = compiler.compile(source, directory)
     binary = (directory / built.binary_name).read_bytes()
     meta = {

@@ -1,4 +1,4 @@
-"""What all compilers share: interface, the file they read, what they leave behind, where parts of CUDA may be."""
+"""The interface of all compilers, their input and output files, and where the parts of CUDA may be installed."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,13 @@ TABLES = "ATTNFORGE_TABLES"
 COMPILER = "ATTNFORGE_COMPILER"
 NO_JIT = "ATTNFORGE_NO_JIT"
 CHAOS = "ATTNFORGE_CHAOS"
+
+PREFIX = "ATTNFORGE_"
+# Others are of the tests.
+KNOWN = (CACHE_DIR, TABLES, COMPILER, NO_JIT, CHAOS, "ATTNFORGE_REQUIRE_GPU", "ATTNFORGE_MEMORY_STEPS")
+
+log = logging.getLogger("attnforge")
+_warned: set[str] = set()
 
 COMPILERS = ("auto", "nvcc", "nvrtc")
 
@@ -37,6 +46,10 @@ def settings() -> Settings:
 
     Raises SettingsError, a ValueError that names the variable, for an invalid value.
     """
+    for name, meant in unknown_variables().items():
+        if name not in _warned:
+            _warned.add(name)
+            log.warning("%s is not a variable of attnforge; %s", name, meant)
     compiler = os.environ.get(COMPILER, "auto").lower()
     if compiler not in COMPILERS:
         raise SettingsError(f"{COMPILER}={compiler!r}: accepted are {', '.join(COMPILERS)}")
@@ -44,6 +57,16 @@ def settings() -> Settings:
     if no_jit not in ("", "0", "1"):
         raise SettingsError(f"{NO_JIT}={no_jit!r}: accepted are 0 and 1")
     return Settings(_cache_dir(), compiler, jit=no_jit != "1", tables=_tables(), chaos=_chaos())
+
+
+def unknown_variables() -> dict[str, str]:
+    """Variables that are set and called ATTNFORGE_ something, but are none of ours, with the nearest that are."""
+    found = {}
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in KNOWN:
+            near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
+            found[name] = f"did you mean {near[0]}?" if near else f"there are {', '.join(KNOWN[:5])}"
+    return found
 
 
 def _chaos() -> int:

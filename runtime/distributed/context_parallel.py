@@ -182,6 +182,10 @@ class ContextParallel:
             )
         if isinstance(mask, (Spans, DenseMask)):
             length = mask.seq_k
+            if isinstance(mask, Spans) and mask.planes[1] > 1:
+                raise ValueError(
+                    f"mask: has spans for {mask.planes[1]} heads, expected one plane for all, as ranks share heads out"
+                )
             if isinstance(mask, DenseMask) and mask.seq_q != length:
                 raise ValueError(f"mask: is of {mask.seq_q} queries and {length} keys, expected as many")
             if total is not None and total != length:

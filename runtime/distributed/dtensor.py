@@ -40,14 +40,14 @@ def attention_on_dtensors(
     q, k, v: on one mesh with the same placements, each of them Replicate(), Shard(0) or Shard(1). If heads are
         sharded, the number of ranks divides Hkv, so that each rank has the kv heads of its query heads.
     mask: as for `attention`, for the whole problem, made of plain tensors on the rank's device. Each rank uses its
-        planes of a DenseMask with one plane per batch entry or head.
+        planes of a DenseMask or of Spans with one plane per batch entry or head.
 
     Returns out, with return_lse also lse, as DTensors with the placements of q.
     Raises TypeError or ValueError naming the argument.
     """
     mesh, placements = _common(q, k, v)
-    if isinstance(mask, DenseMask):
-        mask = _local_mask(mask, q, mesh, placements)
+    if isinstance(mask, (Spans, DenseMask)):
+        mask = _local_mask(mask, q, k, mesh, placements)
     local_q, local_k, local_v = (_local(x) for x in (q, k, v))
     shape = (*q.shape[:3], v.shape[3])
     if not return_lse:
@@ -98,17 +98,23 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local()
 
 
-def _local_mask(mask: DenseMask, q: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DenseMask:
+def _local_mask(
+    mask: Spans | DenseMask, q: Tensor, k: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> Spans | DenseMask:
     """The planes of this rank's batch entries and heads."""
+    spans = isinstance(mask, Spans)
+    planes = mask.planes if isinstance(mask, Spans) else mask.shape[:2]
+    said = f"planes {planes}" if isinstance(mask, Spans) else f"shape {mask.shape}"
     for dim in (_BATCH, _HEADS):
-        if mask.shape[dim] == 1:
+        if planes[dim] == 1:
             continue  # one for all
-        if mask.shape[dim] != q.shape[dim]:
+        # Spans may be those of kv heads, which are shared out as q heads are.
+        if planes[dim] not in ((q.shape[dim], k.shape[dim]) if spans else (q.shape[dim],)):
             raise ValueError(
-                f"mask: has shape {mask.shape}, expected 1 or {q.shape[dim]} in dimension {dim}, as for the "
-                "whole q, of which each rank takes its part"
+                f"mask: has {said}, expected 1 or {q.shape[dim]} in dimension {dim}, as for the whole q, of which each "
+                "rank takes its part"
             )
-        mask = mask.narrow(dim, *_shard(q.shape[dim], dim, mesh, placements))
+        mask = mask.narrow(dim, *_shard(planes[dim], dim, mesh, placements))
     return mask
 
 

@@ -51,15 +51,17 @@ def divide(world: int, shared: int, rank: int) -> tuple[tuple[int, ...], tuple[i
 def local_spans(mask: Spans, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int) -> Spans:
     """The mask between the queries of the blocks `queries` and the keys of the blocks `keys`; `total` rows are real."""
     device = mask.device
-    first = torch.tensor(queries, device=device)[None] * rows
+    first = torch.tensor(queries, device=device) * rows
 
     def count(position: Tensor) -> Tensor:
         """Number of this rank's queries before a position."""
-        return (position.clamp(0, total)[:, None] - first).clamp(0, rows).sum(1)
+        return (position.clamp(0, total)[..., None] - first).clamp(0, rows).sum(-1)
 
-    padding = torch.zeros(len(keys) * rows - total, dtype=torch.int32, device=device)
-    order = rows_of(keys, rows, device)
-    starts, ends = (torch.cat([count(x).to(torch.int32), padding])[order] for x in mask.data)
+    order, padding = rows_of(keys, rows, device), (0, len(keys) * rows - total)
+    starts, ends = (
+        torch.nn.functional.pad(count(x).to(torch.int32), padding)[..., order]
+        for x in (mask.starts, mask.ends)
+    )
     # A rank has early and late blocks, so its queries see about as many keys as all queries do.
     return Spans(starts, ends, visible_keys=mask.visible_keys)
 

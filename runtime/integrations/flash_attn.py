@@ -1,6 +1,6 @@
 """`flash_attn_func` and `flash_attn_varlen_func`: the signatures and semantics of flash-attn 2, on our kernels.
 
-Unsupported features (dropout, softcap, ALiBi, paged keys) raise a ValueError that names the argument.
+Unsupported features (dropout, ALiBi of packed documents, paged keys) raise a ValueError that names the argument.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from attnforge.runtime.inputs import expect_integers, expect_layout
 from attnforge.runtime.masks import Causal, Spans, load_operators
 from attnforge.runtime.ops import attention
+from attnforge.runtime.scores import Score, alibi
+from attnforge.runtime.scores import softcap as softcap_of
 
 # As flash-attn: out, or with return_attn_probs (out, lse, None); without dropout it has no probabilities.
 Result = Any
@@ -38,17 +40,21 @@ def flash_attn_func(
 
     causal: bottom-right aligned: key j is visible to query i if j <= i + Sk - Sq. A row that sees no key gives zeros.
     window_size: (left, right), key j is visible when i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1: no limit.
+    softcap: softcap * tanh(score / softcap), 0 for none. alibi_slopes: float32 (Hq) or (B, Hq), without gradient:
+        score - slope * |i + Sk - Sq - j|.
     return_attn_probs: return (out, lse, None), lse float32 (B, Hq, Sq), differentiable.
     Dtypes, head dims and GQA as in `attnforge.attention`.
     Raises ValueError or TypeError naming an unsupported argument.
     """
-    _refuse(dropout_p, softcap, alibi_slopes)
+    _refuse(dropout_p)
     expect_layout("(batch, seq, heads, head_dim)", q=q, k=k, v=v)
+    score = score_of(softcap, alibi_slopes, k.shape[1] - q.shape[1])
     mask = band(q.shape[1], k.shape[1], sides_of(causal, window_size), q.device)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    given: dict[str, Any] = {"scale": softmax_scale, "deterministic": deterministic, "score": score}
     if not return_attn_probs:
-        return attention(q, k, v, mask, scale=softmax_scale, deterministic=deterministic).transpose(1, 2)
-    out, lse = attention(q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic)
+        return attention(q, k, v, mask, **given).transpose(1, 2)
+    out, lse = attention(q, k, v, mask, return_lse=True, **given)
     return out.transpose(1, 2), lse, None
 
 
@@ -82,25 +88,41 @@ def flash_attn_varlen_func(
 
     Raises ValueError or TypeError naming an unsupported argument.
     """
-    _refuse(dropout_p, softcap, alibi_slopes)
+    _refuse(dropout_p)
+    if alibi_slopes is not None:
+        raise ValueError("alibi_slopes: ALiBi of packed documents is not supported; pass None")
     if block_table is not None:
         raise ValueError("block_table: paged keys are not supported; pass None")
     expect_layout("(tokens, heads, head_dim)", q=q, k=k, v=v)
     mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal, window_size)
     q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    given: dict[str, Any] = {"scale": softmax_scale, "deterministic": deterministic}
+    given["score"] = score_of(softcap, None, 0)
     if not return_attn_probs:
-        return attention(q, k, v, mask, scale=softmax_scale, deterministic=deterministic)[0].transpose(0, 1)
-    out, lse = attention(q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic)
+        return attention(q, k, v, mask, **given)[0].transpose(0, 1)
+    out, lse = attention(q, k, v, mask, return_lse=True, **given)
     return out[0].transpose(0, 1), lse[0], None
 
 
-def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:
+def _refuse(dropout_p: float) -> None:
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p: got {dropout_p}, only 0.0 is supported")
-    if softcap != 0.0:
-        raise ValueError(f"softcap: got {softcap}, only 0.0, no cap, is supported")
-    if alibi_slopes is not None:
-        raise ValueError("alibi_slopes: ALiBi is not supported; pass None")
+
+
+def score_of(softcap: float, alibi_slopes: Tensor | None, offset: int) -> Score | None:
+    """The function of flash-attn's arguments: the cap first, then ALiBi with the last query at the last key.
+
+    softcap: 0 is none. alibi_slopes: float32 (Hq) or (B, Hq).
+    """
+    capped = softcap_of(softcap) if softcap != 0.0 else None
+    if alibi_slopes is None:
+        return capped
+    slanted = alibi(alibi_slopes, offset)
+    if capped is None:
+        return slanted
+    head, _, formula = slanted.text.partition(": score ")
+    cap = capped.text.removeprefix("softcap: ")
+    return Score(f"softcap_{head}: {cap} {formula}", slanted.tensors)
 
 
 class Sides(NamedTuple):

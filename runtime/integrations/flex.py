@@ -39,15 +39,16 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), for masks without a score_mod.
+    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D).
 
+    score_mod: traced at every call; attnforge.scores.score_mod(function), made once, saves that and can be passed
+        instead. Captured tensors get no gradient.
     block_mask: converted by `from_block_mask` at its first use; the result is kept with it.
     kernel_options: ignored; they are for torch's kernels and do not change results.
     return_lse, return_aux: lse is the natural logarithm; differentiable.
-    Raises ValueError for a score_mod, for max_scores, for a BlockMask of other lengths, and as `attention`.
+    Raises ValueError for a score_mod that cannot be translated, for max_scores, for a BlockMask of other lengths, and
+    as `attention`.
     """
-    if score_mod is not None:
-        raise ValueError("score_mod: not supported; only masks are. Call torch's flex_attention for it")
     expect_layout("(batch, heads, seq, head_dim)", query=query, key=key, value=value)
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(f"return_aux: got {type(return_aux).__name__}, expected torch's AuxRequest or None")
@@ -61,7 +62,7 @@ def flex_attention(
             f"block_mask: is of {block_mask.seq_lengths} queries and keys, but q and k have "
             f"{query.shape[2]} and {key.shape[2]}; make one of these lengths"
         )
-    out, lse = attention(query, key, value, mask, scale=scale, return_lse=True)
+    out, lse = attention(query, key, value, mask, scale=scale, return_lse=True, score=score_mod)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
@@ -70,8 +71,8 @@ def flex_attention(
 def from_block_mask(block_mask: BlockMask) -> Mask:
     """The mask of a BlockMask: None (everything is visible), Causal(), Spans, or a DenseMask.
 
-    Spans if one interval of queries sees each key, the same in every batch entry and head: documents, causal, prefix,
-    window and noise masks. Else a DenseMask of at most DENSE_BYTES. The first call evaluates the partial blocks and
+    Spans if one interval of queries sees each key, in each batch entry and head: documents, causal, prefix, window and
+    noise masks. Else a DenseMask of at most DENSE_BYTES. The first call evaluates the partial blocks and
     synchronises with the host; later calls are free. Call it outside compiled code.
     Raises TypeError for anything but a BlockMask, ValueError if the DenseMask would be too large.
     """
@@ -99,8 +100,14 @@ def _convert(mask: BlockMask) -> Mask:
     spans = [_intervals(mask, plane) for plane in planes]
     good = torch.stack([is_interval for _, _, is_interval in spans]).all()
     alike = torch.stack([((a == spans[0][0]) & (b == spans[0][1])).all() for a, b, _ in spans]).all()
-    if not bool(good & alike):
+    if not bool(good):
         return _dense(mask, planes)
+    if not bool(alike):
+        batch, heads = mask.kv_num_blocks.shape[:2]
+        starts, ends = (
+            torch.stack(x).view(batch, heads, 1, seq_k) for x in zip(*(s[:2] for s in spans), strict=True)
+        )
+        return Spans(starts, ends, visible_keys=int((ends - starts).sum()) // (seq_q * len(planes)))
     starts, ends, _ = spans[0]
     if bool(((starts == 0) & (ends == seq_q)).all()):
         return None
@@ -181,10 +188,9 @@ def _dense(mask: BlockMask, planes: list[_Blocks]) -> DenseMask:
     batch, heads = mask.kv_num_blocks.shape[:2]
     if (size := batch * heads * seq_q * seq_k) > DENSE_BYTES:
         raise ValueError(
-            f"block_mask: some key is visible to more than one interval of queries, or batch entries or heads differ, "
-            f"and a dense mask of {batch} x {heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than "
-            f"{DENSE_BYTES >> 20}. Make attnforge.Spans of intervals, attnforge.DenseMask where that is worth it, or "
-            "call torch's flex_attention"
+            f"block_mask: some key is visible to more than one interval of queries, and a dense mask of {batch} x "
+            f"{heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than {DENSE_BYTES >> 20}. Make "
+            "attnforge.Spans of intervals, attnforge.DenseMask where that is worth it, or call torch's flex_attention"
         )
     visible = torch.empty(batch, heads, seq_q, seq_k, dtype=torch.bool, device=planes[0].full.device)
     for plane in planes:

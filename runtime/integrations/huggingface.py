@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from attnforge.runtime.masks import Causal, DenseMask
 from attnforge.runtime.ops import Mask, attention
+from attnforge.runtime.scores import softcap
 
 NAME = "attnforge"
 
 # Arguments of models that change the result and that we do not support. The other ones are for other kernels.
-_UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sinks", "head_mask")
+_UNSUPPORTED = ("position_bias", "sinks", "head_mask")
 
 
 def register_huggingface() -> None:
@@ -29,8 +30,13 @@ def register_huggingface() -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
-        import transformers  # raises a clear ImportError if it is missing
-
+        try:
+            import transformers
+        except ImportError:
+            raise ImportError(
+                'register_huggingface: transformers is not installed; pip install "attnforge[huggingface]", or '
+                "transformers>=4.53"
+            ) from None
         raise RuntimeError(
             f"register_huggingface: transformers {transformers.__version__} has no interface to register attention "
             "and masks with; install transformers>=4.53"
@@ -54,8 +60,8 @@ def attention_forward(
     """transformers' attention function: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D) -> (B, Sq, Hq, D), no weights.
 
     attention_mask: bool (B or 1, 1 or Hq, Sq, Sk), True = visible; None: causal if the module is and there is
-    more than one query, else full. Raises ValueError for dropout, additive masks, and unsupported arguments that
-    change the scores.
+    more than one query, else full. softcap is Gemma 2's, s_aux are gpt-oss's sinks. Raises ValueError for dropout,
+    additive masks, and unsupported arguments that change the scores.
     """
     if dropout:
         raise ValueError(
@@ -73,7 +79,10 @@ def attention_forward(
         # Queries start at the first key: keys after the last query are an unfilled part of the cache.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         mask = Causal()
-    return attention(query, key, value, mask, scale=scaling).transpose(1, 2), None
+    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    score = None if cap is None else softcap(cap)
+    out = attention(query, key, value, mask, scale=scaling, score=score, sinks=sinks)
+    return out.transpose(1, 2), None
 
 
 def _bool(mask: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ _enabled = False  # by enable()
 _depth = 0  # open sdpa() blocks, of all threads
 _current: Any = None  # the active replacement; code that wrapped it may still hold it later
 _original: Any = None  # the function that it replaced
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def enable() -> None:
@@ -194,9 +194,9 @@ def _causal_bias(
 
 
 def _tell(reason: str) -> None:
-    if torch.compiler.is_compiling() or reason in _told:
+    if torch.compiler.is_compiling() or reason in _logged:
         return  # logging would break the graph
-    _told.add(reason)
+    _logged.add(reason)
     logger.warning("scaled_dot_product_attention runs on torch's own kernels: %s", reason)
 
 

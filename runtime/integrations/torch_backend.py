@@ -22,7 +22,7 @@ logger = logging.getLogger("attnforge")
 
 NAME = "attnforge"
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Scaled = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int, Tensor, Tensor, Tensor]
@@ -91,8 +91,8 @@ def _or_torchs(function: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
         except _RefusedError as refused:
             if kernel is None:
                 raise
-            if refused.argument not in _told:
-                _told.add(refused.argument)
+            if refused.argument not in _logged:
+                _logged.add(refused.argument)
                 logger.warning("flash attention runs on torch's own kernels: %s", refused)
         return kernel.call_boxed(keys, *arguments, **named)
 

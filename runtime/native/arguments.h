@@ -20,22 +20,57 @@ inline TensorRef ref(const Tensor& x) {
     return {const_cast<void*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+inline void set_planes(Params& p, const Tensor& mask) {
+    p.mask_batches = static_cast<int>(mask.size(0));
+    p.mask_heads = static_cast<int>(mask.size(1));
+    p.mask_planes = p.mask_batches * p.mask_heads;
+}
+
 inline void set_spans(Params& p, at::TensorList mask) {
+    if (mask[0].dim() == 5) {
+        set_planes(p, mask[0]);
+        p.spans = mask[0].const_data_ptr<int>();
+        return;
+    }
     p.starts = mask[0].const_data_ptr<int>();
     p.ends = mask.size() == 2 ? mask[1].const_data_ptr<int>() : p.starts + mask[0].size(1);
 }
 
 inline void set_dense(Params& p, const Tensor& mask) {
-    const bool planes = mask.dim() == 4;
-    p.mask_batches = planes ? static_cast<int>(mask.size(0)) : 1;
-    p.mask_heads = planes ? static_cast<int>(mask.size(1)) : 1;
-    p.mask_planes = p.mask_batches * p.mask_heads;
+    if (mask.dim() == 4) {
+        set_planes(p, mask);
+    }
     if (mask.scalar_type() == at::kBool) {
         p.dense = {static_cast<const unsigned char*>(mask.const_data_ptr()), p.mask_batches > 1 ? mask.stride(0) : 0,
                    p.mask_heads > 1 ? mask.stride(1) : 0, mask.stride(-2), mask.stride(-1)};
     } else {
         p.mask_bits = reinterpret_cast<const unsigned*>(mask.const_data_ptr<int>());
         p.mask_words = static_cast<int>(mask.size(3));
+    }
+}
+
+inline ScoreRef score_ref(const Tensor& x) {
+    ScoreRef found{x.const_data_ptr(), {0, 0, 0, 0}, {1, 1, 1, 1}};
+    for (int64_t axis = 0; axis < x.dim(); ++axis) {
+        found.stride[axis] = x.stride(axis);
+        found.size[axis] = static_cast<int>(x.size(axis));
+    }
+    return found;
+}
+
+// The tensors that the variant's formula reads; they are as it declares them, or an error says which is not.
+inline void set_score(Params& p, const Variant& variant, at::TensorList tensors) {
+    ScoreRef* const places[] = {&p.score0, &p.score1, &p.score2, &p.score3};
+    TORCH_CHECK_VALUE(tensors.size() == variant.score_tensors.size(), "score: got ", tensors.size(),
+                      " tensors, but its formula has ", variant.score_tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        const Tensor& x = tensors[i];
+        const auto dtype = x.scalar_type();
+        const std::string name = dtype == at::kFloat ? "float32" : dtype == at::kInt ? "int32" : "bfloat16";
+        const std::string kind = name + "[" + std::to_string(x.dim()) + "]";
+        TORCH_CHECK_VALUE(kind == variant.score_tensors[i], "score: tensor ", i, " is ", kind,
+                          ", but its formula has ", variant.score_tensors[i]);
+        *places[i] = score_ref(x);
     }
 }
 
@@ -66,6 +101,9 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
         set_spans(p, c.mask);
     } else if (c.kind == kDense) {
         set_dense(p, c.mask[0]);
+    }
+    if (!c.score.text.empty()) {
+        set_score(p, variant, c.score.tensors);
     }
     p.threads = at::get_num_threads();
     const double scale = softmax_scale(c.scale, c.q.size(3));

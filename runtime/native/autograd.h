@@ -10,11 +10,13 @@
 
 namespace attnforge {
 
-// As the dispatcher has them: in a trace `visible` may stand for a number that changes from pack to pack.
+// As the dispatcher has them: in a trace `visible_keys` may stand for a number that changes from pack to pack.
 inline const auto& forward_op() {
     static const auto op =
         find_op<ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t,
-                              std::optional<double>, bool, c10::SymInt, int64_t)>("attnforge::forward");
+                              std::optional<double>, bool, c10::SymInt, int64_t, std::string_view,
+                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                              const OptionalTensor&)>("attnforge::forward");
     return op;
 }
 
@@ -22,11 +24,13 @@ inline const auto& backward_op() {
     static const auto op =
         find_op<BackwardResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                const OptionalTensor&, int64_t, std::optional<double>, bool, c10::SymInt,
-                               const OptionalTensor&, int64_t)>("attnforge::backward");
+                               const OptionalTensor&, int64_t, std::string_view, const OptionalTensor&,
+                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>(
+            "attnforge::backward");
     return op;
 }
 
-// Would the dispatcher go from here to the backend's kernel with at most autograd in between, and nobody looking on?
+// Would the dispatcher call the backend's kernel next, with at most autograd in between and no dispatch mode active?
 inline bool is_plain(std::initializer_list<const Tensor*> tensors, const OptionalTensor& mask) {
     c10::DispatchKeySet keys;
     for (const Tensor* x : tensors) {
@@ -51,18 +55,21 @@ struct Rest {
     int64_t kind;
     std::optional<double> scale;
     bool deterministic;
-    c10::SymInt visible;
+    c10::SymInt visible_keys;
     int64_t variant;
-    bool plain;  // is_plain of them all, and `visible` is a number
+    bool plain;  // is_plain of them all, and `visible_keys` is a number
+    const Score& score = no_score();
 };
 
 // The forward below autograd; through the dispatcher unless the call is `plain` (see is_plain).
 inline ForwardResult forward_below(const Tensor& q, const Tensor& k, const Tensor& v, const Rest& r, bool with_lse) {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (r.plain) {
-        return run_forward({q, k, v, mask_list(r.mask), r.kind, r.scale, r.visible.expect_int()}, r.variant, with_lse);
+        return run_forward({q, k, v, mask_list(r.mask), r.kind, r.scale, r.visible_keys.expect_int(), r.score}, r.variant,
+                           with_lse);
     }
-    return forward_op().call(q, k, v, r.mask, r.kind, r.scale, r.deterministic, r.visible, r.variant);
+    return forward_op().call(q, k, v, r.mask, r.kind, r.scale, r.deterministic, r.visible_keys, r.variant, r.score.text,
+                             r.score.tensor(0), r.score.tensor(1), r.score.tensor(2), r.score.tensor(3));
 }
 
 // The lse is a result only where somebody gets it: what is but saved needs no place in the graph.
@@ -77,6 +84,7 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
         if (rest.mask.has_value()) {
             saved.push_back(*rest.mask);
         }
+        saved.insert(saved.end(), rest.score.tensors.begin(), rest.score.tensors.end());
         context->save_for_backward(std::move(saved));
         // What is as by default is left out: each entry costs an allocation or two.
         auto& data = context->saved_data;
@@ -89,8 +97,12 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
         if (rest.deterministic) {
             data["deterministic"] = true;
         }
-        if (rest.visible.is_symbolic() || rest.visible.expect_int() != 0) {
-            data["visible"] = rest.visible;
+        if (!rest.score.text.empty()) {
+            data["score"] = std::string(rest.score.text);
+            data["score_tensors"] = static_cast<int64_t>(rest.score.tensors.size());
+        }
+        if (rest.visible_keys.is_symbolic() || rest.visible_keys.expect_int() != 0) {
+            data["visible_keys"] = rest.visible_keys;
         }
         context->set_materialize_grads(false);
         if constexpr (with_lse) {
@@ -112,12 +124,22 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
             const auto found = context->saved_data.find(name);
             return found == context->saved_data.end() ? c10::IValue() : found->second;
         };
-        const c10::IValue kind = given("kind"), deterministic = given("deterministic"), visible = given("visible");
+        const c10::IValue kind = given("kind"), deterministic = given("deterministic");
+        const c10::IValue visible_keys = given("visible_keys");
+        const c10::IValue score = given("score");
+        const size_t others = 5 + (score.isNone() ? 0 : given("score_tensors").toInt());  // than the mask
+        const auto score_tensor = [&](size_t i) {
+            const size_t place = saved.size() - (others - 5) + i;
+            return place < saved.size() ? OptionalTensor(saved[place]) : std::nullopt;
+        };
         std::tie(result[0], result[1], result[2]) = backward_op().call(
             dout, saved[0], saved[1], saved[2], saved[3], saved[4],
-            saved.size() == 6 ? OptionalTensor(saved[5]) : std::nullopt, kind.isNone() ? int64_t{kFull} : kind.toInt(),
+            saved.size() > others ? OptionalTensor(saved[5]) : std::nullopt,
+            kind.isNone() ? int64_t{kFull} : kind.toInt(),
             given("scale").template toOptional<double>(), !deterministic.isNone(),
-            visible.isNone() ? c10::SymInt(0) : visible.toSymInt(), dlse, 0);
+            visible_keys.isNone() ? c10::SymInt(0) : visible_keys.toSymInt(), dlse, 0,
+            score.isNone() ? std::string_view() : score.toStringView(), score_tensor(0), score_tensor(1),
+            score_tensor(2), score_tensor(3));
         return result;
     }
 };
@@ -133,8 +155,16 @@ inline bool records(const Tensor& q, const Tensor& k, const Tensor& v) {
 
 inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                                       int64_t kind, std::optional<double> scale, bool deterministic,
-                                      c10::SymInt visible, int64_t variant) {
-    const Rest rest{mask, kind, scale, deterministic, std::move(visible), variant, false};
+                                      c10::SymInt visible_keys, int64_t variant, std::string_view text,
+                                      const OptionalTensor& score0, const OptionalTensor& score1,
+                                      const OptionalTensor& score2, const OptionalTensor& score3) {
+    const Score score(text, {score0, score1, score2, score3});
+    for (const Tensor& x : score.tensors) {
+        TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled() || !x.requires_grad(),
+                                    "attnforge: score: a captured tensor requires grad, but gradients of captured "
+                                    "tensors are not implemented; detach it");
+    }
+    const Rest rest{mask, kind, scale, deterministic, std::move(visible_keys), variant, false, score};
     if (records(q, k, v)) {
         auto results = Attention<true>::apply(q, k, v, rest);
         return {results[0], results[1]};
@@ -144,16 +174,18 @@ inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Te
 
 inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                         const Tensor& out, const Tensor& lse, const OptionalTensor& mask, int64_t kind,
-                                        std::optional<double> scale, bool deterministic, c10::SymInt visible,
-                                        const OptionalTensor& dlse, int64_t variant) {
+                                        std::optional<double> scale, bool deterministic, c10::SymInt visible_keys,
+                                        const OptionalTensor& dlse, int64_t variant, std::string_view score,
+                                        const OptionalTensor& score0, const OptionalTensor& score1,
+                                        const OptionalTensor& score2, const OptionalTensor& score3) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !at::GradMode::is_enabled() ||
             !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad() ||
               (dlse && dlse->requires_grad())),
         "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
     const at::AutoDispatchBelowADInplaceOrView below;
-    return backward_op().call(dout, q, k, v, out, lse, mask, kind, scale, deterministic, std::move(visible), dlse,
-                              variant);
+    return backward_op().call(dout, q, k, v, out, lse, mask, kind, scale, deterministic, std::move(visible_keys), dlse,
+                              variant, score, score0, score1, score2, score3);
 }
 
 // `forward` without the lse. Its caller would make a Python object of it, only to drop it; and what an operator does
@@ -161,11 +193,12 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
 // asking it, where there is nothing but autograd between here and the kernels. Modes, subclasses, autocast, profilers
 // and the like see `forward`, as they would if it had been called.
 inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool deterministic,
-                     int64_t kind, const OptionalTensor& mask, c10::SymInt visible) {
-    if (visible.is_symbolic() || !is_plain({&q, &k, &v}, mask)) {
-        return std::get<0>(forward_op().call(q, k, v, mask, kind, scale, deterministic, std::move(visible), 0));
+                     int64_t kind, const OptionalTensor& mask, c10::SymInt visible_keys) {
+    if (visible_keys.is_symbolic() || !is_plain({&q, &k, &v}, mask)) {
+        return std::get<0>(forward_op().call(q, k, v, mask, kind, scale, deterministic, std::move(visible_keys), 0, {}, {},
+                                               {}, {}, {}));
     }
-    const Rest rest{mask, kind, scale, deterministic, std::move(visible), 0, true};
+    const Rest rest{mask, kind, scale, deterministic, std::move(visible_keys), 0, true};
     return records(q, k, v) ? std::move(Attention<false>::apply(q, k, v, rest)[0])
                             : std::get<0>(forward_below(q, k, v, rest, false));
 }
@@ -178,20 +211,23 @@ inline Tensor attend_causal(const Tensor& q, const Tensor& k, const Tensor& v, s
     return attend(q, k, v, scale, false, kCausal, {}, 0);
 }
 
-inline Tensor attend_spans(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask, int64_t visible,
+inline Tensor attend_spans(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask, int64_t visible_keys,
                            std::optional<double> scale) {
-    return attend(q, k, v, scale, false, kSpans, mask, visible);
+    return attend(q, k, v, scale, false, kSpans, mask, visible_keys);
 }
 
 template <c10::DeviceType type>
 ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                               int64_t kind, std::optional<double> scale, bool deterministic, c10::SymInt visible,
-                               int64_t variant) {
+                               int64_t kind, std::optional<double> scale, bool deterministic, c10::SymInt visible_keys,
+                               int64_t variant, std::string_view score, const OptionalTensor& score0,
+                               const OptionalTensor& score1, const OptionalTensor& score2,
+                               const OptionalTensor& score3) {
     const c10::impl::ExcludeDispatchKeyGuard once(at::autocast::get_autocast_dispatch_key_from_device_type(type));
     const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
         return at::autocast::cached_cast(dtype, x, type);
     };
-    return forward_op().call(cast(q), cast(k), cast(v), mask, kind, scale, deterministic, std::move(visible), variant);
+    return forward_op().call(cast(q), cast(k), cast(v), mask, kind, scale, deterministic, std::move(visible_keys), variant,
+                             score, score0, score1, score2, score3);
 }
 
 }  // namespace attnforge

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <optional>
+#include <string_view>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -14,17 +16,50 @@ using OptionalTensor = std::optional<Tensor>;
 using ForwardResult = std::tuple<Tensor, Tensor>;           // out, lse
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
 
+// What a score function reads: the first ones that are there.
+struct ScoreTensors {
+    const OptionalTensor &x0, &x1, &x2, &x3;
+};
+
+// A function of a score: its text (codegen/score.py), empty for none, and its tensors.
+struct Score {
+    std::string_view text = {};
+    std::vector<Tensor> tensors = {};
+
+    Score() = default;
+    Score(std::string_view text_, const ScoreTensors& given) : text(text_) {
+        for (const OptionalTensor* x : {&given.x0, &given.x1, &given.x2, &given.x3}) {
+            if (x->has_value()) {
+                tensors.push_back(**x);
+            }
+        }
+    }
+    // As an operator takes it.
+    OptionalTensor tensor(size_t i) const { return i < tensors.size() ? OptionalTensor(tensors[i]) : std::nullopt; }
+};
+
+inline const Score& no_score() {
+    static const Score none;
+    return none;
+}
+
 // The arguments that forward and backward share. The tensors are the caller's.
 struct Call {
     const Tensor& q;
     const Tensor& k;
     const Tensor& v;
-    // Of spans: their data (2, seq_k), see masks.h, or starts and ends. Of a dense mask: its data, or a bool tensor
+    // Of spans: their data, see masks.h, or starts and ends (seq_k). Of a dense mask: its data, or a bool tensor
     // (seq_q, seq_k) or (batch or 1, heads_q or 1, seq_q, seq_k). Else none.
     at::TensorList mask;
     int64_t kind;
     std::optional<double> scale;
-    int64_t visible = 0;  // keys that a query sees on average, 0: unknown
+    int64_t visible_keys = 0;  // keys that a query sees on average, 0: unknown
+    const Score& score = no_score();
+
+    // Of spans: are they unions of intervals, or in planes, as data of 5 dimensions is?
+    bool is_union() const { return kind == kSpans && mask[0].dim() == 5; }
+    int64_t intervals() const { return is_union() ? mask[0].size(2) : 1; }
+    bool planes() const { return is_union() && mask[0].size(0) * mask[0].size(1) > 1; }
 
     // No pair of a query and a key at all: there is nothing to launch.
     bool is_empty() const { return q.numel() == 0 || k.size(2) == 0; }

@@ -1,6 +1,7 @@
 // Checks of the arguments of the operators. The texts of errors are in runtime/inputs.py.
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 #include <climits>
 
@@ -22,11 +23,18 @@ inline bool is_input(const Tensor& x, const Tensor& q) {
            x.size(3) > 0 && (x.stride(3) == 1 || x.size(3) == 1 || x.numel() == 0);
 }
 
+constexpr int64_t kMaxIntervals = 4;  // as MAX_INTERVALS of codegen/spec.py
+
 inline bool is_mask_data(const Tensor& x, const Call& c) {
     if (x.scalar_type() != at::kInt || x.device() != c.q.device() || !x.is_contiguous()) {
         return false;
     }
     const int64_t seq_q = c.q.size(2), seq_k = c.k.size(2);
+    if (c.kind == kSpans && x.dim() == 5) {
+        return (x.size(0) == 1 || x.size(0) == c.q.size(0)) &&
+               (x.size(1) == 1 || x.size(1) == c.q.size(1) || x.size(1) == c.k.size(1)) && x.size(2) >= 1 &&
+               x.size(2) <= kMaxIntervals && x.size(3) == 2 && x.size(4) == seq_k;
+    }
     if (c.kind == kSpans) {
         return x.dim() == 2 && x.size(0) == 2 && x.size(1) == seq_k;
     }
@@ -47,6 +55,16 @@ inline bool is_mask(const Call& c) {
     }
 }
 
+// Whether they are what the formula reads is checked against the variant: see set_score in arguments.h.
+inline bool is_score(const Call& c) {
+    const auto readable = [&](const Tensor& x) {
+        const auto dtype = x.scalar_type();
+        return (dtype == at::kFloat || dtype == at::kInt || dtype == at::kBFloat16) && x.device() == c.q.device() &&
+               x.dim() >= 1 && x.dim() <= 4 && x.numel() > 0;
+    };
+    return std::all_of(c.score.tensors.begin(), c.score.tensors.end(), readable);
+}
+
 // As inputs.is_scale: the kernels compute in float32, in which the scale must be neither 0 nor infinite.
 inline bool is_scale(double scale) { return scale >= 0x1p-149 && scale <= FLT_MAX; }
 
@@ -58,8 +76,8 @@ inline bool acceptable(const Call& c) {
            is_input(c.k, c.q) && is_input(c.v, c.q) && c.k.sizes().slice(0, 3) == c.v.sizes().slice(0, 3) &&
            c.q.size(0) == c.k.size(0) && c.q.size(3) == c.k.size(3) && c.q.size(3) <= kMaxHeadDim &&
            c.v.size(3) <= kMaxHeadDim && c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) <= INT_MAX / 2 &&
-           c.k.size(2) <= INT_MAX / 2 && c.q.size(0) * c.q.size(1) <= INT_MAX && is_mask(c) &&
-           (!c.scale || is_scale(*c.scale)) && c.visible >= 0;
+           c.k.size(2) <= INT_MAX / 2 && c.q.size(0) * c.q.size(1) <= INT_MAX && is_mask(c) && is_score(c) &&
+           (!c.scale || is_scale(*c.scale)) && c.visible_keys >= 0;
 }
 
 // Has x the shape of the call's output, dtype and device of q?
@@ -85,10 +103,12 @@ inline void complain(const Call& c, const OptionalTensor& dout = {}, const Optio
     static const auto op =
         find_op<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t, std::optional<double>,
                      int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                     const OptionalTensor&)>("attnforge::complain");
+                     const OptionalTensor&, std::string_view, const OptionalTensor&, const OptionalTensor&,
+                     const OptionalTensor&, const OptionalTensor&)>("attnforge::complain");
     const at::AutoDispatchBelowAutograd below;
     const OptionalTensor mask = c.mask.empty() ? OptionalTensor() : c.mask[0];
-    op.call(c.q, c.k, c.v, mask, c.kind, c.scale, c.visible, dout, out, lse, dlse);
+    op.call(c.q, c.k, c.v, mask, c.kind, c.scale, c.visible_keys, dout, out, lse, dlse, c.score.text, c.score.tensor(0),
+            c.score.tensor(1), c.score.tensor(2), c.score.tensor(3));
     TORCH_INTERNAL_ASSERT(false, "attnforge: inputs were refused, but runtime/inputs.py finds nothing wrong");
 }
 

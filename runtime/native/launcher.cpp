@@ -11,12 +11,15 @@ namespace {
 
 // ---- Registration --------------------------------------------------------------------------------------------------
 
+#define ATTNFORGE_SCORE_TENSORS "Tensor? score0=None, Tensor? score1=None, Tensor? score2=None, Tensor? score3=None"
 TORCH_LIBRARY(attnforge, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
     m.def("forward(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, float? scale, bool deterministic=False, "
-          "SymInt visible=0, int variant=0) -> (Tensor out, Tensor lse)", tags);
+          "SymInt visible=0, int variant=0, str score=\"\", "
+          ATTNFORGE_SCORE_TENSORS ") -> (Tensor out, Tensor lse)", tags);
     m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, int kind, "
-          "float? scale, bool deterministic=False, SymInt visible=0, Tensor? dlse=None, int variant=0) "
+          "float? scale, bool deterministic=False, SymInt visible=0, Tensor? dlse=None, int variant=0, str score=\"\", "
+          ATTNFORGE_SCORE_TENSORS ") "
           "-> (Tensor dq, Tensor dk, Tensor dv)", tags);
     m.def("attend(Tensor q, Tensor k, Tensor v, float? scale, bool deterministic=False, int kind=0, "
           "Tensor? mask=None, SymInt visible=0) -> Tensor", tags);
@@ -32,9 +35,10 @@ TORCH_LIBRARY(attnforge, m) {
     m.def("mask_of_data(Tensor data) -> Tensor", tags);
     // Called from C++, implemented in Python.
     m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, float? scale, int visible, Tensor? dout, "
-          "Tensor? out, Tensor? lse, Tensor? dlse) -> ()");
+          "Tensor? out, Tensor? lse, Tensor? dlse, str score=\"\", " ATTNFORGE_SCORE_TENSORS ") -> ()");
     m.def("resolve(bool backward, ScalarType dtype, int head_dim, int head_dim_v, int kind, int heads_q, int heads_kv, "
-          "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible) -> int");
+          "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible, int intervals, "
+          "bool planes, str score=\"\") -> int");
     m.def("load_mask_kernels(Device device) -> ()");
     // Called from Python.
     m.def("add_variant(str description, Device device, Tensor binary, str path) -> int");

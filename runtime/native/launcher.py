@@ -1,8 +1,8 @@
 """The C++ extension that holds the operators: built once, published in the cache, loaded once per process.
 
 It uses torch's C++ API but neither Python's nor CUDA's, so it needs no Python.h and no toolkit, and one build
-serves every Python version. `torch.utils.cpp_extension.load` builds it in a directory that no other process
-knows: its lock file, which a killed process leaves behind for ever, can therefore stop nobody.
+serves every Python version. `torch.utils.cpp_extension.load` builds it in a directory of this process
+alone, so that its lock file, which a killed process leaves behind, blocks no other process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from attnforge.codegen import native
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.build.notice import announce
 from attnforge.runtime.build.toolchain import host_toolchain, run
 
 log = logging.getLogger("attnforge")
@@ -105,6 +106,10 @@ def build(directory: Path, texts: dict[str, str]) -> None:
     log.info(
         "building the launcher for torch %s, once for this machine; this takes half a minute",
         torch.__version__,
+    )
+    announce(
+        "launcher",
+        f"building the launcher for torch {torch.__version__}, once for this machine; half a minute",
     )
     for name, text in texts.items():
         (directory / name).write_text(text)

@@ -84,21 +84,27 @@ void launch_mask_kernel(void* function, int64_t blocks, c10::Device device, std:
 
 // ---- Spans ----------------------------------------------------------------------------------------------------------
 
-// starts, ends: int32 (seq_k) -> (2, seq_k).
+// starts, ends: int32 (seq_k) -> (2, seq_k); int32 (batch, heads, intervals, seq_k), those of a key disjoint ->
+// (batch, heads, intervals, 2, seq_k).
 inline Tensor mask_of_spans(const Tensor& starts, const Tensor& ends) {
-    TORCH_CHECK_VALUE(starts.scalar_type() == at::kInt && ends.scalar_type() == at::kInt && starts.dim() == 1 &&
-                          starts.sizes() == ends.sizes() && starts.device() == ends.device(),
-                      "starts, ends: expected two int32 vectors of one length on one device");
+    const bool unions = starts.dim() == 4;
+    TORCH_CHECK_VALUE(starts.scalar_type() == at::kInt && ends.scalar_type() == at::kInt &&
+                          (starts.dim() == 1 || unions) && starts.sizes() == ends.sizes() &&
+                          starts.device() == ends.device(),
+                      "starts, ends: expected two int32 tensors of one shape on one device, (seq_k) or (batch, heads, "
+                      "intervals, seq_k)");
     const c10::DeviceGuard guard(starts.device());
-    const Tensor data = new_mask({2, starts.size(0)}, starts.device(), room_for_schedules(starts.size(0)));
-    data.select(0, 0).copy_(starts);
-    data.select(0, 1).copy_(ends);
+    std::vector<int64_t> sizes = starts.sizes().vec();
+    sizes.insert(sizes.end() - 1, 2);
+    const Tensor data = new_mask(sizes, starts.device(), unions ? 0 : room_for_schedules(starts.size(0)));
+    data.select(-2, 0).copy_(starts);
+    data.select(-2, 1).copy_(ends);
     return data;
 }
 
 // A copy of the data of a mask, or of a part of it, as a mask of its own.
 inline Tensor mask_of_data(const Tensor& data) {
-    TORCH_CHECK_VALUE(data.scalar_type() == at::kInt && (data.dim() == 2 || data.dim() == 4),
+    TORCH_CHECK_VALUE(data.scalar_type() == at::kInt && (data.dim() == 2 || data.dim() == 4 || data.dim() == 5),
                       "data: expected that of a mask, int32");
     const c10::DeviceGuard guard(data.device());
     const Tensor copy = new_mask(data.sizes(), data.device(), data.dim() == 2 ? room_for_schedules(data.size(1)) : 0);
@@ -107,7 +113,7 @@ inline Tensor mask_of_data(const Tensor& data) {
 }
 
 // Keys of split i, up to ends[i], are visible to the queries from firsts[i] on, or from their own on if that is -1, to
-// lasts[i]. Keys from `limit` on are visible to nobody.
+// lasts[i]. Keys from `limit` on are visible to no query.
 inline Tensor mask_of_splits(at::IntArrayRef ends, at::IntArrayRef firsts, at::IntArrayRef lasts, int64_t limit,
                              at::Device place) {
     const c10::Device device =

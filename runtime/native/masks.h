@@ -1,10 +1,11 @@
-// Masks as values. A mask is one int32 tensor, its data: spans are (2, seq_k), starts and ends; a dense mask is
+// Masks as values. A mask is one int32 tensor, its data: spans are (2, seq_k), starts and ends, and unions of up to 4
+// intervals (batch or 1, heads_q, heads_kv or 1, intervals, 2, seq_k); a dense mask is
 // (batch or 1, heads_q or 1, seq_q, ceil(seq_k / 32)), a bit for each pair, the lowest for the first key.
 //
 // The storage of that tensor owns the mask's tile schedules: the context of its DataPtr is a MaskState. So every alias
-// of the tensor leads to the same schedules (layers, checkpoints, saved tensors, inputs of compiled code), and they go
-// when the last one goes. Nothing is looked up by address or version. A tensor of the same layout whose storage is
-// somebody else's (a copy in the static memory of a CUDA graph, say) is a mask, too; its schedules serve one call each.
+// of the tensor leads to the same schedules (layers, checkpoints, saved tensors, inputs of compiled code), and they are
+// freed with the last one. Nothing is looked up by address or version. A tensor of the same layout with another storage
+// (such as a copy in the static memory of a CUDA graph) is a mask, too; its schedules are made anew for each call.
 #pragma once
 
 #include <atomic>

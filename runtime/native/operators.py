@@ -40,8 +40,14 @@ def _forward(
     deterministic: bool = False,
     visible: int = 0,
     variant: int = 0,
+    score: str = "",
+    score0: Tensor | None = None,
+    score1: Tensor | None = None,
+    score2: Tensor | None = None,
+    score3: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     inputs.check_forward(q, k, v, mask, kind, scale)
+    inputs.check_score(q, k, score, (score0, score1, score2, score3))
     return _output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
@@ -59,8 +65,14 @@ def _backward(
     visible: int = 0,
     dlse: Tensor | None = None,
     variant: int = 0,
+    score: str = "",
+    score0: Tensor | None = None,
+    score1: Tensor | None = None,
+    score2: Tensor | None = None,
+    score3: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs.check_forward(q, k, v, mask, kind, scale)
+    inputs.check_score(q, k, score, (score0, score1, score2, score3))
     inputs.check_backward(q, v, dout, out, lse, dlse)
     return _like(q), _like(k), _like(v)
 
@@ -77,8 +89,14 @@ def _complain(
     out: Tensor | None,
     lse: Tensor | None,
     dlse: Tensor | None,
+    score: str = "",
+    score0: Tensor | None = None,
+    score1: Tensor | None = None,
+    score2: Tensor | None = None,
+    score3: Tensor | None = None,
 ) -> None:
     inputs.check_forward(q, k, v, mask, kind, scale, visible)
+    inputs.check_score(q, k, score, (score0, score1, score2, score3))
     if dout is not None and out is not None and lse is not None:
         inputs.check_backward(q, v, dout, out, lse, dlse)
 
@@ -91,7 +109,7 @@ def _data(like: Tensor, *shape: int) -> Tensor:
 
 
 def _mask_of_spans(starts: Tensor, ends: Tensor) -> Tensor:
-    return _data(starts, 2, starts.shape[0])
+    return _data(starts, *starts.shape[:-1], 2, starts.shape[-1])
 
 
 def _mask_of_pairs(visible: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ namespace attnforge {
 
 // The problem class that a dispatch decision holds for.
 struct Route {
-    uint64_t sizes, kind;
-    bool operator==(const Route& o) const { return sizes == o.sizes && kind == o.kind; }
+    uint64_t sizes, kind, score;
+    bool operator==(const Route& o) const { return sizes == o.sizes && kind == o.kind && score == o.score; }
 };
 
 struct RouteHash {
     size_t operator()(const Route& r) const {
-        return (r.sizes ^ r.kind * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u >> 7;
+        return (r.sizes ^ (r.kind ^ r.score << 20) * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u >> 7;
     }
 };
 
@@ -25,14 +25,16 @@ class Router {
 public:
     int64_t choose(const Call& c, bool backward, bool deterministic, int64_t align) {
         const uint64_t rows_octave = 63 - __builtin_clzll(static_cast<uint64_t>(c.q.size(2)));
-        const uint64_t visible_octave = c.visible > 0 ? 64 - __builtin_clzll(static_cast<uint64_t>(c.visible)) : 0;
+        const uint64_t visible_octave =
+            c.visible_keys > 0 ? 64 - __builtin_clzll(static_cast<uint64_t>(c.visible_keys)) : 0;
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
         const Route route{
             static_cast<uint64_t>(c.q.size(3)) << 48 | static_cast<uint64_t>(c.v.size(3)) << 32 |
                 static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             visible_octave << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
                 rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 |
-                deterministic * 2u | backward};
+                static_cast<uint64_t>(c.intervals()) << 4 | c.planes() * 4u | deterministic * 2u | backward,
+            c.score.text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(c.score.text)))};
         {
             const std::shared_lock lock(mutex_);
             const auto found = handles_.find(route);
@@ -41,11 +43,12 @@ public:
             }
         }
         static const auto resolve = find_op<int64_t(bool, at::ScalarType, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                                    int64_t, int64_t, int64_t, at::Device, bool, int64_t)>(
-            "attnforge::resolve");
+                                                    int64_t, int64_t, int64_t, at::Device, bool, int64_t, int64_t,
+                                                    bool, std::string_view)>("attnforge::resolve");
         const int64_t handle =
             resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.kind, c.q.size(1), c.k.size(1),
-                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible);
+                         c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible_keys, c.intervals(),
+                         c.planes(), c.score.text);
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;
@@ -72,10 +75,12 @@ inline const Variant& choose(const Call& c, bool backward, bool deterministic, i
     }
     const Variant& v = variants().at(handle);
     TORCH_CHECK_VALUE(v.backward == backward && v.dtype == c.q.scalar_type() && v.head_dim == c.q.size(3) &&
-                          v.head_dim_v == c.v.size(3) && v.mask == c.kind && v.device == c.q.device() &&
+                          v.head_dim_v == c.v.size(3) && v.mask == c.kind && v.intervals == c.intervals() &&
+                          v.planes == c.planes() && v.score == c.score.text && v.device == c.q.device() &&
                           align % v.align == 0 && (v.deterministic || !deterministic),
                       "variant: ", v.name, " on ", v.device, " does not fit this call (", backward ? "bwd" : "fwd",
                       ", ", c.q.scalar_type(), ", head_dim ", c.q.size(3), " and of v ", c.v.size(3), ", mask ", c.kind,
+                      c.is_union() ? c10::str(" of ", c.intervals(), " intervals", c.planes() ? " in planes" : "") : "",
                       ", rows aligned to ", align, " bytes, ", c.q.device(), deterministic ? ", deterministic" : "",
                       ")");
     return v;

@@ -12,8 +12,8 @@
 
 namespace attnforge {
 
-// An int tensor that outlives the call, where new_mask left no room. A thread of its own allocates it, since this one's
-// allocations may go into a pool in which nothing may stay behind.
+// An int tensor that outlives the call, where new_mask left no room. Another thread allocates it, since this
+// thread's allocations may go to the pool of a CUDA graph, which must not keep them.
 inline Tensor empty_to_keep(int64_t size, const at::TensorOptions& options, const c10::Stream& stream) {
     Tensor result;
     std::exception_ptr error;
@@ -40,7 +40,7 @@ struct ScheduleLayout {
         p.bits_row = variant.bits == MaskBits::kNone ? 0 : ((of_keys ? p.padded_k : p.padded_q) + 31) / 32;
         p.list_stride = variant.owner_n ? p.tiles_m : p.tiles_n;
         tiles = int64_t{p.mask_planes} * (variant.owner_n ? p.tiles_n : p.tiles_m);
-        bounds = variant.bounds ? int64_t{2} * p.padded_k : 0;
+        bounds = variant.bounds ? int64_t{2} * p.mask_planes * variant.intervals * p.padded_k : 0;
         bits = int64_t{p.mask_planes} * (of_keys ? p.padded_q : p.padded_k) * p.bits_row;
         kv_range = variant.row_groups > 1 ? 8 * tiles : 0;
         lists = tiles * (2 + p.list_stride * (variant.dq_semaphore ? 2 : 1));
@@ -133,7 +133,8 @@ inline Attached attach_schedule(const Variant& variant, const Tensor& data, Para
         run(variant, variant.schedule, params, stream);
         return result;
     }
-    const int64_t group = variant.grouped && params.mask_heads > 1 ? params.heads_q / params.heads_kv : 1;
+    const bool own = params.mask_heads > params.heads_kv;  // has each q head of a group a plane of its own?
+    const int64_t group = variant.grouped && own ? params.heads_q / params.heads_kv : 1;
     const ScheduleKey key{variant.schedule_number, params.seq_q, group};
     result.schedule = schedule_of(*state, key, variant, layout, params, stream);
     layout.point(variant, params, result.schedule->tables);

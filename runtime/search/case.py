@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -75,7 +75,10 @@ class Case:
         row = math.gcd(self.head_dim, self.head_dim_v) * self.dtype.bytes
         sizes = (16, 8, 4, 2) if arch.is_gpu else (4, 2)
         align = next(size for size in sizes if row % size == 0)
-        return Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align, self.dim_v)
+        plain = Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align, self.dim_v)
+        if not isinstance(self.mask, Spans):
+            return plain
+        return replace(plain, intervals=self.mask.intervals, planes=int(self.mask.planes != (1, 1)))
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Standard normal tensors, the same for the same seed on the same device."""

@@ -48,6 +48,8 @@ class Result:
     compile_seconds: float = 0.0
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # tensor -> rms, worst against fp64
     limit_used: float = 0.0  # largest rms error as a share of what verification allows
+    low_ms: float = 0.0  # ms is the median, and lies between these two; 0: a log that does not say
+    high_ms: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` inverts it."""

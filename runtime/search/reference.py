@@ -50,7 +50,8 @@ def reference(
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     for chunk, planes in _chunks(rows, mask, q.shape[2], k.shape[2]):
         for b, h in product(range(q.shape[0]), range(q.shape[1])):
-            seen = planes[b % planes.shape[0], h % planes.shape[1]]
+            # A plane for all heads, for each q head, or for each kv head.
+            seen = planes[b % planes.shape[0], h * planes.shape[1] // q.shape[1]]
             query, key, value = queries[b, h, chunk], keys[b, h // group], values[b, h // group]
             weights, lse[b, h, chunk] = _softmax(query @ key.T * scale, seen)
             out[b, h, chunk] = weights @ value
@@ -85,15 +86,14 @@ def _chunks(
 
 
 def visible_rows(mask: Causal | Spans | DenseMask | None, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:
-    """The keys that the query rows `rows` (R) see, bool (B or 1, Hq or 1, R, seq_k)."""
+    """The keys that the query rows `rows` (R) see, bool (B or 1, Hq, Hkv or 1, R, seq_k)."""
     key, row = torch.arange(seq_k, device=rows.device), rows[:, None]
     if mask is None:
         seen = torch.ones(row.shape[0], seq_k, dtype=torch.bool, device=rows.device)
     elif isinstance(mask, Causal):
         seen = key <= row + (seq_k - seq_q)
     elif isinstance(mask, Spans):
-        starts, ends = mask.data.to(rows.device)[:, None]
-        seen = (starts <= row) & (row < ends)
+        seen = mask.visible_rows(rows)
     else:
         seen = mask.mask.to(rows.device)[..., rows, :]
     return seen.reshape(*(seen.shape[:-2] or (1, 1)), *seen.shape[-2:])

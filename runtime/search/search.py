@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from os import sched_getaffinity
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from attnforge.codegen.families import make_tuning
@@ -20,16 +21,17 @@ from attnforge.runtime.build.cache import Entry, obtain
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.dispatch import check_dtype
 from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.conditions import Summary, watch
 from attnforge.runtime.search.journal import Journal, Result, environment, source_key
 from attnforge.runtime.search.timing import Timing
 from attnforge.runtime.search.worker import Worker
 
 MOST_WORKERS = 32  # parallel compilations: each needs some hundred MB
 LOST = 1.5  # a variant this many times slower than the best is timed once
-FINALISTS, FINAL_MARGIN = (
-    4,
-    1.1,
-)  # number of leaders, and their distance to the best, that are timed again interleaved
+# The leaders that are timed again, interleaved: how many at most, and how far from the best if noise does not widen
+# that. A sole leader is, too.
+FINALISTS, FINAL_MARGIN = 4, 1.1
+DRIFT = 1.1  # times that a leader may take when it is timed again; beyond, the machine was not quiet
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Started:
     direction: Direction
     space: int
     planned: int
+    varying: tuple[str, ...] = ()  # knobs that are not the same in the whole space
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,36 @@ class Measured:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end: verified results, fastest first (the leaders timed again, interleaved), and the failures."""
+    """The end: verified results, fastest first, and the failures.
+
+    The first `finalists` were timed again, interleaved with each other: their times are of that timing alone. The
+    others have the times of their trials.
+    """
 
     case: Case
     direction: Direction
     ranked: tuple[Result, ...]
     failed: tuple[Result, ...]
     seconds: float
+    finalists: int = 0
+    space: int = 0  # variants that there are
+    conditions: Summary = field(default_factory=Summary)
 
     @property
     def winner(self) -> Result | None:
         return self.ranked[0] if self.ranked else None
+
+    @property
+    def tried(self) -> int:
+        """Variants that were measured or failed."""
+        return len(self.ranked) + len(self.failed)
+
+    @property
+    def tied(self) -> int:
+        """Finalists after the winner whose intervals overlap its own: their order may be chance."""
+        if self.winner is None:
+            return 0
+        return sum(0 < r.low_ms <= self.winner.high_ms for r in self.ranked[1 : self.finalists])
 
 
 Event = Started | Measured | Finished
@@ -96,12 +118,12 @@ def search(
     run.journal.note(
         "search", {"space": run.space, "planned": run.planned, "incumbent": run.incumbent.to_json()}
     )
-    yield Started(case, direction, run.space, run.planned)
+    yield Started(case, direction, run.space, run.planned, run.varying)
     try:
         yield from run.measure()
         finished = run.finish()
-        leaders = [result.to_json() for result in finished.ranked[:FINALISTS]]
-        run.journal.note("final", {"results": leaders})
+        leaders = [result.to_json() for result in finished.ranked[: finished.finalists]]
+        run.journal.note("final", {"results": leaders, "warnings": list(finished.conditions.warnings)})
         yield finished
     finally:
         run.close()
@@ -128,11 +150,13 @@ class _Run:
             raise Infeasible(f"{case.name}: no kernel can do it: {why_infeasible(problem)}")
         self.incumbent = self.pending[0]
         self.space = len(self.pending)
+        self.varying = varying_knobs(self.pending)
         self.planned = min(self.space, budget.variants or self.space)
         self.journal = Journal(log_path, case.name, direction.value, environment(device_name, arch))
         self.worker = Worker(case, direction)
         self.pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self.results: list[Result] = []
+        self.conditions = watch(case.device)
         self.started = time.monotonic()
         self.taken = 0
         # On the CPU the compilers would disturb the timing: a batch is compiled, then measured.
@@ -140,6 +164,7 @@ class _Run:
         self.lookahead = workers if self.batches else 2 * workers
 
     def close(self) -> None:
+        self.conditions.close()
         self.worker.close()
         self.pool.shutdown(wait=True, cancel_futures=True)
 
@@ -206,42 +231,76 @@ class _Run:
         except CompileError as error:
             return Result(spec, "compile", str(error))
         best = self.best
-        outcome = self.worker.trial(spec, LOST * best.ms if best else 0.0)
+        with self.conditions.watching():
+            outcome = self.worker.trial(spec, LOST * best.ms if best else 0.0)
         timing = outcome.timing
         result = Result(spec, outcome.status, outcome.detail, **_resources(source, entry))
         if timing is None:
             return result
-        return replace(
-            result,
-            ms=timing.median,
-            best_ms=timing.best,
-            repeats=timing.repeats,
-            tflops=self.tflops(timing.median),
-            errors=outcome.errors,
-            limit_used=outcome.limit_used,
-        )
+        return self.timed(replace(result, errors=outcome.errors, limit_used=outcome.limit_used), timing)
 
     def tflops(self, ms: float) -> float:
         return self.case.flops(self.direction) / ms / 1e9
 
-    def retimed(self, result: Result, timing: Timing) -> Result:
-        """The result with the lower of both medians: load of other processes only adds time."""
-        ms = min(result.ms, timing.median)
-        best = min(result.best_ms, timing.best)
-        repeats = result.repeats + timing.repeats
-        return replace(result, ms=ms, best_ms=best, repeats=repeats, tflops=self.tflops(ms))
+    def timed(self, result: Result, timing: Timing) -> Result:
+        """The result with this timing in place of its own, if it has one."""
+        return replace(
+            result,
+            ms=timing.median,
+            low_ms=timing.low,
+            high_ms=timing.high,
+            best_ms=timing.best,
+            repeats=timing.repeats,
+            tflops=self.tflops(timing.median),
+        )
 
     def finish(self) -> Finished:
-        """Rank the results; the leaders by a last interleaved timing, where drift affects all of them."""
+        """Rank the results; the leaders by a last interleaved timing, where drift affects all of them alike."""
         ranked = sorted((r for r in self.results if r.status == "ok"), key=lambda r: r.ms)
-        leaders = [r for r in ranked[:FINALISTS] if r.ms <= FINAL_MARGIN * ranked[0].ms]
-        timings = self.worker.compare([r.spec for r in leaders]) if len(leaders) > 1 else None
+        leaders = [r for r in ranked[:FINALISTS] if _may_lead(r, ranked[0])]
+        timings = None
+        if leaders:
+            with self.conditions.watching():
+                timings = self.worker.compare([r.spec for r in leaders])
+        summary = self.conditions.summary()
         if timings is not None:
-            order = sorted(range(len(leaders)), key=lambda i: timings[i].median)
-            ranked[: len(leaders)] = [self.retimed(leaders[i], timings[i]) for i in order]
-        failed = tuple(r for r in self.results if r.status != "ok")
-        seconds = time.monotonic() - self.started
-        return Finished(self.case, self.direction, tuple(ranked), failed, seconds)
+            again = [self.timed(*pair) for pair in zip(leaders, timings, strict=True)]
+            ranked[: len(leaders)] = sorted(again, key=lambda r: r.ms)
+            summary = replace(summary, warnings=(*summary.warnings, *_drift(leaders, again)))
+        return Finished(
+            self.case,
+            self.direction,
+            tuple(ranked),
+            tuple(r for r in self.results if r.status != "ok"),
+            time.monotonic() - self.started,
+            len(leaders) if timings is not None else 0,
+            self.space,
+            summary,
+        )
+
+
+def _may_lead(result: Result, best: Result) -> bool:
+    """Whether a variant is near the best of the trials, or noise leaves open which of the two is faster."""
+    return result.ms <= FINAL_MARGIN * best.ms or 0 < result.low_ms <= best.high_ms
+
+
+def _drift(before: Sequence[Result], after: Sequence[Result]) -> Iterator[str]:
+    """A warning if the leaders' times are not those of their trials: all of them, so it is the machine."""
+    ratios = [b.ms / a.ms for a, b in zip(before, after, strict=True) if a.ms and b.ms]
+    ratio = median(ratios) if ratios else 1.0
+    if max(ratio, 1 / ratio) > DRIFT:
+        yield (
+            f"timed again, the leaders took {ratio:.2f} times as long as at first: variants that were timed at "
+            "different moments cannot be compared"
+        )
+
+
+def varying_knobs(specs: Sequence[Spec]) -> tuple[str, ...]:
+    """The knobs that are not the same in all specs, in their order."""
+    if not specs:
+        return ()
+    rows = [spec.tuning.to_json() for spec in specs]
+    return tuple(name for name in rows[0] if any(row[name] != rows[0][name] for row in rows))
 
 
 def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spec]:
@@ -252,7 +311,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     if not specs:
         return specs
     group = case.heads_q // case.heads_kv
-    offers = tables.choose(specs[0].problem, group, case.seq_q, device_name, visible=case.visible_keys)
+    offers = tables.choose(specs[0].problem, group, case.seq_q, device_name, visible_keys=case.visible_keys)
     first = [next(offers, (specs[0], ""))[0]]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:

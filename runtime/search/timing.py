@@ -7,25 +7,46 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 Call = Callable[..., Any]
 
+CONFIDENCE = 0.95  # of intervals
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of `repeats` timed calls."""
+    """Milliseconds of `repeats` timed calls. `low` to `high`: the interval of the median (`ranks`)."""
 
     median: float
     best: float
     worst: float
     repeats: int
+    low: float = 0.0  # both 0: not known
+    high: float = 0.0
 
     @staticmethod
     def of(samples: Sequence[float]) -> Timing:
-        return Timing(statistics.median(samples), min(samples), max(samples), len(samples))
+        """The timing of at least one sample, in milliseconds."""
+        ordered = sorted(samples)
+        low, high = ranks(len(ordered))
+        middle = statistics.median(ordered)
+        return Timing(middle, ordered[0], ordered[-1], len(ordered), ordered[low], ordered[high])
+
+
+@cache
+def ranks(count: int) -> tuple[int, int]:
+    """Indices of the sorted samples between which the median lies with 95 % confidence, whatever its distribution.
+
+    Fewer than 6 samples cannot give that confidence: then these are the first and the last, with 1 - 2 ** (1 - count).
+    """
+    from scipy.stats import binom  # a second, which calls of `attention` need not spend
+
+    low = max(int(binom.ppf((1 - CONFIDENCE) / 2, count, 0.5)) - 1, 0)
+    return low, count - 1 - low
 
 
 @dataclass(frozen=True)

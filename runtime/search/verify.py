@@ -86,6 +86,11 @@ def odd_case(case: Case, seed: int = 1) -> Case:
         seq_q, seq_k = 401, 333  # the first 68 queries see no key
     if case.mask_kind is Mask.SPANS:
         seq_k, mask = seq_q, _random_spans(seq_q, seed, case.device)
+        if isinstance(case.mask, Spans) and case.mask.data.dim() == 5:
+            batches, heads = case.mask.planes
+            heads = 1 if heads == 1 else heads_kv if heads == case.heads_kv else heads_kv * group
+            planes = (batch if batches > 1 else 1, heads)
+            mask = _random_unions(seq_q, case.mask.intervals, planes, seed, case.device)
     if case.mask_kind is Mask.DENSE:
         mask = _random_pairs((batch, heads_kv * group, seq_q, seq_k), seed, case.device)
     shape = replace(case, name=f"odd {case.name}", batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv)
@@ -240,6 +245,19 @@ def _random_spans(length: int, seed: int, device: torch.device) -> Spans:
     ends = torch.where(hidden, starts, ends.clamp(max=length - 5))
     starts = torch.minimum(starts, ends)
     return Spans(starts.int().to(device), ends.int().to(device))
+
+
+def _random_unions(
+    length: int, intervals: int, planes: tuple[int, int], seed: int, device: torch.device
+) -> Spans:
+    """As `_random_spans`, for several intervals and planes."""
+    count = intervals * planes[0] * planes[1]
+    parts = [_random_spans(length, seed + i, device) for i in range(count)]
+    starts, ends = (
+        torch.stack([getattr(part, name) for part in parts]).view(*planes, intervals, length)
+        for name in ("starts", "ends")
+    )
+    return Spans(starts, ends)
 
 
 def _random_pairs(shape: tuple[int, int, int, int], seed: int, device: torch.device) -> DenseMask:

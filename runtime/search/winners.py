@@ -60,6 +60,8 @@ def _entry(finished: Finished, env: dict[str, str]) -> Tuned:
         "registers": winner.registers,
         "spill_bytes": winner.spill_bytes,
         "shared_bytes": winner.shared_bytes,
+        "interval_ms": [round(winner.low_ms, 4), round(winner.high_ms, 4)],
+        **({"warnings": list(finished.conditions.warnings)} if finished.conditions.warnings else {}),
         **{name: value for name, value in env.items() if name != "device"},
     }
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)

@@ -7,11 +7,13 @@ import os
 import shlex
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -100,6 +102,7 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
     ("arguments", "message"),
     [
         ("mask pretrain/77", "pack: there is no 'pretrain/77'; packs are pretrain/0 to 3, finetune/0"),
+        ("mask pretrain/0 --out mask.gif", "--out: mask.gif is neither a .png nor a .svg"),
         ("mask t2i_lowres/0 --vit", "pack: t2i_lowres/0 has no image"),
         ("verify --pack full/0 --device cpu", "pack: there is no 'full/0'"),
         ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
@@ -120,7 +123,9 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
         ("model --arch sm80 --head-dim 77", "--head-dim: 77 is not modelled; 16, "),
         ("render --dtype fp64", "Invalid value for '--dtype'"),
         ("bench --suite huge", "Invalid value for '--suite'"),
-        ("search --pack causal/64 --dtype fp16 --device cpu", "got dtype torch.float16"),
+        ("search --pack causal/64 --dtype fp16 --device cpu", "--dtype: fp16 runs on GPUs only"),
+        ("search --device mps", "--device: kernels run on cpu, cuda and cuda:N, not on mps"),
+        ("verify --heads 32/8/2 --head-dim 64", "'32/8/2' is not Q[/KV]"),
     ],
 )
 def test_user_errors_are_one_message(arguments: str, message: str) -> None:
@@ -140,6 +145,37 @@ def test_mask_picture(tmp_path: Path) -> None:
     colours = {colour for _, colour in Image.open(out).getcolors(1 << 24)}  # type: ignore[union-attr]
     # Full tiles of text, image and noise, skipped and hidden: all are in the picture.
     assert {(64, 110, 190), (42, 140, 106), (212, 122, 46), (244, 245, 247), (214, 217, 223)} <= colours
+
+
+@pytest.mark.parametrize(
+    "pack", ["causal/300", "window:50/200/400", "full/100", "blocks/0.5/512", "FILE", "finetune/0"]
+)
+def test_any_mask_as_svg_and_png(pack: str, tmp_path: Path) -> None:
+    seen = np.random.default_rng(0).random((2, 3, 90, 140)) < 0.5
+    np.save(tmp_path / "mask.npy", seen)
+    name = str(tmp_path / "mask.npy") if pack == "FILE" else pack
+    for kind in ("svg", "png"):
+        said = run(
+            "mask", name, "--out", str(tmp_path / f"x.{kind}"), "--tile-m", "64", "--tile-n", "32"
+        ).stdout
+        assert "visible pairs" in said
+    text = (tmp_path / "x.svg").read_text()
+    inner = ET.fromstring(text).find(".//{*}g/{*}svg")
+    assert inner is not None
+    _, _, seq_k, seq_q = map(int, inner.attrib["viewBox"].split())
+    width, height = int(inner.attrib["width"]), int(inner.attrib["height"])
+    assert width / height == pytest.approx(seq_k / seq_q, rel=0.01)
+    assert Image.open(tmp_path / "x.png").width > 400
+
+
+def test_pictures_of_packs_have_true_aspect(tmp_path: Path) -> None:
+    sizes = []
+    for tile_n in ("64", "256"):
+        out = tmp_path / "mask.png"
+        run("mask", "finetune/0", "--out", str(out), "--tile-n", tile_n)
+        sizes.append(Image.open(out).size)
+    # 11520 tokens: cells are whole pixels, so that a side differs by less than a cell a tile.
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.12)
 
 
 def test_search_end_to_end(tmp_path: Path) -> None:
@@ -191,7 +227,7 @@ def test_bench_and_its_files(tmp_path: Path) -> None:
 def test_verify_says_what_it_found() -> None:
     shown = run("verify", *TINY).stdout
     for tensor in ("out", "lse", "dq", "dk", "dv"):
-        assert f"│ {tensor} " in shown
+        assert f"\n {tensor} " in shown
 
 
 def test_cache_and_doctor(cache_dir: Path) -> None:
@@ -199,6 +235,40 @@ def test_cache_and_doctor(cache_dir: Path) -> None:
     assert str(cache_dir) in run("cache", "ls").stdout
     assert "0 entries removed" in run("cache", "clear").stdout
     assert "torch" in run("doctor").stdout
+
+
+def test_doctor_as_json(cache_dir: Path) -> None:
+    findings = json.loads(run("doctor", "--json").stdout)
+    assert {"name", "status", "value", "remedy"} == set(findings[0])
+    assert {"python", "torch", "cache"} <= {finding["name"] for finding in findings}
+
+
+def test_recorded_packs_that_are_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "packs.jsonl"
+    path.write_bytes(b"\x93\xff\x00")
+    assert (
+        f"packs: {path} is not text; expected the JSON lines"
+        in run("verify", "--packs", str(path), code=2).stderr
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_that_of_click(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/search.md says how to switch it on."""
+    monkeypatch.setenv("_ATTNFORGE_COMPLETE", f"{shell}_source")
+    result = CliRunner().invoke(main, prog_name="attnforge")
+    assert "_ATTNFORGE_COMPLETE" in result.output
+    assert f"_ATTNFORGE_COMPLETE={shell}_source" in (ROOT / "docs" / "search.md").read_text()
+
+
+def test_models_are_listed_with_their_sources(tmp_path: Path) -> None:
+    shown = run("models", "--sources", "--json", str(tmp_path / "models.json")).stdout
+    presets = json.loads((tmp_path / "models.json").read_text())
+    assert {"qwen3-32b", "llama3-8b", "deepseek-v3", "siglip", "dit-xl", "7B"} <= {
+        one["name"] for one in presets
+    }
+    assert all(one["name"] in shown for one in presets)
+    assert "Qwen/Qwen2.5-7B" in shown
 
 
 def test_generated_is_up_to_date() -> None:

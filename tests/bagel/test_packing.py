@@ -150,7 +150,7 @@ def test_unknown_pack_lists_the_names() -> None:
 
 
 def test_model_heads() -> None:
-    shapes = {name: (m.heads_q, m.heads_kv, m.head_dim) for name, m in MODELS.items()}
+    shapes = {n: (m.heads_q, m.heads_kv, m.head_dim) for n, m in MODELS.items() if m.mask == "bagel"}
     assert shapes == {
         "7B": (28, 4, 128),
         "1.5B": (12, 2, 128),

@@ -221,6 +221,37 @@ def test_json_that_is_no_spec() -> None:
         make_plan(Spec(replace(PROBLEMS[3], arch=Arch.SM90A), Sm80Forward(128, 64, 4, 1, False)))
 
 
+# What tables and logs say that were saved before these knobs had their names.
+OLDER = {
+    "bwd_sm80_bf16_d64_full_a16_m64_n64_w4_s2_a2_b2_c2_h1_o1": ("ordered", "deterministic"),
+    "bwd_sm90_fp32_d64_full_a16_m32_n64_w8_s1_a2_c4_d2_p2_b1_h0_o1": ("ordered", "deterministic"),
+    "bwd_sm90_fp32_d64_full_a16_m32_n64_w8_s1_a2_c4_d2_p2_b1_h0_o0": ("parts", "grad_splits"),
+    "fwd_sm80_fp32_d64_full_a16_m64_n32_w4_s1_p2_b1": ("parts", "o_splits"),
+    "bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t2_l0_r0_h1_o1_d0": ("ordered", "deterministic"),
+    "fwd_sm90a_bf16_d64_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1": ("counter", "dynamic"),
+}
+
+
+@pytest.mark.parametrize("slug", OLDER)
+def test_older_names_of_knobs_are_read(slug: str) -> None:
+    direction, arch, dtype, head_dim, mask, align, *codes = slug.split("_")
+    problem = Problem(
+        Direction(direction), Arch(arch), DType(dtype), int(head_dim[1:]), Mask(mask), int(align[1:])
+    )
+    old, new = OLDER[slug]
+    names = [
+        old if f.name == new else f.name for f in fields(FAMILIES[problem.family, problem.direction].tuning)
+    ]
+    tuning = {name: int(code[1:]) for name, code in zip(names, codes, strict=True)}
+    spec = spec_from_json({**problem.to_json(), "tuning": tuning})
+    assert spec.slug == slug
+    saved = spec.to_json()
+    assert saved["tuning"] == {new if name == old else name: value for name, value in tuning.items()}
+    assert spec_from_json(saved) == spec
+    with pytest.raises(ValueError, match=f"{old} unknown"):
+        spec_from_json({**problem.to_json(), "tuning": tuning | {new: 1}})
+
+
 # ---- The space
 
 

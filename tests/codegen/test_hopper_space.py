@@ -24,9 +24,14 @@ def kind(plan: Plan) -> tuple[object, ...]:
     """What decides which parts of the templates a kernel is made of."""
     tuning = plan.spec.tuning
     assert isinstance(tuning, Sm90Forward)
-    knobs = tuning.ping_pong, tuning.persistent, tuning.counter, tuning.q_in_regs, tuning.cluster
-    orders = plan.parts, plan.short_last, plan.staggered, plan.constants["hidden"] if plan.staggered else 0
-    constants = (plan.constants[name] for name in ("consumers", "q_buffers", "told"))
+    knobs = tuning.ping_pong, tuning.persistent, tuning.dynamic, tuning.q_in_regs, tuning.cluster
+    orders = (
+        plan.row_groups,
+        plan.short_last,
+        plan.staggered,
+        plan.constants["hidden"] if plan.staggered else 0,
+    )
+    constants = (plan.constants[name] for name in ("consumers", "q_buffers", "broadcast"))
     return (plan.spec.problem.mask, bool(plan.constants["tail"]), *knobs, *orders, *constants)
 
 

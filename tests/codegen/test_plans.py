@@ -18,7 +18,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, 
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 # Of Hopper's forward: the plainest, without any of its knobs.
-PLAIN = Sm90Forward(128, 128, 2, ping_pong=False, persistent=False, counter=False, q_in_regs=False)
+PLAIN = Sm90Forward(128, 128, 2, ping_pong=False, persistent=False, dynamic=False, q_in_regs=False)
 
 
 def plan_of(direction: Direction, arch: Arch, head_dim: int, mask: Mask, tuning: Tuning) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ def test_hopper_forward_by_hand() -> None:
     more = shared + 32768 + 16
     assert plan_of(FORWARD, Arch.SM90A, 128, Mask.FULL, replace(PLAIN, persistent=True))[1] == more + 2 * 16
     assert plan_of(FORWARD, Arch.SM90A, 128, Mask.DENSE, replace(PLAIN, persistent=True))[1] == more
-    counted = replace(PLAIN, persistent=True, counter=True)
+    counted = replace(PLAIN, persistent=True, dynamic=True)
     assert plan_of(FORWARD, Arch.SM90A, 128, Mask.SPANS, counted)[1] == more + 2 * 128 * 8 + 2 * (16 + 2 * 16)
 
 

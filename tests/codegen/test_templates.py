@@ -15,6 +15,7 @@ from attnforge.codegen.families import make_plan
 from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.package import Item, Tree
 from attnforge.codegen.render import TEMPLATES, RenderError, render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import cache, toolchain
@@ -69,7 +70,12 @@ def test_every_template_is_used(templates: Path) -> None:
     targets += [(arch, DType.FLOAT32) for arch in (Arch.SM80, Arch.SM120, Arch.SM90A)]
     for arch, dtype in targets:
         for mask in Mask:
-            problems = [Problem(direction, arch, dtype, 64, mask) for direction in Direction]
+            scores = (ScoreMod(), ScoreMod("softcap: 30.0 * tanh(score / 30.0)"))
+            problems = [
+                Problem(direction, arch, dtype, 64, mask, score=score)
+                for direction in Direction
+                for score in scores
+            ]
             specs = [spec for problem in problems for spec in kinds(problem)]
             for spec in specs:
                 render(spec)

@@ -40,9 +40,9 @@ BREAKS: dict[str, Break] = {
         {
             OF_THE_NEXT: f"{OF_THE_NEXT} + (broken == n ? kRowStatsBytes / 2 : 0)",
         },
-        "P with wrong row statistics",
+        "P with wrong row_stats",
     ),
-    "statistics are loaded before they are there": (
+    "row_stats are loaded before they are there": (
         {f"{WAIT}  // for row_stats": f"if (broken != n) {WAIT}  // for row_stats"},
         "the kernel before has not ended",
     ),
@@ -88,12 +88,12 @@ ORDERED: dict[str, Break] = {
 }
 A_VISIT = "a visit is read after its buffer was handed back"
 BY_TURNS: dict[str, Break] = {
-    A_VISIT: (BREAKS[A_VISIT][0], "with wrong row statistics"),
+    A_VISIT: (BREAKS[A_VISIT][0], "with wrong row_stats"),
     "nobody waits for EmptyDq": (
         BREAKS["nobody waits for EmptyDq"][0],
         "what is added is not dQ of this tile",
     ),
-    # With lag they come after a consumer's first dQ, and so after statistics.
+    # With lag they come after a consumer's first dQ, and so after row_stats.
     "turns are looked at before they are counted from 0": (
         {f"{WAIT}  // for semaphores": f"if (broken != n) {WAIT}  // for semaphores"},
         "the kernel before has not ended",

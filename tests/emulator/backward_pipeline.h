@@ -49,7 +49,7 @@ struct Value {
     bool touched = false;  // since the last wgmma_fence
     int written = -1, read = -1;  // the last group of products that does so
     std::vector<Rows> sum;  // visits that dK or dV has
-    bool statistics = false;  // S or dP has those of its rows
+    bool row_stats = false;  // S or dP has those of its rows
 };
 struct State {
     std::deque<Read> reads;
@@ -255,7 +255,7 @@ static void start_block(unsigned slot, int number) {
 
 // Runs `count` blocks, kResident at a time; `list` (tiles_n, tiles_m) are the visits, -1 where there is none. Returns
 // what was wrong, or nothing.
-static std::string run_blocks(const Params& p, int count, const int* list, bool ordered, unsigned seed) {
+static std::string run_blocks(const Params& p, int count, const int* list, bool deterministic, unsigned seed) {
     random_bits.seed(seed);
     params = &p;
     visits_of = list;
@@ -290,6 +290,6 @@ static std::string run_blocks(const Params& p, int count, const int* list, bool 
     for (const Fiber& fiber : fibers) {
         require(fiber.done, "it hangs");
     }
-    require_sums(p, ordered);
+    require_sums(p, deterministic);
     return failure;
 }

@@ -107,14 +107,14 @@ static void set_ones(Ones& ones) {
     define(ones).kind = kOnes;
 }
 template <class S, class Ones>
-static void start_row_stats(S& s, const Ones& ones, unsigned statistics) {
-    const unsigned offset = (statistics - kOffsetRowStats) % kRowStatsBytes;  // lse, then delta
-    const Range range{statistics, statistics + kRowStatsBytes / 2};
-    const Write found = origin({range}, statistics - offset);
-    require(issue(ones, &Value::read).kind == kOnes, "row statistics times what is not one");
+static void start_row_stats(S& s, const Ones& ones, unsigned row_stats) {
+    const unsigned offset = (row_stats - kOffsetRowStats) % kRowStatsBytes;  // lse, then delta
+    const Range range{row_stats, row_stats + kRowStatsBytes / 2};
+    const Write found = origin({range}, row_stats - offset);
+    require(issue(ones, &Value::read).kind == kOnes, "row_stats times what is not one");
     Value& value = issue(s, &Value::written);
     const bool of_rows = found.kind == kStats && found.queries == value.queries;
-    value.statistics = of_rows && offset == (value.kind == kDp ? kRowStatsBytes / 2 : 0);
+    value.row_stats = of_rows && offset == (value.kind == kDp ? kRowStatsBytes / 2 : 0);
     note_read({range});
 }
 template <class S, class F>

@@ -8,7 +8,7 @@ template <class S>
 static void probabilities(S& s, float) {
     Value& value = define(s);
     require(value.kind == kS, "P of what is no S");
-    require(value.statistics, "P with wrong row statistics");
+    require(value.row_stats, "P with wrong row_stats");
     value.kind = kP;
 }
 template <class S>
@@ -38,7 +38,7 @@ template <class F, class S, class D>
 static void score_gradients(F& frags, S& s, D& dp) {
     const Value p = use(s), gradient = use(dp);
     require_masked(p);
-    require(gradient.statistics, "dS with wrong row statistics");
+    require(gradient.row_stats, "dS with wrong row_stats");
     require(gradient.kind == kDp && gradient.queries == p.queries && gradient.keys == p.keys, "dS with a wrong dP");
     Value& value = define(frags);
     value.kind = kDs;

@@ -1,4 +1,4 @@
-// At the end of a run of backward_pipeline.h: have dQ, dK and dV all their parts, each once and, if ordered, in turn?
+// At the end of a run of backward_pipeline.h: have dQ, dK and dV all their terms, each once and, if deterministic, in order?
 #pragma once
 
 static bool in_turn(const std::vector<Sum>& sums) {
@@ -13,7 +13,7 @@ static void require_each(const std::vector<Sum>& sums, const std::vector<Rows>& 
     std::sort(all.begin(), all.end());
     require(all == expected, what);
 }
-static void require_sums(const Params& p, bool ordered) {
+static void require_sums(const Params& p, bool deterministic) {
     const int group = p.heads_q / p.heads_kv;
     for (int batch = 0; batch < p.batch; ++batch) {
         for (int i = 0; i < p.heads_q * p.tiles_m * kDqParts; ++i) {
@@ -26,7 +26,7 @@ static void require_sums(const Params& p, bool ordered) {
             }
             const std::vector<Sum>& sums = dq_sums[{{tile * kTileM, head, batch}, i % kDqParts}];
             require_each(sums, keys, "dQ has not the parts of all its key tiles, each once");
-            require(!ordered || in_turn(sums), "parts of dQ are added out of turn");
+            require(!deterministic || in_turn(sums), "parts of dQ are added out of turn");
         }
         for (int i = 0; i < p.heads_kv * p.tiles_n * kConsumers * 16; ++i) {
             const int fiber = i % 8, kind = i / 8 % 2 ? kDk : kDv, key0 = i / 16 % (p.tiles_n * kConsumers) * 64;
@@ -42,7 +42,7 @@ static void require_sums(const Params& p, bool ordered) {
                 require_each(sums, queries, "dK or dV has not the products of all its visits, each once");
                 require(p.dkv_accum != nullptr || sums.size() == 1, "dK or dV is not stored once");
             }
-            require(!ordered || in_turn(sums), "dK or dV is added to out of turn");
+            require(!deterministic || in_turn(sums), "dK or dV is added to out of turn");
         }
     }
 }

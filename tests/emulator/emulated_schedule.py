@@ -10,7 +10,7 @@ from pathlib import Path
 import gxx
 import torch
 from cpu_kernel import Params
-from emulator import FLAGS
+from emulator import FLAGS, PARTS
 from torch import Tensor
 
 from attnforge.codegen.params import struct
@@ -26,8 +26,8 @@ def schedule_text(spec: Spec) -> str:
     titles = re.compile(r"^// ---- (Mask|Tile schedule).*?(?=^// ---- |\Z)", re.MULTILINE | re.DOTALL)
     sections = "".join(match.group() for match in titles.finditer(source.text))
     sizes = {"kTileM": spec.tuning.tile_m, "kTileN": spec.tuning.tile_n}
-    if source.plan.parts > 1:
-        sizes["kParts"] = source.plan.parts
+    if source.plan.row_groups > 1:
+        sizes["kRowGroups"] = source.plan.row_groups
     # apply_mask stands in the same section; it is compiled and not called.
     sizes |= {name: 1 for name in ("kFragsM", "kFragsN") if f"[{name}]" in sections}
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in sizes.items())
@@ -46,12 +46,20 @@ class EmulatedSchedule:
         self.spec, self.plan = spec, render(spec).plan
         path = directory / f"{spec.slug}.cpp"
         path.write_text(schedule_text(spec))
-        self.library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0")
+        self.library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
     def run(self, mask: Tensor, ends: Tensor | None, seq_q: int, seq_k: int) -> dict[str, Tensor]:
-        """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k)."""
+        """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).
+
+        For unions of intervals `mask` is their data (batch, heads, intervals, 2, seq_k), and tables begin with an
+        axis of planes.
+        """
         p, tuning = Params(), self.spec.tuning
         p.batch = p.heads_q = p.heads_kv = p.mask_batches = p.mask_heads = p.mask_planes = 1
+        if self.spec.problem.unions:
+            p.batch, p.heads_q = p.mask_batches, p.mask_heads = mask.shape[:2]
+            p.heads_kv = p.heads_q  # each plane has its own order of tiles
+            p.mask_planes = p.batch * p.heads_q
         p.seq_q, p.seq_k = seq_q, seq_k
         p.tiles_m, p.tiles_n = -(-seq_q // tuning.tile_m), -(-seq_k // tuning.tile_n)
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
@@ -61,6 +69,8 @@ class EmulatedSchedule:
         if self.spec.problem.mask is Mask.DENSE:
             p.dense.data, (p.dense.row, p.dense.col) = mask.data_ptr(), mask.stride()
             p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
+        elif self.spec.problem.unions:
+            p.spans = mask.data_ptr()
         else:
             assert ends is not None
             p.starts, p.ends = mask.data_ptr(), ends.data_ptr()
@@ -74,6 +84,12 @@ class EmulatedSchedule:
             "tile_counter": (2,),
             "bits": (p.padded_q if self.plan.bits == "k" else p.padded_k, max(1, p.bits_row)),
         }
+        if self.spec.problem.unions:
+            shapes["bounds"] = (p.tiles_n, self.spec.problem.intervals, tuning.tile_n, 2)
+            shapes = {
+                name: shape if name == "tile_counter" else (p.mask_planes, *shape)
+                for name, shape in shapes.items()
+            }
         tables = {name: torch.full(shape, SENTINEL, dtype=torch.int32) for name, shape in shapes.items()}
         for name, table in tables.items():
             setattr(p, name, table.data_ptr())

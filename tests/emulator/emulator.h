@@ -1,21 +1,15 @@
 // Enough of CUDA to run kernels of the mma.sync family, and the Hopper float32 forward, on the CPU, one block after
 // another: a fiber per thread, and instructions of a whole warp or block as a rendezvous of its fibers. Copies land when
 // they are waited for, so a kernel that waits for too few of them computes with what was there before.
+//
+// Kernels are compiled with these declarations, emulator.cpp, emulator_warp.cpp and emulator_hopper.cpp once for all.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
-#include <vector>
-
-#include "fibers.h"
 
 #define __device__ static
 #define __forceinline__ inline
@@ -50,78 +44,32 @@ static inline long long min(long long a, int b) { return a < b ? a : b; }
 
 // ---- Fibers ---------------------------------------------------------------------------------------------------------
 
-struct Fiber {
-    Context context;
-    Index index;
-    bool done;
-};
+extern Index blockIdx, gridDim;
+extern Index* current_thread;
+#define threadIdx (*current_thread)
 
-// Lanes that have arrived at the instruction of this generation, and what they bring.
-struct Warp {
-    int arrived;
-    long generation;
-    void* operands[32];
-};
+void give_way();
+[[noreturn]] void stop(const char* why, long long value);
 
-static std::vector<Fiber> fibers;
-static std::vector<Warp> warps;
-static std::vector<std::vector<char>> stacks;
-static std::function<void()> body;
-static Context scheduler;
-static Fiber* current;
-static Index blockIdx, gridDim;
-#define threadIdx (current->index)
-
-static void give_way() { switch_to(current->context, scheduler); }
-
-static void run_fiber() {
-    body();
-    current->done = true;
-    give_way();
-}
-
-static void stop(const char* why, long long value) {
-    std::fprintf(stderr, "emulator: block %d, thread %d: %s %lld\n", blockIdx.x, threadIdx.x, why, value);
-    std::abort();
-}
+// The operands of all lanes of a warp for the last one that arrives, which then releases the others; these get null.
+void** arrive_at_warp(void* operand);
+void release_warp();
 
 // The last lane of a warp to arrive does `work` with the operands of all.
 template <typename Operand, typename Work>
 static void together(Operand* operand, Work work) {
-    Warp& warp = warps[threadIdx.x / 32];
-    const long generation = warp.generation;
-    warp.operands[threadIdx.x % 32] = operand;
-    if (++warp.arrived == 32) {
-        work(reinterpret_cast<Operand**>(warp.operands));
-        warp.arrived = 0;
-        ++warp.generation;
-    }
-    while (warp.generation == generation) {
-        give_way();
+    if (void** lanes = arrive_at_warp(operand)) {
+        work(reinterpret_cast<Operand**>(lanes));
+        release_warp();
     }
 }
-
-static int waiting;            // threads of the block at the barrier
-static long barriers;          // that are over
-static int votes, last_votes;  // for the barrier, and for the last one
 
 // How many threads of the block vote for it.
-static int __syncthreads_count(bool vote) {
-    const long barrier = barriers;
-    votes += vote;
-    if (++waiting == static_cast<int>(fibers.size())) {
-        last_votes = votes;
-        waiting = votes = 0;
-        ++barriers;
-    }
-    while (barriers == barrier) {
-        give_way();
-    }
-    return last_votes;
-}
+int __syncthreads_count(bool vote);
+int threads_of_block();
 static inline void __syncthreads() { __syncthreads_count(false); }
 static inline bool __syncthreads_or(bool x) { return __syncthreads_count(x) > 0; }
-static inline bool __syncthreads_and(bool x) { return __syncthreads_count(x) == static_cast<int>(fibers.size()); }
+static inline bool __syncthreads_and(bool x) { return __syncthreads_count(x) == threads_of_block(); }
 
 static inline unsigned __ballot_sync(unsigned, bool vote) {
     struct Vote {
@@ -183,6 +131,7 @@ static inline void atomicMax(int* most, int x) { *most = max(*most, x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline void __threadfence() {}
 static inline float __int_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+static inline float __fdividef(float x, float y) { return x / y; }
 static inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 static inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 static inline float __fmul_rn(float x, float y) {
@@ -194,42 +143,57 @@ static T __ldg(const T* x) {
     return *x;
 }
 
-#include "emulator_warp.h"
-#include "emulator_hopper.h"
+// ---- Shared memory, and instructions of a warp: emulator_warp.cpp ---------------------------------------------------
+
+extern unsigned char* shared_memory;
+extern size_t shared_size;
+
+static inline size_t __cvta_generic_to_shared(const void* x) {
+    return static_cast<size_t>(static_cast<const unsigned char*>(x) - shared_memory);
+}
+unsigned char* shared_at(unsigned address, unsigned bytes);
+void copy_async(unsigned to, const void* from, int width, int bytes);
+void copies_commit();
+void copies_wait(size_t pending);
+void forget_copies(int threads);  // of the block before
+
+float widen(unsigned x);
+unsigned narrow_pair(float low, float high);
+void load_matrices(unsigned* registers, unsigned address, int count, bool transposed);
+void multiply(float* d, const unsigned* a, const unsigned* b, int depth);
+void multiply_tf32(float* d, const unsigned* a, const unsigned* b);
+float cut_sum(float start, const float* x, const float* y, int count);
+
+// ---- Barriers, bulk copies and wgmma: emulator_hopper.cpp -----------------------------------------------------------
+
+void make_barrier(unsigned address, int count);
+void arrive(unsigned address, int bytes);
+void wait_phase(unsigned address, unsigned parity);
+void copy_bulk(unsigned to, const void* from, int bytes, unsigned address);
+void load_bounds(unsigned address, int* start, int* end);
+void meet(int id, int threads, bool stays);
+void forget_barriers();  // of the block before
+
+// d = or += A B, of a warp's 16 rows; `by_rows`: the rows of B are what is summed over, else its columns.
+void multiply_rows(float* d, int n, const unsigned* const* fragments, unsigned long long b, int add, bool by_rows);
+void multiply_rows(float* d, int n, unsigned long long a, unsigned long long b, int add, bool by_rows);
+template <int n>
+static void multiply_group(float (&d)[n], const unsigned (&a)[4], unsigned long long b, int add, bool by_rows) {
+    const auto fragments = exchange(static_cast<const unsigned*>(a));
+    multiply_rows(d, n, fragments.data(), b, add, by_rows);
+    __syncwarp();  // nobody goes on while others read its fragments
+}
+template <int n>
+static void multiply_group(float (&d)[n], unsigned long long a, unsigned long long b, int add, bool by_rows) {
+    multiply_rows(d, n, a, b, add, by_rows);
+}
 
 // ---- Launch ---------------------------------------------------------------------------------------------------------
 
 // Runs `kernel` for every block. Shared memory is full of NaN at first.
-static void launch(std::function<void()> kernel, long long blocks, int threads, long long shared_bytes) {
-    body = std::move(kernel);
-    stacks.resize(threads, std::vector<char>(1 << 17));
-    shared_size = static_cast<size_t>(shared_bytes);
-    shared_memory = static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_size / 1024 + 1) * 1024));
-    gridDim = {static_cast<int>(blocks)};
-    for (long long block = 0; block < blocks; ++block) {
-        blockIdx = {static_cast<int>(block)};
-        std::memset(shared_memory, 0xff, shared_size);
-        fibers.assign(threads, Fiber{});
-        warps.assign(threads / 32, Warp{});
-        waiting = votes = 0;
-        shared_barriers.clear();
-        bulk_copies.clear();
-        async_copies.assign(threads, ThreadCopies{});
-        std::fill(std::begin(meetings), std::end(meetings), Meeting{});
-        for (int i = 0; i < threads; ++i) {
-            fibers[i].index = {i};
-            make_context(fibers[i].context, stacks[i].data(), stacks[i].size(), run_fiber);
-        }
-        for (bool any = true; any;) {
-            any = false;
-            for (Fiber& fiber : fibers) {
-                if (!fiber.done) {
-                    current = &fiber;
-                    switch_to(scheduler, fiber.context);
-                    any = true;
-                }
-            }
-        }
-    }
-    std::free(shared_memory);
+void launch_blocks(void (*call)(const void*), const void* kernel, long long blocks, int threads, long long shared_bytes);
+template <class Kernel>
+static void launch(const Kernel& kernel, long long blocks, int threads, long long shared_bytes) {
+    const auto call = [](const void* it) { (*static_cast<const Kernel*>(it))(); };
+    launch_blocks(call, &kernel, blocks, threads, shared_bytes);
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import gxx
 import torch
-from cpu_kernel import Params, TensorRef, full_params
+from cpu_kernel import Params, ScoreRef, TensorRef, full_params
 from torch import Tensor
 
 import attnforge
@@ -35,6 +35,7 @@ FLAGS = (
     "-shared",
     f"-I{gxx.HERE}",
 )
+PARTS = ("emulator.cpp", "emulator_warp.cpp", "emulator_hopper.cpp")  # of emulator.h
 MULTIPROCESSORS = 3
 # New bodies of the functions of templates/sm80/ptx.cuh.jinja and of the few beside them that hold PTX.
 BODIES = {
@@ -60,7 +61,7 @@ FP32_BODIES = {
 }
 # Of the functions of templates/sm90a/fp32_ptx.cuh.jinja.
 HOPPER_BODIES = {
-    "barrier_init": "shared_barriers[barrier] = {count, count, 0, 0};",
+    "barrier_init": "make_barrier(barrier, count);",
     "barrier_init_fence": "",
     "barrier_arrive": "arrive(barrier, 0);",
     "barrier_expect": "arrive(barrier, bytes);",
@@ -132,9 +133,10 @@ class Emulated:
         path = directory / f"{spec.slug}.cpp"
         path.write_text(translate(source))
         half = f"-DEMULATED_FP16={int(spec.problem.dtype is DType.FLOAT16)}"
-        self.library = gxx.library(path, *FLAGS, half)
+        self.library = gxx.library(path, *FLAGS, half, parts=PARTS)
         self.held: list[Tensor] = []  # memory that Params point to
         self.scale: float | None = None
+        self.score_tensors: tuple[Tensor, ...] = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """(out, lse), as the operator."""
@@ -183,6 +185,8 @@ class Emulated:
         p, tuning = Params(), self.spec.tuning
         for name, x in tensors.items():
             setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
+        for i, x in enumerate(self.score_tensors):
+            setattr(p, f"score{i}", ScoreRef.of(x))
         p.batch, p.heads_q, p.seq_q = tensors["q"].shape[:3]
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
         p.tiles_m, p.tiles_n = -(-p.seq_q // tuning.tile_m), -(-p.seq_k // tuning.tile_n)
@@ -195,7 +199,12 @@ class Emulated:
     def _set_mask(self, p: Params, mask: Mask) -> None:
         """As set_dense of runtime/native/arguments.h and attach_schedule of runtime/native/schedules.h."""
         p.mask_batches = p.mask_heads = p.mask_planes = 1
-        if isinstance(mask, attnforge.Spans):
+        if isinstance(mask, attnforge.Spans) and self.spec.problem.unions:
+            data = mask.data if mask.data.dim() == 5 else mask.data[None, None, None]
+            p.spans = data.data_ptr()
+            p.mask_batches, p.mask_heads = mask.planes
+            p.mask_planes = p.mask_batches * p.mask_heads
+        elif isinstance(mask, attnforge.Spans):
             p.starts, p.ends = (row.data_ptr() for row in mask.data)
         elif isinstance(mask, attnforge.DenseMask):
             p.mask_bits = mask.data.data_ptr()
@@ -211,7 +220,8 @@ class Emulated:
         p.tile_count, p.tile_order = (self._workspace(p.mask_planes * owned) for _ in range(2))
         p.tile_list, p.dq_order = (self._workspace(p.mask_planes * owned * p.list_stride) for _ in range(2))
         p.kv_range = self._workspace(p.mask_planes * owned * 8)
-        p.bounds, p.tile_counter = self._workspace(p.padded_k * 2), self._workspace(2)
+        p.bounds = self._workspace(p.mask_planes * self.spec.problem.intervals * p.padded_k * 2)
+        p.tile_counter = self._workspace(2)
         self._run(self.plan.schedule, p)
 
     def _run(self, launches: tuple[Launch, ...], p: Params) -> None:

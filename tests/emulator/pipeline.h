@@ -33,6 +33,8 @@ struct State {
 };
 enum Tensor { kNone, kQ, kK, kV, kOut, kBounds };
 static const int* all_bounds;
+static int padded_keys, planes_of_mask, heads_of_q;
+static int broken;  // number of the break of the protocol that is on, or 0
 #include "turns.h"
 
 static std::map<std::tuple<int, int, int, int>, int> stored;  // batch, head, tile, warpgroup: how often
@@ -95,11 +97,11 @@ static void tma_load(unsigned to, const Box& map, unsigned barrier, int column, 
 }
 template <class T>
 static void pin(T&) {}
-// Starts and ends of consecutive keys; only the first one is noted.
+// Starts and ends of consecutive keys, for each of their intervals; only the first one is noted, counted through planes.
 static void bulk_load(unsigned to, const int* from, int bytes, unsigned barrier) {
     give_way();
     const unsigned block = blockIdx.x;
-    const int key = (from - all_bounds) / 2;
+    const int key = (from - all_bounds) / (2 * INTERVALS);
     later([=] {
         blocks[block].shared[to] = {kBounds, 0, key, 0, 0};
         landed(block, barrier, bytes);
@@ -182,6 +184,7 @@ static std::string run_blocks(const Params& p, int count, unsigned seed) {
     stored.clear();
     failure.clear();
     all_bounds = p.bounds;
+    padded_keys = p.padded_k, planes_of_mask = max(1, p.mask_planes), heads_of_q = p.heads_q;
     std::fill(std::begin(everyone), std::end(everyone), Named{});
     gridDim.x = count;
     for (size_t i = 0; i < fibers.size(); ++i) {
@@ -196,7 +199,7 @@ static std::string run_blocks(const Params& p, int count, unsigned seed) {
     }
     for (int i = 0; i < p.batch * p.heads_q * p.tiles_m * kConsumers; ++i) {
         const int group = i % kConsumers, tile = i / kConsumers % p.tiles_m, plane = i / kConsumers / p.tiles_m;
-        const bool any = has_rows(p, tile, group) && sees_any(p, tile, group);
+        const bool any = has_rows(p, tile, group) && sees_any(p, plane, tile, group);
         require(stored[{plane / p.heads_q, plane % p.heads_q, tile, group}] == any, "a tile is not stored once");
     }
 #if MASKED

@@ -86,7 +86,9 @@ template <class S>
 static void apply_mask(S&, int row, unsigned bounds) {
     const Piece found = here().shared[bounds];
     run_mask(current->scores.empty() ? -1 : current->scores.back().second.row);
-    require(found.tensor == kBounds && found.row == current->scores.back().second.row, "bounds of other keys");
+    const auto [rows, keys] = current->scores.back();
+    const int plane = (rows.batch * heads_of_q + rows.head) % planes_of_mask;
+    require(found.tensor == kBounds && found.row == plane * padded_keys + keys.row, "bounds of other keys");
 }
 template <class... T>
 static bool softmax_step(T&&...) {
@@ -106,10 +108,11 @@ static bool has_rows(const Params& p, int tile, int group) {
 static int keys_of(const Params& p, int query) {
     return kCausal ? max(0, min(p.seq_k, query + 1 + p.seq_k - p.seq_q)) : p.seq_k;
 }
-static bool visible_pair(const Params& p, int query, int key) {
+static bool visible_pair(const Params& p, int plane, int query, int key) {
 #if MASKED
     if (p.dense.data != nullptr) {
-        return static_cast<const unsigned char*>(p.dense.data)[query * p.dense.row + key] != 0;
+        const auto mask = static_cast<const unsigned char*>(p.dense.data) + plane % planes_of_mask * p.dense.head;
+        return mask[query * p.dense.row + key] != 0;
     }
     return p.starts[key] <= query && query < p.ends[key];
 #else
@@ -117,21 +120,22 @@ static bool visible_pair(const Params& p, int query, int key) {
 #endif
 }
 // How many of the pairs of a warpgroup's rows, from `row` on, and a key tile are visible, and how many pairs there are.
-static std::pair<int, int> count_pairs(const Params& p, int row, int key0) {
+// `plane`: batch entry * heads + head.
+static std::pair<int, int> count_pairs(const Params& p, int plane, int row, int key0) {
     int seen = 0, pairs = 0;
     for (int query = max(row, 0); query < min(row + 64, p.seq_q); ++query) {
         pairs += kTileN;
         for (int key = key0; key < min(key0 + kTileN, p.seq_k); ++key) {
-            seen += visible_pair(p, query, key);
+            seen += visible_pair(p, plane, query, key);
         }
     }
     return {seen, pairs};
 }
 // Whether a work tile's rows see a key: those of the warpgroup if it skips what is hidden from it, else those of any.
-static bool sees_any(const Params& p, int tile, int group) {
+static bool sees_any(const Params& p, int plane, int tile, int group) {
 #if MASKED
     for (int key0 = 0; key0 < p.seq_k; key0 += kTileN) {
-        if (count_pairs(p, first_row(p, tile, group), key0).first > 0) {
+        if (count_pairs(p, plane, first_row(p, tile, group), key0).first > 0) {
             return true;
         }
     }
@@ -147,7 +151,7 @@ template <class Work>
 static void check_tile(const Params& p, const Work& work, int group) {
     give_way();
     const int head = work.head / (p.heads_q / p.heads_kv);
-    const int row = first_row(p, work.tile, group);
+    const int row = first_row(p, work.tile, group), plane = work.batch * p.heads_q + work.head;
     const Piece q{kQ, 0, row, work.head, work.batch};
     std::map<int, int> met;
     // The next work tile's first S may have begun.
@@ -161,14 +165,14 @@ static void check_tile(const Params& p, const Work& work, int group) {
         require(!(rows != q) && !(keys != Piece{kK, 0, key0, head, work.batch}), "a wrong tile of Q or K");
         require(!(current->values.front() != Piece{kV, 0, key0, head, work.batch}), "a wrong tile of V");
         require(++met[key0] == 1, "a key tile is met twice");
-        const auto [seen, pairs] = count_pairs(p, row, key0);
+        const auto [seen, pairs] = count_pairs(p, plane, row, key0);
         require(seen == pairs || current->masked.count(key0), "hidden pairs are not masked");
         current->scores.pop_front();
         current->values.pop_front();
     }
     current->masked.clear();
     for (int key0 = 0; has_rows(p, work.tile, group) && key0 < p.seq_k; key0 += kTileN) {
-        require(met.count(key0) || count_pairs(p, row, key0).first == 0, "a key tile is missing");
+        require(met.count(key0) || count_pairs(p, plane, row, key0).first == 0, "a key tile is missing");
     }
     if (threadIdx.x % 128 == 0 && has_rows(p, work.tile, group)) {
         ++stored[{work.batch, work.head, work.tile, group}];

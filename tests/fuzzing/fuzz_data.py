@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from fuzz_problems import Problem
+from fuzz_problems import CASES, Problem
 from torch import Tensor
 
 import attnforge
@@ -171,11 +171,43 @@ def _mask(case: Problem, generator: torch.Generator) -> tuple[Mask, Tensor, dict
         away = row + (seq_k - seq_q) - key
         seen = ((away <= left) | (left < 0)) & ((-away <= right) | (right < 0))
         return None, seen, {"window_size": (left, right)}
+    if case.style == "unions":
+        return _unions(case, chance, generator)
     starts, ends = _intervals(case, chance, generator)
     seen = (starts.long()[None] <= row) & (row < ends.long()[None])
     hint = chance.choice((None, chance.uniform(0, seq_k)))
     sources = starts.to(case.device), ends.to(case.device)
     mask = attnforge.Spans(*sources, visible_keys=hint)
+    if case.overwrite:
+        for x in sources:
+            x.random_(-5, 500)
+    return mask, seen, {}
+
+
+def _unions(
+    case: Problem, chance: random.Random, generator: torch.Generator
+) -> tuple[Mask, Tensor, dict[str, Any]]:
+    """Up to 4 intervals a key, with planes for batch entries, and for kv heads or query heads."""
+    kin = random.Random(f"unions {case.seed // CASES}")  # kernels are those of the family
+    count, apart = kin.randint(1, 4), kin.random() < 0.5
+    heads = chance.choice((1, case.heads_kv, case.heads_kv * case.group)) if apart else 1
+    planes = (chance.choice((1, max(case.batch, 1))) if apart else 1, heads)
+    parts = [
+        _intervals(
+            replace(case, style=chance.choice(("random", "window", "prefix", "any int32"))), chance, generator
+        )
+        for _ in range(planes[0] * planes[1] * count)
+    ]
+    starts, ends = (
+        torch.stack(side).view(*planes, count, case.seq_k).to(torch.int32)
+        for side in zip(*parts, strict=True)
+    )
+    row = torch.arange(case.seq_q)[:, None]
+    first, last = (x.long()[..., None, :] for x in (starts, ends))
+    seen = ((first <= row) & (row < last)).any(2)
+    seen = seen.repeat_interleave(case.heads_kv * case.group // heads if heads > 1 else 1, 1)
+    sources = starts.to(case.device), ends.to(case.device)
+    mask = attnforge.Spans(*sources, visible_keys=chance.choice((None, chance.uniform(0, case.seq_k))))
     if case.overwrite:
         for x in sources:
             x.random_(-5, 500)

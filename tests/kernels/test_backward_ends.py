@@ -35,8 +35,8 @@ def translate(source: Source) -> str:
     return PRELUDE + text + runs(item for item in source.plan.launches if item.symbol != source.spec.symbol)
 
 
-def make_spec(head_dim: int, *, split: bool = True, ordered: bool = False) -> Spec:
-    tuning = Sm90Backward(64, 128, 3, 2, head_dim < 96, 0, split, ordered, False)
+def make_spec(head_dim: int, *, split: bool = True, deterministic: bool = False) -> Spec:
+    tuning = Sm90Backward(64, 128, 3, 2, head_dim < 96, 0, split, deterministic, False)
     return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.CAUSAL), tuning)
 
 
@@ -93,7 +93,7 @@ class Ends:
     params=[
         make_spec(64),
         make_spec(72, split=False),
-        make_spec(128, ordered=True),
+        make_spec(128, deterministic=True),
     ],
     ids=lambda spec: spec.slug,
 )
@@ -123,7 +123,7 @@ def test_before(ends: Ends) -> None:
     assert (scores[..., SEQ_Q:] > 1e30).all()
     assert not rows[:, :, 1, SEQ_Q:].any()
     plan = ends.emulated.plan
-    if plan.ordered:
+    if plan.dq_semaphore:
         assert ends.sums.isnan().all()  # the first turn stores
         used = ends.turns if plan.dkv_accum else ends.turns[: BATCH * HEADS_Q * ends.params.tiles_m]
         assert not used.any()
@@ -162,7 +162,7 @@ def test_dq(ends: Ends) -> None:
     exact = torch.randn(BATCH, HEADS_Q, p.padded_q, ends.out.shape[3])
     ends.sums.copy_(fragments(exact.unflatten(2, (-1, 64))).flatten(2))
     ends.turns[:] = 3
-    if ends.emulated.plan.ordered:
+    if ends.emulated.plan.dq_semaphore:
         ends.turns[HEADS_Q * p.tiles_m + 1] = 0  # tile 1 of head 0 of batch entry 1
         exact[1, 0, tuning.tile_m : 2 * tuning.tile_m] = 0
         ends.sums[1, 0, tuning.tile_m * exact.shape[3] : 2 * tuning.tile_m * exact.shape[3]] = math.nan

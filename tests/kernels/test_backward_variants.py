@@ -37,20 +37,20 @@ def problem(mask: Mask, head_dim: int = 128) -> Problem:
 
 def test_the_plan_by_hand() -> None:
     plan = make_plan(Spec(problem(Mask.FULL), TUNING))
-    # K and V, three of Q with statistics and visit, two of dO, two of dS, dQ in fp32.
+    # K and V, three of Q with row_stats and visit, two of dO, two of dS, dQ in fp32.
     buffers = 2 * 128 * 256 + 3 * (64 * (256 + 32) + 8) + 2 * 64 * 256 + 2 * 64 * 256 + 64 * 512
     # Barriers: K, V, full dS; two of each Q and dO; two of each dQ.
     assert plan.launches[1].shared_bytes == buffers + 8 * (3 + 2 * (3 + 2) + 2 * 2)
     # dK and dV 128, P and dP 32 each, P packed 16; 28 beside them.
     assert plan.registers == 128 + 64 + 16 + 28
-    # Ordered sums: dQ is full by turns of two barriers.
-    ordered = make_plan(Spec(problem(Mask.FULL), replace(TUNING, ordered=True)))
-    assert ordered.launches[1].shared_bytes == plan.launches[1].shared_bytes + 8 * 2
+    # Deterministic sums: two barriers for a full dQ.
+    deterministic = make_plan(Spec(problem(Mask.FULL), replace(TUNING, deterministic=True)))
+    assert deterministic.launches[1].shared_bytes == plan.launches[1].shared_bytes + 8 * 2
 
 
 def test_the_plan_with_lag_by_hand() -> None:
     plan = make_plan(Spec(problem(Mask.FULL, 64), Sm90Backward(64, 128, 4, 4, True, 2, False, False, False)))
-    # K and V, four of Q with statistics and visit, four of dO, four of dS, dQ in fp32 of both consumers.
+    # K and V, four of Q with row_stats and visit, four of dO, four of dS, dQ in fp32 of both consumers.
     buffers = 2 * 128 * 128 + 4 * (64 * (128 + 32) + 8) + 4 * 64 * 128 + 4 * 64 * 256 + 2 * 64 * 256
     assert plan.launches[1].shared_bytes == buffers + 8 * (3 + 2 * (4 + 4) + 2 * 2)
     # dK and dV 64, K and V 16 each; the next S 32, P and dS packed 16 each, dP or dQ 32, and 16; 28 beside them.
@@ -85,7 +85,11 @@ def test_the_consumers_compute_every_column_of_dq(head_dim: int) -> None:
         (problem(Mask.FULL), {"descending": True}, "descending: without a mask"),
         (problem(Mask.FULL, 64), {"lag": True, "stages_dout": 1}, "stages_dout 1: with lag .* takes 2"),
         (problem(Mask.DENSE), {"split_heads": False}, "dense mask: takes split_heads"),
-        (problem(Mask.CAUSAL), {"split_heads": False, "ordered": True}, "ordered: .* but for mask full"),
+        (
+            problem(Mask.CAUSAL),
+            {"split_heads": False, "deterministic": True},
+            "deterministic: .* but for mask full",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_said(where: Problem, changes: dict[str, int], reason: str) -> None:
@@ -96,7 +100,7 @@ def test_what_it_cannot_do_is_said(where: Problem, changes: dict[str, int], reas
 def ways(mask: Mask) -> list[Spec]:
     """Of the search space, every way to keep sums and to order blocks, with the buffers that are tried first."""
     flags = product((False, True), repeat=3)
-    wanted = {replace(TUNING, split_heads=h, ordered=o, descending=d) for h, o, d in flags}
+    wanted = {replace(TUNING, split_heads=h, deterministic=o, descending=d) for h, o, d in flags}
     return [spec for spec in candidates(problem(mask)) if spec.tuning in wanted]
 
 
@@ -112,7 +116,7 @@ def test_the_space_has_every_way_to_keep_sums(mask: Mask, count: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", list(Mask), ids=lambda mask: mask.value)
 def test_gradients(mask: Mask) -> None:
-    """All ways against float64; those with ordered sums give the same bits again."""
+    """All ways against float64; those with deterministic sums give the same bits again."""
     device = torch.device("cuda")
     if kernels.target(device) is not Arch.SM90A:
         pytest.skip("wgmma is Hopper's")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulator import Emulated, translate
-from oracle import Shape, dense, draw, make_mask
+from oracle import Shape, dense, draw, make_mask, unions
 from torch import Tensor
 
 from attnforge.codegen.families.sm80 import Sm80Forward
@@ -56,18 +56,22 @@ def run(
     directory: Path,
     planes: tuple[int, int] | None = None,
     translate: Callable[[Source], str] = translate,
+    batch_heads: tuple[int, int, int] = (2, 1, 3),
 ) -> None:
     """Compare one variant with the reference, on lengths off every tile and rows aligned as its problem says."""
     p = spec.problem
     seq_q, seq_k = (70, 100) if planes is None else (200, 161)
     shape = Shape(seq_q, seq_k, p.head_dim, 1, 2, 1, p.dim_v)
     if planes is not None:
-        shape = Shape(seq_q, seq_k, p.head_dim, 1, 3, 2, p.dim_v)
+        batch, heads_kv, group = batch_heads
+        shape = Shape(seq_q, seq_k, p.head_dim, heads_kv, group, batch, p.dim_v)
     x = draw(shape, torch.bfloat16 if p.dtype is BFLOAT16 else torch.float16, "cpu")
     q, k, v, dout = (aligned(t.detach(), p.align) for t in (x.q, x.k, x.v, x.dout))
-    mask = (
-        dense(seq_q, seq_k, "cpu", planes=planes) if planes else make_mask(p.mask.value, seq_q, seq_k, "cpu")
-    )
+    mask = make_mask(p.mask.value, seq_q, seq_k, "cpu")
+    if p.unions:
+        mask = unions(seq_q, seq_k, p.intervals, "cpu", planes or (1, 1))
+    elif planes:
+        mask = dense(seq_q, seq_k, "cpu", planes=planes)
     exact = reference(q, k, v, mask, dout=dout)
     kernel = Emulated(spec, directory, translate)
     if p.direction is FORWARD:
@@ -111,9 +115,9 @@ def test_first_choices(
         (FORWARD, lambda knobs: True),
         (BACKWARD, lambda knobs: not knobs["split_heads"]),
         (BACKWARD, lambda knobs: knobs["split_heads"]),
-        (BACKWARD, lambda knobs: knobs["ordered"]),
+        (BACKWARD, lambda knobs: knobs["deterministic"]),
     ],
-    ids=["forward", "kv-heads", "split-heads", "ordered"],
+    ids=["forward", "kv-heads", "split-heads", "deterministic"],
 )
 def test_a_mask_for_each_head(
     direction: Direction, wanted: Callable[[dict[str, int]], bool], tmp_path: Path
@@ -122,6 +126,29 @@ def test_a_mask_for_each_head(
     problem = Problem(direction, Arch.SM80, BFLOAT16, 32, Mask.DENSE)
     spec = next(spec for spec in candidates(problem) if wanted(spec.to_json()["tuning"]))
     run(spec, tmp_path, planes=(2, 3))
+
+
+# direction, intervals, planes, knobs. Two kv heads: planes for each kv head, for each q head, for each batch entry.
+UNIONS: list[tuple[Direction, int, tuple[int, int], dict[str, bool]]] = [
+    (FORWARD, 2, (1, 1), {}),
+    (FORWARD, 4, (2, 4), {}),
+    (FORWARD, 1, (1, 2), {}),
+    (BACKWARD, 2, (1, 1), {"split_heads": False}),
+    (BACKWARD, 3, (2, 1), {"split_heads": True}),
+    (BACKWARD, 2, (2, 4), {"split_heads": False}),
+    (BACKWARD, 2, (1, 2), {"split_heads": False, "deterministic": True}),
+    (BACKWARD, 1, (2, 4), {"deterministic": True}),
+]
+
+
+@pytest.mark.parametrize(("direction", "count", "planes", "knobs"), UNIONS, ids=str)
+def test_unions(
+    direction: Direction, count: int, planes: tuple[int, int], knobs: dict[str, bool], tmp_path: Path
+) -> None:
+    apart = int(planes != (1, 1))
+    problem = Problem(direction, Arch.SM80, BFLOAT16, 32, Mask.SPANS, intervals=count, planes=apart)
+    fits = (s for s in candidates(problem) if knobs.items() <= s.to_json()["tuning"].items())
+    run(next(fits), tmp_path, planes=planes, batch_heads=(2, 2, 2))
 
 
 # Several buffers: copies of later tiles are in flight while this one is awaited.

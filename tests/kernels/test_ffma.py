@@ -1,4 +1,4 @@
-"""The float32 forward kernel of the float lanes: where it is chosen, that it compiles, that it is right."""
+"""The float32 forward kernel on FP32 cores: where it is chosen, that it compiles, that it is right."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_is_chosen_where_tensor_cores_have_no_lead(arch: Arch, lanes: bool) -
     problem = Problem(Direction.FORWARD, arch, DType.FLOAT32, 64, Mask.DENSE)
     spec, reason = next(tables.choose(problem, 1, 4096, ""))
     assert isinstance(spec.tuning, Fp32Forward)
-    assert (spec.tuning.parts == 0) == lanes
+    assert (spec.tuning.o_splits == 0) == lanes
     assert reason.startswith("modelled, not measured")
 
 
@@ -49,9 +49,9 @@ def test_it_stands_last_in_the_space() -> None:
         spec.tuning
         for spec in candidates(Problem(Direction.FORWARD, Arch.SM90, DType.FLOAT32, 64, Mask.FULL))
     ]
-    parts = [tuning.parts > 0 for tuning in found if isinstance(tuning, Fp32Forward)]
-    assert parts == sorted(parts, reverse=True)
-    assert not parts[-1]
+    splits = [tuning.o_splits > 0 for tuning in found if isinstance(tuning, Fp32Forward)]
+    assert splits == sorted(splits, reverse=True)
+    assert not splits[-1]
 
 
 def test_it_has_no_instruction_of_tensor_cores() -> None:

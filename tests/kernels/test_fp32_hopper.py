@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from emulator import Emulated
-from oracle import Shape, dense, distance, draw, efficient, make_mask, peers, visible
+from oracle import Shape, dense, distance, draw, efficient, make_mask, peers, unions, visible
 from strict_nvcc import SERIALISED, check_resources
 
 import attnforge
@@ -88,6 +89,18 @@ def test_a_mask_for_each_head(tmp_path: Path) -> None:
     assert torch.allclose(out, reference(q, k, v, mask).out.float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+@pytest.mark.parametrize(("count", "planes"), [(2, (1, 1)), (1, (2, 1)), (3, (2, 3))], ids=str)
+def test_unions(count: int, planes: tuple[int, int], tmp_path: Path) -> None:
+    x = draw(Shape(200, 161, 32, heads_kv=1, group=3, batch=2), torch.float32, "cpu")
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    mask = unions(200, 161, count, "cpu", planes)
+    spec = spec_of(THREE, 32, "spans")
+    problem = replace(spec.problem, intervals=count, planes=int(planes != (1, 1)))
+    out, _ = Emulated(replace(spec, problem=problem), tmp_path).forward(q, k, v, mask)
+    assert torch.allclose(out, reference(q, k, v, mask).out.float(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("dim", "mask", "tuning", "reason"),
     [
@@ -97,8 +110,18 @@ def test_a_mask_for_each_head(tmp_path: Path) -> None:
         (64, "full", Sm90Fp32Forward(64, 64, 2, True, True, True), "ping_pong: takes at least two"),
         (64, "dense", Sm90Fp32Forward(128, 48, 2, True, True, True), "dense mask: .* multiples of 32"),
         (128, "full", Sm90Fp32Forward(128, 64, 2, True, True, False), "shared memory: 294976 bytes, 62528"),
-        (128, "full", Sm90Fp32Forward(128, 64, 1, True, True, True), "Q in parts take 272 of a consumer"),
-        (256, "full", Sm90Fp32Forward(64, 32, 1, False, True, False), "Q in parts take 280 of a consumer"),
+        (
+            128,
+            "full",
+            Sm90Fp32Forward(128, 64, 1, True, True, True),
+            "bf16 splits of P and Q take 272 of a consumer",
+        ),
+        (
+            256,
+            "full",
+            Sm90Fp32Forward(64, 32, 1, False, True, False),
+            "bf16 splits of P and Q take 280 of a consumer",
+        ),
     ],
 )
 def test_what_does_not_fit_says_why(dim: int, mask: str, tuning: Sm90Fp32Forward, reason: str) -> None:

@@ -1,6 +1,6 @@
 """The float32 kernels of tensor cores lose no more than float32 does: their source on the CPU, which cuts sums off.
 
-Tensor cores cut off where other units round, and what is cut off adds up. tests/emulator/emulator.h does as they do.
+Tensor cores cut off where other units round, and what is cut off adds up. emulator_warp.cpp does as they do.
 """
 
 from __future__ import annotations

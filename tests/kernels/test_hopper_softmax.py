@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import platform
 import re
@@ -13,7 +14,7 @@ import gxx
 import pytest
 import torch
 from cpu_kernel import Params, full_params
-from emulator import FLAGS
+from emulator import FLAGS, PARTS
 from torch import Tensor
 
 from attnforge.codegen.render import Source, render
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers a
 PRELUDE = """#include "emulator.h"
 static float exp2_approx(float x) { return std::exp2(x); }
 static unsigned pack(float low, float high) { return narrow_pair(low, high); }
-static const int* bounds_of_keys;
+static const int* bounds_of_keys;  // starts and ends side by side
 static void read_bounds(unsigned address, int* start, int* end) {
     for (int i = 0; i < 2; ++i) {
         start[i] = bounds_of_keys[address / 4 + i * 2];
@@ -87,7 +88,7 @@ BACKWARD = """
 extern "C" void run(const Params* p, int key, int query0, float x, float* out) {
     launch([=] {
         const int row = key + threadIdx.x / 4;
-        const int2 seen_by[2] = {queries_of(*p, row), queries_of(*p, row + 8)};
+        SEEN_BY;
         float s[kTileM / 2];
         std::fill(s, s + kTileM / 2, x);
         probabilities(s, p->scale_log2);
@@ -99,6 +100,14 @@ extern "C" void run(const Params* p, int key, int query0, float x, float* out) {
     }, 1, 32, 0);
 }
 """
+
+
+# The queries that see a thread's two keys, as its constructor finds them.
+SEEN_BY = {
+    False: "const int2 seen_by[2] = {queries_of(*p, row), queries_of(*p, row + 8)}",
+    True: "int2 seen_by[2][kIntervals]; for (int i = 0; i < kIntervals; ++i) "
+    "{ seen_by[0][i] = queries_of(*p, row, i); seen_by[1][i] = queries_of(*p, row + 8, i); }",
+}
 
 
 def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
@@ -119,8 +128,9 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     assert "asm" not in text
     text = text.replace("\n    __device__ __forceinline__ ", "\n    ")  # members, which are not static
     path = directory / "softmax.cpp"
+    harness = harness.replace("SEEN_BY;", SEEN_BY[source.spec.problem.unions] + ";")
     path.write_text(PRELUDE + text.replace("#pragma unroll", "//") + harness)
-    return gxx.library(path, *FLAGS)
+    return gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
 
 @pytest.fixture(scope="module")
@@ -234,3 +244,44 @@ def test_backward_sees_any_spans(tmp_path: Path) -> None:
             library.run(ctypes.byref(p), key, query0, x, ctypes.c_void_p(got.data_ptr()))
             seen = (starts[key : key + 16, None] <= query) & (query < ends[key : key + 16, None])
             assert torch.equal(got, seen * 0.5), (query0, key)
+
+
+def bounds_of_unions(count: int, keys: int) -> Tensor:
+    """(keys, count, 2): starts and ends of every kind, disjoint or not: a pair is seen if one interval holds it."""
+    numbers = torch.tensor([-(2**31), -1, 0, 1, 15, 16, 17, 31, 32, 2**31 - 1], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(count)
+    return numbers[torch.randint(0, len(numbers), (keys, count, 2), generator=generator)]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_forward_sees_unions(count: int, tmp_path: Path) -> None:
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS, intervals=count)
+    spec = next(candidates(problem))
+    library, keys = build(render(spec), SPANS, tmp_path), spec.tuning.tile_n
+    bounds = bounds_of_unions(count, keys)
+    by_interval = bounds.transpose(0, 1).contiguous()  # as they lie in shared memory
+    for query0 in (0, 16):
+        got = torch.full((16, keys), math.nan)
+        library.run(ctypes.c_void_p(by_interval.data_ptr()), query0, ctypes.c_void_p(got.data_ptr()))
+        query = torch.arange(query0, query0 + 16)[:, None, None]
+        seen = ((bounds[..., 0] <= query) & (query < bounds[..., 1])).any(2)
+        assert torch.equal(got, torch.where(seen, 1.0, -math.inf)), query0
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_backward_sees_unions(count: int, tmp_path: Path) -> None:
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS, intervals=count)
+    spec = next(candidates(problem))
+    library, tile_m = build(render(spec), BACKWARD, tmp_path), spec.tuning.tile_m
+    bounds = bounds_of_unions(count, 64)
+    data = bounds.permute(1, 2, 0).contiguous()
+    p = Params()
+    p.seq_k, p.seq_q, p.scale_log2, p.spans = 64, 256, 1.0, data.data_ptr()
+    for query0, key in itertools.product((0, 64), range(0, 64, 16)):
+        query = torch.arange(query0, query0 + tile_m)[:, None]
+        got = torch.full((16, tile_m), math.nan)
+        x = ctypes.c_float(-1.0)
+        library.run(ctypes.byref(p), key, query0, x, ctypes.c_void_p(got.data_ptr()))
+        of_keys = bounds[key : key + 16, None]
+        seen = ((of_keys[..., 0] <= query) & (query < of_keys[..., 1])).any(2)
+        assert torch.equal(got, seen * 0.5), (query0, key)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from jinja2 import meta
+from strict_nvcc import strict_cubin
 
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families.sm90 import Sm90Forward
@@ -16,6 +17,7 @@ from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import compilation, toolchain
+from attnforge.runtime.build.settings import COMPILER
 
 MAIN_LOOP = 80  # lines
 # With the kernel's own file.
@@ -105,17 +107,15 @@ def hot_loop(code: list[str]) -> list[str]:
     ids=["spans", "spans-64", "spans-72", "causal", "full", "full-64", "dense"],
 )
 def test_what_ptxas_makes_of_the_main_loop(
-    mask: Mask, head_dim: int, tuning: Sm90Forward, tmp_path: Path
+    mask: Mask, head_dim: int, tuning: Sm90Forward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No warning about wgmma, no spill; in the hot loop no divergence, and addresses stay in uniform registers."""
     if toolchain.find_nvcc(dict(toolchain._environment())) is None:
         pytest.skip(toolchain.NVCC_PLACES)
+    monkeypatch.setenv(COMPILER, "nvcc")
     source = hopper(mask, head_dim, tuning)
-    path, cubin = compilation.write_source(source, tmp_path), tmp_path / "kernel.cubin"
-    flags = ("-cubin", "-O3", "-std=c++17", "--ptxas-options=-v", "-arch=sm_90a")
-    nvcc = str(toolchain.find_nvcc(dict(toolchain._environment())))
-    code, log = toolchain.run((nvcc, *flags, "-o", cubin.name, path.name), tmp_path)
-    assert code == 0, log
+    cubin = strict_cubin(source, tmp_path)
+    log = cubin.with_name("log").read_text()
     assert not re.search(r"C75\d\d", log), log
     assert not any(used["spill_bytes"] for used in compilation.parse_ptxas(log).values()), log
     listing = subprocess.run(

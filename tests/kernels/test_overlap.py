@@ -45,7 +45,7 @@ def specs(problem: Problem) -> list[Spec]:
     for spec in candidates(problem):
         tuning = spec.tuning
         assert isinstance(tuning, Sm90Backward)
-        found.setdefault((tuning.split_heads, tuning.ordered), spec)
+        found.setdefault((tuning.split_heads, tuning.deterministic), spec)
     return list(found.values())
 
 
@@ -62,7 +62,7 @@ def body(text: str, name: str) -> str:
 def test_every_launch_but_the_first_waits(problem: Problem) -> None:
     ways = set()
     for spec in specs(problem):
-        ways.add((spec.tuning.split_heads, spec.tuning.ordered))  # type: ignore[attr-defined]
+        ways.add((spec.tuning.split_heads, spec.tuning.deterministic))  # type: ignore[attr-defined]
         source = render(spec)
         launches = source.plan.launches
         assert [launch.overlaps for launch in launches] == [False] + [True] * (len(launches) - 1)
@@ -82,13 +82,13 @@ def require_helper(text: str, overlaps: bool, last: bool) -> None:
     """All threads wait, at the kernel's own level and before anything but addresses; the last lets nobody start."""
     assert text.count(f"\n    {WAIT}\n") == text.count(WAIT) == int(overlaps)
     before = text.partition(WAIT)[0] if overlaps else ""
-    assert not re.search(r"gather|scatter|rows\[\w+ /|turns_taken|\bif\b|\bfor\b|return", before)
+    assert not re.search(r"gather|scatter|rows\[\w+ /|dq_semaphore|\bif\b|\bfor\b|return", before)
     assert text.count(LET) == int(not last)
     assert last or text.lstrip().startswith(LET)
 
 
 def require_main(text: str, symbol: str, loaders: int) -> None:
-    """What reads statistics or adds to sums waits, and blocks without work; the loader of Q lets go, at its end."""
+    """What reads row_stats or adds to sums waits, and blocks without work; the loader of Q lets go, at its end."""
     main = body(text, symbol)
     assert f"if (work.visits == 0) {{\n        {WAIT}\n" in main
     assert main.count("return") == 1

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 LIMIT = 2e-2  # of the rms error, as a share of the gradients' own: bfloat16 of all that goes in and out
-# tile_m, tile_n, stages, stages_dout, lag, in_regs, split_heads, ordered, descending
+# tile_m, tile_n, stages, stages_dout, lag, in_regs, split_heads, deterministic, descending
 VARIANTS = [
     (64, Mask.FULL, Sm90Backward(64, 128, 3, 3, True, 2, False, False, False)),
     (64, Mask.SPANS, Sm90Backward(64, 128, 3, 3, True, 2, True, False, False)),
@@ -30,7 +30,7 @@ VARIANTS = [
 variants = pytest.mark.parametrize(
     ("head_dim", "mask", "tuning"),
     VARIANTS,
-    ids=[f"{d}-{m.value}-{t.tile_m}-h{t.split_heads:d}-o{t.ordered:d}" for d, m, t in VARIANTS],
+    ids=[f"{d}-{m.value}-{t.tile_m}-h{t.split_heads:d}-o{t.deterministic:d}" for d, m, t in VARIANTS],
 )
 # Short ones: all blocks of a launch run at once, and the next launches' beside them. The last takes several rounds.
 SHAPES = [
@@ -64,9 +64,9 @@ class Call:
         assert exact.dv is not None
         self.exact = (exact.dq, exact.dk, exact.dv)
 
-    def run(self, handle: int, ordered: bool) -> Grads:
+    def run(self, handle: int, deterministic: bool) -> Grads:
         return ops.backward(
-            self.dout, self.q, self.k, self.v, self.out, self.lse, self.mask, None, ordered, handle
+            self.dout, self.q, self.k, self.v, self.out, self.lse, self.mask, None, deterministic, handle
         )
 
     def require_right(self, grads: Grads) -> None:
@@ -95,15 +95,15 @@ def test_calls_in_a_row(head_dim: int, mask: Mask, tuning: Sm90Backward) -> None
     for call in calls:
         poison()
         torch.cuda.synchronize()
-        alone.append(call.run(handle, tuning.ordered))
+        alone.append(call.run(handle, tuning.deterministic))
         torch.cuda.synchronize()
         call.require_right(alone[-1])
     for _ in range(8):
         poison()
         for call, expected, grads in zip(
-            calls, alone, [call.run(handle, tuning.ordered) for call in calls], strict=True
+            calls, alone, [call.run(handle, tuning.deterministic) for call in calls], strict=True
         ):
-            if tuning.ordered:
+            if tuning.deterministic:
                 assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
             else:
                 call.require_right(grads)
@@ -126,7 +126,7 @@ def test_keys_that_nobody_sees(head_dim: int, mask: Mask, tuning: Sm90Backward) 
         call = Call(x, hidden)
         for _ in range(5):
             poison()
-            grads = call.run(handle, tuning.ordered)
+            grads = call.run(handle, tuning.deterministic)
             call.require_right(grads)
             assert not grads[1][:, :, first:].any()
             assert not grads[2][:, :, first:].any()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emulated_schedule import EmulatedSchedule
-from oracle import dense, spans
+from oracle import dense, spans, unions
 from torch import Tensor
 
+import attnforge
 from attnforge.codegen.families.sm80 import Sm80Forward
 from attnforge.codegen.families.sm80_backward import Sm80Backward
 from attnforge.codegen.families.sm90 import Sm90Forward
@@ -25,7 +27,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-# direction, target, tuning: three, two and one part of a query tile; lists of key tiles and of query tiles
+# direction, target, tuning: three, two and one group of a query tile; lists of key tiles and of query tiles
 VARIANTS: dict[str, tuple[Direction, Arch, Any]] = {
     "192x128": (FORWARD, Arch.SM90A, Sm90Forward(192, 128, 2, True, True, False, False)),
     "192x80": (FORWARD, Arch.SM90A, Sm90Forward(192, 80, 2, False, True, True, False)),
@@ -33,7 +35,7 @@ VARIANTS: dict[str, tuple[Direction, Arch, Any]] = {
     "64x144": (FORWARD, Arch.SM90A, Sm90Forward(64, 144, 2, False, True, False, False)),
     "sm80": (FORWARD, Arch.SM80, Sm80Forward(128, 64, 4, 2, False)),
     "backward": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, False, False)),
-    "ordered": (BACKWARD, Arch.SM80, Sm80Backward(64, 64, 4, 2, 2, 2, 2, False, True)),
+    "deterministic": (BACKWARD, Arch.SM80, Sm80Backward(64, 64, 4, 2, 2, 2, 2, False, True)),
     "descending": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, True, True)),
 }
 # seq_q, seq_k: one pair; a few tiles; more query tiles and more key tiles than a block has threads
@@ -52,36 +54,38 @@ def pad(x: Tensor, rows: int, columns: int) -> Tensor:
 def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor) -> None:
     """Compare with what follows from `visible` (seq_q, seq_k)."""
     plan, tuning = schedule.plan, schedule.spec.tuning
-    (seq_q, seq_k), parts, unit = visible.shape, plan.parts, tuning.tile_m // plan.parts
+    (seq_q, seq_k), row_groups, unit = visible.shape, plan.row_groups, tuning.tile_m // plan.row_groups
     tiles_m, tiles_n = -(-seq_q // tuning.tile_m), -(-seq_k // tuning.tile_n)
     rows, columns = tiles_m * tuning.tile_m, tiles_n * tuning.tile_n
     exists = (torch.arange(rows) < seq_q)[:, None]
-    shape = (tiles_m, parts, unit, tiles_n, tuning.tile_n)
-    shows = pad(visible, rows, columns).view(shape).any(4).any(2)  # (tiles_m, parts, tiles_n)
+    shape = (tiles_m, row_groups, unit, tiles_n, tuning.tile_n)
+    shows = pad(visible, rows, columns).view(shape).any(4).any(2)  # (tiles_m, row_groups, tiles_n)
     misses = (~pad(visible, rows, columns) & exists).view(shape).any(4).any(2)
-    real = exists.view(tiles_m, parts, unit).any(2)  # parts that have rows
-    bits = (1 << torch.arange(parts))[None, :, None]
+    real = exists.view(tiles_m, row_groups, unit).any(2)  # row_groups that have rows
+    bits = (1 << torch.arange(row_groups))[None, :, None]
     flags = (misses * bits).sum(1)
-    asked = (real * bits[..., 0]).sum(1)  # flags of parts without rows may be anything
+    asked = (real * bits[..., 0]).sum(1)  # flags of row_groups without rows may be anything
     visits = shows.any(1) if plan.owner == "m" else shows.any(1).T
     for tile in range(visits.shape[0]):
         count = int(tables["tile_count"][tile])
         visited = visits[tile].nonzero()[:, 0]
         assert count == visited.numel()
         entries = tables["tile_list"][tile, :count].long()
-        assert torch.equal(entries >> parts, visited)
+        assert torch.equal(entries >> row_groups, visited)
         index = (tile, visited) if plan.owner == "m" else (visited, tile)
         of_rows = asked[index[0]]
         assert torch.equal(entries & of_rows, flags[index] & of_rows)
-        for part in range(parts if parts > 1 else 0):
-            slots = shows[tile, part, visited].nonzero()[:, 0].tolist()
-            assert tables["kv_range"][tile, part].tolist() == ([slots[0], slots[-1] + 1] if slots else [0, 0])
+        for group in range(row_groups if row_groups > 1 else 0):
+            slots = shows[tile, group, visited].nonzero()[:, 0].tolist()
+            assert tables["kv_range"][tile, group].tolist() == (
+                [slots[0], slots[-1] + 1] if slots else [0, 0]
+            )
     order = torch.sort(visits.sum(1), descending=True, stable=True).indices
     if plan.descending:
         order = order.sort(descending=True).values
     else:
         assert tables["tile_order"].tolist() == order.tolist()
-    if plan.ordered:
+    if plan.dq_semaphore:
         turn = visits[order].cumsum(0) - 1
         for rank, tile in enumerate(order.tolist()):
             mine = visits[tile]
@@ -112,7 +116,45 @@ def test_spans(name: str, tmp_path: Path) -> None:
                 assert not tables["tile_counter"].any()
 
 
-@pytest.mark.parametrize("name", ["192x128", "128x96", "sm80", "backward", "ordered"])
+# starts and ends of two intervals, that cover rows of a tile together but not alone, or cover it, or miss it by a row
+BLOCKS = (
+    (0, 192, 384, 640),
+    (0, 128, 129, 700),
+    (0, 191, 192, 384),
+    (64, 65, 66, 701),
+    (-5, 3, 500, 1 << 30),
+)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("count", "planes"), [(2, (1, 1)), (3, (2, 2)), (1, (1, 3))], ids=str)
+def test_unions(name: str, count: int, planes: tuple[int, int], tmp_path: Path) -> None:
+    spec = spec_of(name, Mask.SPANS)
+    apart = planes != (1, 1)
+    spec = replace(spec, problem=replace(spec.problem, intervals=count, planes=int(apart)))
+    schedule = EmulatedSchedule(spec, tmp_path)
+    for seq_q, seq_k in SIZES:
+        masks = [unions(seq_q, seq_k, count, "cpu", planes)]
+        if count == 2 and seq_q == 701:
+            blocks = torch.tensor(BLOCKS, dtype=torch.int32)[torch.arange(seq_k) // 150 % 5].T
+            masks += [attnforge.Spans(blocks[::2].contiguous(), blocks[1::2].contiguous())]
+        for mask in masks:
+            data = mask.data if mask.data.dim() == 5 else mask.data[None, None, None]
+            tables = schedule.run(data, None, seq_q, seq_k)
+            visible = mask.visible(seq_q, seq_k).reshape(-1, seq_q, seq_k)
+            for plane in range(visible.shape[0]):
+                alone = {name: x if name == "tile_counter" else x[plane] for name, x in tables.items()}
+                check(schedule, alone, visible[plane])
+            if schedule.plan.bounds:
+                bounds = (
+                    tables["bounds"].permute(0, 2, 4, 1, 3).flatten(3)
+                )  # (planes, intervals, 2, padded_k)
+                assert torch.equal(bounds[..., :seq_k], data.flatten(0, 1))
+                assert not bounds[..., seq_k:].any()
+                assert not tables["tile_counter"].any()
+
+
+@pytest.mark.parametrize("name", ["192x128", "128x96", "sm80", "backward", "deterministic"])
 def test_dense(name: str, tmp_path: Path) -> None:
     schedule = EmulatedSchedule(spec_of(name, Mask.DENSE), tmp_path)
     for seq_q, seq_k in SIZES[:2]:

@@ -265,8 +265,8 @@ def test_where_two_families_were_measured_the_faster_one_runs(
         Problem(Direction.FORWARD, arch, DType.FLOAT32, 64, Mask.DENSE, 16) for arch in target.archs
     )
 
-    def arch(size: int, visible: int = 0) -> Arch:
-        return dispatch.choose_for(wide, 7, size, target, visible=visible).spec.problem.arch
+    def arch(size: int, visible_keys: int = 0) -> Arch:
+        return dispatch.choose_for(wide, 7, size, target, visible_keys=visible_keys).spec.problem.arch
 
     tables.save(H200, [replace(entry, tflops=60.0) for entry in entries(narrow, 2)], tmp_path)
     assert arch(1024) is Arch.SM90A, "only one was measured"
@@ -274,7 +274,7 @@ def test_where_two_families_were_measured_the_faster_one_runs(
     tables.save(H200, [replace(fast, tflops=90.0), replace(slow, tflops=50.0, visible_keys=500)], tmp_path)
     assert (arch(1024), arch(1500)) == (Arch.SM90A, Arch.SM90A)
     assert (arch(2048), arch(3000)) == (Arch.SM90, Arch.SM90)
-    assert arch(2048, visible=100) is Arch.SM90A, "of so few visible keys neither was"
+    assert arch(2048, visible_keys=100) is Arch.SM90A, "of so few visible keys neither was"
     assert arch(8192) is Arch.SM90A
 
 
@@ -285,8 +285,8 @@ def test_nothing_feasible() -> None:
         dispatch.choose(replace(CPU, dtype=DType.FLOAT16), 1, 100, torch.device("cpu"))
 
 
-def test_deterministic_takes_the_ordered_relative(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tuned variant that adds in any order, the same one with ordered sums."""
+def test_deterministic_takes_the_nearest_deterministic_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tuned variant that adds in any order, the same one with deterministic sums."""
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM80, head_dim=64)
     loose = next(candidates(problem))
     assert not make_plan(loose).deterministic
@@ -294,17 +294,20 @@ def test_deterministic_takes_the_ordered_relative(monkeypatch: pytest.MonkeyPatc
     target = dispatch.Target("", (Arch.SM80,))
     strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
     assert make_plan(strict.spec).deterministic
-    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"ordered": 1}
+    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"deterministic": 1}
     assert strict.reason == "tuned; with deterministic sums"
     assert dispatch.choose_for(problem, 7, 1024, target).spec == loose
 
 
 def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the tuned variant itself cannot have ordered sums: before Hopper a block per q head."""
+    """Where the tuned variant itself cannot have deterministic sums: before Hopper a block per q head."""
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM80, head_dim=64)
     loose = next(spec for spec in candidates(problem) if make_plan(spec).dkv_accum)
     monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
     target = dispatch.Target("", (Arch.SM80,))
     strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
     assert make_plan(strict.spec).deterministic
-    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"ordered": 1, "split_heads": 0}
+    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {
+        "deterministic": 1,
+        "split_heads": 0,
+    }

@@ -27,15 +27,18 @@ print("finite" if all(grad.isfinite().all() for grad in grads) else "not finite"
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize(
-    ("arch", "code"),
-    [(Arch.SM89, "arch=compute_89,code=sm_89"), (Arch.SM90, "arch=compute_90a,code=sm_90a")],
+    ("arch", "dtype", "code"),
+    [
+        (Arch.SM89, DType.FLOAT16, "arch=compute_89,code=sm_89"),
+        (Arch.SM90, DType.FLOAT32, "arch=compute_90a,code=sm_90a"),  # of two families
+    ],
 )
-def test_gpu_package_compiles_and_links(arch: Arch, code: str, tmp_path: Path) -> None:
+def test_gpu_package_compiles_and_links(arch: Arch, dtype: DType, code: str, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not on the PATH; this links, which NVRTC cannot")
     shapes = [export.Shape(1, 2, 4096, 41)]
-    tree = make_tree(export.target(arch), shapes, (DType.FLOAT32, DType.FLOAT16), (Mask.DENSE,))
+    tree = make_tree(export.target(arch), shapes, (dtype,), (Mask.DENSE,))
     export.write(tree, tmp_path / "out", COMMAND)
     assert f"-gencode={code}" in (tmp_path / "out/setup.py").read_text()
     sources = sorted(map(str, (tmp_path / "out").rglob("*.cu")))

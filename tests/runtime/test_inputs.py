@@ -128,7 +128,7 @@ def test_no_argument_that_there_is_not() -> None:
             r"starts: got dtype torch.int64, .*\.to\(torch.int32\)",
         ),
         (vector(2), vector(2).float(), ValueError, "ends: got dtype torch.float32"),
-        (vector(4).view(2, 2), vector(4), ValueError, r"starts: got shape \(2, 2\)"),
+        (vector(4).view(2, 1, 2), vector(4), ValueError, r"starts: got shape \(2, 1, 2\)"),
         (vector(4), vector(5), ValueError, "ends: got length 5, expected the length of starts, 4"),
         (vector(4), vector(4).to("meta"), ValueError, "ends: is on meta, but starts is on cpu"),
     ],

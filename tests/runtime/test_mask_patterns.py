@@ -32,6 +32,9 @@ IMAGES = [False, True, True, False, True]
 PARENTS = [-1, 0, 1, 0, -1]  # 0 has the children 1 and 3; 2 is below 1; 4 is a tree of its own
 ANCESTORS = {0: {0}, 1: {0, 1}, 2: {0, 1, 2}, 3: {0, 3}, 4: {4}}
 
+TIN = [0, 1, 2, 2, 2, 5, 6, 7, 8, 8, 10, 20, 21, 21, 23, 30, 31]
+TOUT = [20, 8, 5, 5, 5, 7, 7, 8, 20, 10, 20, 30, 24, 23, 24, 32, 32]
+
 CASES: dict[str, tuple[Callable[[], Spans], Rule]] = {
     "documents": (lambda: masks.documents(LENGTHS, "cpu"), lambda i, j: OF[i] == OF[j]),
     "causal documents": (
@@ -67,6 +70,14 @@ CASES: dict[str, tuple[Callable[[], Spans], Rule]] = {
         lambda: masks.documents(LENGTHS, "cpu") & masks.window(17, 17, 2, 1, "cpu"),
         lambda i, j: OF[i] == OF[j] and i - 2 <= j <= i + 1,
     ),
+    "tree by times": (
+        lambda: masks.tree_by_times(TIN, TOUT, "cpu"),
+        lambda i, j: TIN[j] <= TIN[i] < TOUT[j],
+    ),
+    "images in a window": (
+        lambda: masks.causal_or_image(LENGTHS, IMAGES, "cpu", window=3),
+        lambda i, j: i - 3 < j <= i or (OF[i] == OF[j] and IMAGES[OF[i]]),
+    ),
 }
 GROUPS = [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
 PARTS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0, 1]  # 0 is the prompt
@@ -84,6 +95,36 @@ def test_rule(name: str) -> None:
     assert torch.equal(mask.visible(17, 17), expected)
     if "in documents" not in name:
         assert mask.visible_keys == pytest.approx(expected.sum().item() / 17)
+
+
+@pytest.mark.parametrize(("length", "block"), [(9, 3), (10, 4), (3, 1), (5, 8)])
+def test_block_diffusion(length: int, block: int) -> None:
+    mask = masks.block_diffusion(length, block, "cpu")
+
+    def rule(i: int, j: int) -> bool:
+        of_i, of_j = (x % length // block for x in (i, j))
+        if j < length:
+            return i < length and of_i == of_j
+        return of_j < of_i if i < length else of_j <= of_i
+
+    expected = dense(rule, 2 * length, 2 * length)
+    assert torch.equal(mask.visible(2 * length, 2 * length), expected)
+    assert mask.intervals == 2
+    assert mask.visible_keys == pytest.approx(expected.sum().item() / (2 * length))
+
+
+def test_unions_of_patterns() -> None:
+    """A window, or the first two keys of each document, but not in noise."""
+    documents = masks.documents(LENGTHS, "cpu", causal=True)
+    first = torch.tensor([j - FIRST[j] < 2 for j in range(17)])
+    sinks = Spans(documents.starts, torch.where(first, documents.ends, 0).int())
+    noise = Spans(torch.full((17,), 9).int(), torch.full((17,), 11).int())
+    mask = ((masks.window(17, 17, 2, 0, "cpu") & documents) | sinks) & ~noise
+    rule = dense(
+        lambda i, j: OF[i] == OF[j] and j <= i and (i - 2 <= j or bool(first[j])) and i not in (9, 10), 17, 17
+    )
+    assert mask.intervals == 3
+    assert torch.equal(mask.visible(17, 17), rule)
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(5, 9), (9, 5)])
@@ -115,6 +156,14 @@ def test_a_million_tokens_take_no_square() -> None:
         (lambda: masks.tree([-1, 0, 0, 1], [1] * 4, "cpu"), "parents: segment 3 has parent 1"),
         (lambda: masks.tree([1, -1], [1, 1], "cpu"), "parents: segment 0 has parent 1"),
         (lambda: masks.tree([-1], [1, 1], "cpu"), "parents: got 1 entries for 2 segments"),
+        (lambda: masks.tree_by_times([0, 2, 1], [9, 9, 9], "cpu"), "tin: entry 2 is below the one before it"),
+        (
+            lambda: masks.tree_by_times([0, 1], [9, 1], "cpu"),
+            "tout: entry 1 is 1, expected more than its tin",
+        ),
+        (lambda: masks.tree_by_times([0, 1, 2], [9, 3, 4], "cpu"), "tout: entry 2 is 4, behind the 3"),
+        (lambda: masks.tree_by_times([0], [9, 3], "cpu"), "tout: got 2 entries for 1 of tin"),
+        (lambda: masks.block_diffusion(8, 0, "cpu"), "block: got 0, expected 1 or more"),
         (lambda: masks.documents([3, -1], "cpu"), "lengths: entry 1 is -1"),
         (lambda: masks.prefix_lm([4], [3], "cpu"), "prefixes: entry 0 is 4"),
         (lambda: masks.chunked_causal(8, 0, "cpu"), "chunk: got 0, expected 1 or more"),

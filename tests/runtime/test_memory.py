@@ -29,15 +29,15 @@ def workspace(plan: Plan) -> int:
     total = 4 * rows * HEAD_DIM + (32 if isinstance(tuning, Sm90Backward) else 8) * rows
     if plan.dkv_accum:
         total += 4 * BATCH * HEADS_KV * tiles_n * tuning.tile_n * 2 * HEAD_DIM
-    if plan.ordered:
+    if plan.dq_semaphore:
         total += 4 * BATCH * (HEADS_Q * tiles_m + HEADS_KV * tiles_n)
     return total
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split_heads", [False, True])
-@pytest.mark.parametrize("ordered", [False, True])
-def test_backward_takes_what_is_promised(split_heads: bool, ordered: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_takes_what_is_promised(split_heads: bool, deterministic: bool) -> None:
     device = torch.device("cuda")
     arch = kernels.targets(device)[0]
     problem = Problem(Direction.BACKWARD, arch, DType.BFLOAT16, HEAD_DIM, Mask.FULL)
@@ -45,7 +45,7 @@ def test_backward_takes_what_is_promised(split_heads: bool, ordered: bool) -> No
     wanted = [
         spec
         for spec in specs
-        if spec.tuning.split_heads is split_heads and spec.tuning.ordered is ordered  # type: ignore[attr-defined]
+        if (spec.tuning.split_heads, spec.tuning.deterministic) == (split_heads, deterministic)  # type: ignore[attr-defined]
     ]
     if not wanted:
         pytest.skip(f"{arch.value} has no such variant")

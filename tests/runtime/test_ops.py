@@ -45,6 +45,21 @@ class Seen(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def test_arguments_keep_their_names() -> None:
+    """Compiled graphs name them, and Inductor keeps graphs on disk: after a renaming, those of before would raise."""
+    load_operators()
+    attention = ["mask", "kind", "scale", "deterministic", "visible"]
+    names = {
+        "forward": ["q", "k", "v", *attention, "variant"],
+        "backward": ["dout", "q", "k", "v", "out", "lse", *attention, "dlse", "variant"],
+        "attend": ["q", "k", "v", "scale", "deterministic", "kind", "mask", "visible"],
+        "attend_spans": ["q", "k", "v", "mask", "visible", "scale"],
+    }
+    for name, arguments in names.items():
+        schema = getattr(torch.ops.attnforge, name).default._schema
+        assert [argument.name for argument in schema.arguments] == arguments, name
+
+
 @devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(device: str, kind: str) -> None:

@@ -22,7 +22,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import export, tables
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans
-from attnforge.runtime.masks import bucket
+from attnforge.runtime.masks import round_visible_keys
 from attnforge.runtime.search import search, worker
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.tables import Tuned
@@ -42,7 +42,7 @@ def spans(visible_keys: float | None = None, rows: int = ROWS) -> attnforge.Span
 
 def test_buckets_are_powers_of_two() -> None:
     known = {None: 0, 0: 1, 0.4: 1, 1: 1, 2: 2, 3: 2, 511.9: 256, 512: 512, 833: 512, 2**31 - 1: 1 << 30}
-    assert {number: bucket(number) for number in known} == known
+    assert {number: round_visible_keys(number) for number in known} == known
     for wrong in (-1, float("nan"), float("inf"), 1 << 31):
         with pytest.raises(ValueError, match=r"^visible_keys: got "):
             spans(wrong)
@@ -62,7 +62,7 @@ def test_packs_say_what_their_rows_see(pack: str, octave: int) -> None:
     of = workload(pack)
     mask = of.mask("cpu")
     assert mask.visible_keys == int((mask.ends - mask.starts).sum(dtype=torch.int64)) // of.used
-    assert mask.bucket == octave
+    assert mask.visible_keys_rounded == octave
     short = substitutes.create_sparse_mask(of.sample_lens, of.split_lens, of.attn_modes, "cpu").mask(of.used)
     assert (len(short.starts), short.visible_keys) == (of.used, mask.visible_keys)
     assert make_case(pack, "7B", DType.BFLOAT16, CPU).visible_keys == mask.visible_keys
@@ -70,19 +70,19 @@ def test_packs_say_what_their_rows_see(pack: str, octave: int) -> None:
 
 def test_what_is_only_padding_says_nothing() -> None:
     mask = attnforge.bagel.PackedMask([4], [4], ["full"], "cpu", used=0)
-    assert (mask.visible_keys, mask.bucket) == (None, 0)
+    assert (mask.visible_keys, mask.visible_keys_rounded) == (None, 0)
 
 
 def test_copies_say_the_same() -> None:
     mask = spans(700)
     dense = attnforge.DenseMask(torch.ones(8, 8, dtype=torch.bool), visible_keys=8)
     for same in (copy.deepcopy(mask), worker._moved(mask, CPU)):
-        assert (same.visible_keys, same.bucket) == (700, 512)  # type: ignore[union-attr]
-    assert worker._moved(dense, CPU).bucket == 8  # type: ignore[union-attr]
+        assert (same.visible_keys, same.visible_keys_rounded) == (700, 512)  # type: ignore[union-attr]
+    assert worker._moved(dense, CPU).visible_keys_rounded == 8  # type: ignore[union-attr]
     shard = ((0,), (1, 0), 4, 8)
-    assert local_spans(spans(3, 8), *shard).bucket == 2
-    assert local_dense(dense, *shard).bucket == 8
-    assert [local_plain(causal, *shard, CPU).bucket for causal in (True, False)] == [4, 8]
+    assert local_spans(spans(3, 8), *shard).visible_keys_rounded == 2
+    assert local_dense(dense, *shard).visible_keys_rounded == 8
+    assert [local_plain(causal, *shard, CPU).visible_keys_rounded for causal in (True, False)] == [4, 8]
 
 
 def test_masks_that_were_counted_anyway() -> None:
@@ -111,8 +111,8 @@ def tuned(index: int, visible_keys: int, size: int = 36864, tflops: float = 1.0,
     return Tuned(list(candidates(BACKWARD))[index], 7, size, 1.0, tflops, {"case": case}, visible_keys)
 
 
-def best(directory: Path, visible: int, size: int = 36864) -> Spec:
-    return next(tables.choose(BACKWARD, 7, size, H200, (directory,), visible=visible))[0]
+def best(directory: Path, visible_keys: int, size: int = 36864) -> Spec:
+    return next(tables.choose(BACKWARD, 7, size, H200, (directory,), visible_keys=visible_keys))[0]
 
 
 def test_entries_carry_it_and_older_ones_are_read(tmp_path: Path) -> None:
@@ -160,7 +160,9 @@ def test_a_sparse_pack_gets_the_block_per_kv_head(name: str) -> None:
 
     def split(pack: str) -> bool:
         mask = workload(pack).mask("cpu")
-        tuning = choose_for(BACKWARD, 7, len(mask.starts), target, visible=mask.bucket).spec.tuning
+        tuning = choose_for(
+            BACKWARD, 7, len(mask.starts), target, visible_keys=mask.visible_keys_rounded
+        ).spec.tuning
         assert isinstance(tuning, Sm90Backward)
         return tuning.split_heads
 

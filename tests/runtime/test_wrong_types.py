@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -181,3 +182,23 @@ def test_trainer(wrong: Any) -> None:
             attnforge.bagel.patch(trainer=wrong)
         with pytest.raises(ValueError, match=r"^trainer: got"):
             attnforge.bagel.record("packs.jsonl", trainer=wrong)
+
+
+def test_tensors_where_lists_or_masks_are_expected_get_a_hint() -> None:
+    lengths = torch.tensor([50])
+    with pytest.raises(TypeError, match=r"sample_lens: got Tensor, .*; use sample_lens.tolist\(\)"):
+        attnforge.bagel.PackedMask(lengths, [50], ["causal"], "cpu")  # type: ignore[arg-type]
+    q = torch.randn(1, 2, 50, 16)
+    with pytest.raises(TypeError, match=r"goes in as attnforge.DenseMask\(mask\)"):
+        attnforge.attention(q, q, q, torch.ones(50, 50, dtype=torch.bool))  # type: ignore[call-overload]
+
+
+def test_without_transformers_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"transformers is not installed; pip install .*huggingface"):
+        attnforge.register_huggingface()
+
+
+def test_names_of_lazy_modules_are_listed() -> None:
+    for module in (attnforge, attnforge.bagel):
+        assert set(module.__all__) <= set(dir(module))

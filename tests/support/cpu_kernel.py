@@ -42,14 +42,31 @@ class MaskRef(ctypes.Structure):
     )
 
 
+class ScoreRef(ctypes.Structure):
+    """Mirror of `struct ScoreRef`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("stride", ctypes.c_longlong * 4),
+        ("size", ctypes.c_int * 4),
+    )
+
+    @staticmethod
+    def of(x: torch.Tensor) -> ScoreRef:
+        """As score_ref of runtime/native/arguments.h."""
+        rest = [0] * (4 - x.dim())
+        return ScoreRef(x.data_ptr(), (*x.stride(), *rest), (*x.shape, *(1 for _ in rest)))
+
+
 CTYPES: dict[str, Any] = {
+    "ScoreRef": ScoreRef,
     "int": ctypes.c_int,
     "float": ctypes.c_float,
     "TensorRef": TensorRef,
     "MaskRef": MaskRef,
 }
 STRUCTS = re.compile(
-    r"(?:// A (?:tensor|bool mask) .*\nstruct \w+ \{\n(?:    .*\n)*\};\n\n)*"
+    r"(?:// A (?:tensor|bool mask|captured tensor) .*\nstruct \w+ \{\n(?:    .*\n)*\};\n\n)*"
     r"struct Params \{\n(?:    .*\n)*\};"
 )
 

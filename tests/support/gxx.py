@@ -18,22 +18,43 @@ HERE = Path(__file__).parents[1] / "emulator"  # headers and programs
 KEPT = 300  # libraries; those used longest ago go first
 
 
-def library(source: Path, *flags: str) -> ctypes.CDLL:
-    """The shared library of a C++ file that includes nothing but headers of the system and of tests/emulator."""
-    parts = (source.read_text(), *flags, surroundings())
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+def library(source: Path, *flags: str, parts: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The shared library of a C++ file that includes nothing but headers of the system and of tests/emulator.
+
+    `parts` are files of tests/emulator that it is linked with, compiled once for all libraries with these flags.
+    """
     folder = kept.directory / "libraries"
     folder.mkdir(exist_ok=True)
-    built = folder / f"{digest}.so"
+    built = folder / f"{digest(source, *flags, *parts)}.so"
     if built.exists():
         built.touch()
     else:
-        aside = folder / f"{digest}.{os.getpid()}"
-        subprocess.run(["g++", *flags, str(source), "-o", str(aside)], check=True)
+        objects = [str(compiled(HERE / name, flags)) for name in parts]
+        # Its own definitions, not those of the same names in another library.
+        words = (*flags, "-Wl,-Bsymbolic", str(source), *objects)
+        aside = built.with_suffix(f".{os.getpid()}")
+        subprocess.run(["g++", *words, "-o", str(aside)], check=True)
         aside.rename(built)
         for old in sorted(folder.glob("*.so"), key=last_used)[:-KEPT]:
             old.unlink(missing_ok=True)
     return ctypes.CDLL(str(built))
+
+
+def compiled(source: Path, flags: tuple[str, ...]) -> Path:
+    """The object file of a part."""
+    built = kept.directory / "libraries" / f"{digest(source, *flags)}.o"
+    with kept.lock("parts"):
+        if not built.exists():
+            words = [flag for flag in flags if flag != "-shared"]
+            aside = built.with_suffix(f".{os.getpid()}")
+            subprocess.run(["g++", *words, "-c", str(source), "-o", str(aside)], check=True)
+            aside.rename(built)
+    return built
+
+
+def digest(source: Path, *flags: str) -> str:
+    words = "\0".join((source.read_text(), *flags, surroundings()))
+    return hashlib.sha256(words.encode()).hexdigest()[:20]
 
 
 def last_used(path: Path) -> float:
@@ -42,6 +63,7 @@ def last_used(path: Path) -> float:
 
 @cache
 def surroundings() -> str:
-    """What else a library depends on: the compiler, the machine and the emulator's headers."""
+    """What else a library depends on: the compiler, the machine and the emulator's headers and parts."""
     tool = toolchain(Arch.CPU)
-    return "\0".join((tool.identity, *(path.read_text() for path in sorted(HERE.glob("*.h")))))
+    files = sorted([*HERE.glob("*.h"), *HERE.glob("emulator*.cpp")])
+    return "\0".join((tool.identity, *(path.read_text() for path in files)))

@@ -102,6 +102,25 @@ def spans(seq_q: int, seq_k: int, device: str, seed: int = 0) -> attnforge.Spans
     return attnforge.Spans(starts.to(device), ends.to(device))
 
 
+def unions(
+    seq_q: int, seq_k: int, count: int, device: str, planes: tuple[int, int] = (1, 1), seed: int = 0
+) -> attnforge.Spans:
+    """Random unions of `count` intervals, for each plane; some long, some empty, unsorted, overlapping, touching."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (*planes, count, seq_k), generator=generator, dtype=torch.int32)
+
+    starts = integers(-2, seq_q + 1)
+    long = torch.where(integers(0, 6) == 0, seq_q, seq_q // 8 + 1)
+    ends = starts + (integers(0, 1 << 20) % long) - 1
+    ends[:, :, -1] = torch.where(integers(0, 3)[:, :, 0] == 0, starts[:, :, 0], ends[:, :, -1])  # they touch
+    hidden = seq_q // 3  # a row that sees no key
+    starts = torch.where((starts <= hidden) & (hidden < ends), hidden + 1, starts)
+    starts[..., seq_k // 2] = ends[..., seq_k // 2] if seq_k > 1 else starts[..., 0]  # a key that nobody sees
+    return attnforge.Spans(starts.int().to(device), ends.int().to(device))
+
+
 def dense(
     seq_q: int, seq_k: int, device: str, seed: int = 0, planes: tuple[int, int] | None = None
 ) -> attnforge.DenseMask:
@@ -129,11 +148,14 @@ def make_mask(kind: str, seq_q: int, seq_k: int, device: str, seed: int = 0) -> 
     return attnforge.Causal() if kind == "causal" else spans(seq_q, seq_k, device, seed)
 
 
-def visible(mask: Mask, seq_q: int, seq_k: int, device: str) -> Tensor:
-    """Dense bool (seq_q, seq_k), with two more axes in front if the mask has them."""
+def visible(mask: Mask, seq_q: int, seq_k: int, device: str, heads_q: int = 1) -> Tensor:
+    """Dense bool (seq_q, seq_k), with two more axes in front if the mask has them: planes of kv heads as of q heads."""
     if mask is None:
         return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
-    return mask.visible(seq_q, seq_k, device)
+    seen = mask.visible(seq_q, seq_k, device)
+    if seen.dim() == 4 and 1 < seen.shape[1] < heads_q:
+        seen = seen.repeat_interleave(heads_q // seen.shape[1], 1)
+    return seen
 
 
 def peers(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[tuple[Tensor, ...], ...]:
@@ -149,7 +171,7 @@ def peers(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[tuple[Tens
     single = x.q.dtype == torch.float32
     wide = x.q.shape[3] == x.v.shape[3]
     real = x.q.is_cuda and not single and wide and (mask is None or (causal and square))
-    seen = visible(mask, x.q.shape[2], x.k.shape[2], str(x.q.device))
+    seen = visible(mask, x.q.shape[2], x.k.shape[2], str(x.q.device), x.q.shape[1])
     return (
         efficient(x, seen, scale)
         if x.q.is_cuda and single
@@ -196,7 +218,7 @@ def flash(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ..
     scale = x.q.shape[3] ** -0.5 if scale is None else scale
     q, do = x.q.detach().float(), x.dout.float()
     k, v = (t.detach().float().repeat_interleave(group, 1) for t in (x.k, x.v))
-    seen = visible(mask, q.shape[2], k.shape[2], str(q.device))
+    seen = visible(mask, q.shape[2], k.shape[2], str(q.device), q.shape[1])
     scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
     top = scores.amax(-1, keepdim=True).clamp_min(-1e30)
     weights = (scores - top).exp()

@@ -1,9 +1,17 @@
-"""Compile with nvcc where every warning is an error, and check what ptxas says of registers and spills."""
+"""Compile with nvcc where every warning is an error, and check what ptxas says of registers and spills.
+
+Each text is compiled once: for all tests, all workers and the next run.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
 from pathlib import Path
+
+import kept
 
 from attnforge.codegen.render import Source
 from attnforge.runtime.build import compilation, toolchain
@@ -17,15 +25,34 @@ SERIALISED = re.compile(r"C75(?!19)\d\d")
 
 def compile_strictly(source: Source, directory: Path) -> tuple[str, dict[str, dict[str, int]]]:
     """Log and resources by kernel; any warning fails."""
+    cubin = strict_cubin(source, directory)
+    log = cubin.with_name("log").read_text()
+    return log, compilation.parse_ptxas(log)
+
+
+def strict_cubin(source: Source, directory: Path) -> Path:
+    """The cubin of a source, with what the compiler said in the file `log` beside it; any warning fails.
+
+    `directory` is a place to compile in.
+    """
     tool = toolchain.toolchain(source.spec.problem.arch)
     assert isinstance(tool, toolchain.Command)
-    path = compilation.write_source(source, directory)
-    strict = ("-Werror", "all-warnings")
-    code, log = toolchain.run(
-        (str(tool.program), *tool.flags, *strict, "-o", tool.binary_name, path.name), directory
-    )
-    assert code == 0, f"{source.spec.to_cli()}\n{log}"
-    return log, compilation.parse_ptxas(log)
+    flags = (*tool.flags, "-Werror", "all-warnings")
+    digest = hashlib.sha256("\0".join((source.text, tool.identity, *flags)).encode()).hexdigest()[:20]
+    built = kept.directory / "cubins" / digest
+    if not built.exists():
+        path = compilation.write_source(source, directory)
+        code, log = toolchain.run((str(tool.program), *flags, "-o", tool.binary_name, path.name), directory)
+        assert code == 0, f"{source.spec.to_cli()}\n{log}"
+        aside = built.with_name(f"{digest}.{os.getpid()}")
+        aside.mkdir(parents=True)
+        shutil.copy(directory / tool.binary_name, aside)
+        (aside / "log").write_text(log)
+        try:
+            aside.rename(built)
+        except OSError:  # another worker was first
+            shutil.rmtree(aside)
+    return built / tool.binary_name
 
 
 def check_resources(source: Source, directory: Path) -> str:

@@ -187,7 +187,14 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     module = script()
     goals = [Goal(name, "fwd", (TINY, ("full/64", "0.5B")), ("sdpa-flash",)) for name in ("one", "two")]
     rows = [(goal, *goal.cases[seed]) for seed in (0, 1) for goal in goals]
-    options = {"device": "cpu", "out": tmp_path, "limit": 60.0, "seconds": 0.0, "turns": 3, "no_errors": True}
+    options = {
+        "device": "cpu",
+        "out": tmp_path,
+        "limit": 60.0,
+        "seconds": 0.0,
+        "repeats": 3,
+        "no_errors": True,
+    }
     log = tmp_path / "goals.jsonl"
     begin = json.dumps({"begin": ["one", "fwd", "causal/96 0.5B"]}) + "\n"
     log.write_text(2 * begin + begin.replace("one", "two"))
@@ -211,7 +218,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     options |= {"limit": -1.0, "out": tmp_path / "new"}
     (tmp_path / "new").mkdir()
     assert module["measure"](rows, argparse.Namespace(**options)) == []
-    assert "time is up: causal/96" in capsys.readouterr().out
+    assert "time limit reached: causal/96" in capsys.readouterr().out
 
 
 def test_the_first_seed_of_all_comes_first() -> None:

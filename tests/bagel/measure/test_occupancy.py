@@ -38,7 +38,7 @@ def test_the_cache_budget_is_the_templates() -> None:
 @pytest.mark.parametrize("name", ["causal/4x8192", "causal/1x65536", "causal/1x4096"])
 def test_causal_rounds_turn_every_other_section_around(name: str) -> None:
     case, tiles = make_case(name, "7B", DType.BFLOAT16, CPU), 7
-    ranks = _ranks(case, FORWARD, tiles, True, rounds=True).tolist()
+    ranks = _ranks(case, FORWARD, tiles, True, alternating=True).tolist()
     assert Counter(ranks) == dict.fromkeys(range(tiles), 28 * case.batch)
     assert ranks[-1] == tiles - 1, "the last section ends with the smallest tiles"
     assert max(abs(a - b) for a, b in pairwise(ranks)) == 1, "sections meet at tiles of one size"
@@ -48,19 +48,19 @@ def test_causal_query_tiles_end_with_the_last_query() -> None:
     case = make_case("causal/300", "1/1/64", DType.BFLOAT16, CPU)
     # Tiles of 128 begin at -64, 64 and 192. Parts of 64 rows see 64, 128, 192, 256 and 300 keys: 2 + 4 + 6 + 8 + 10
     # tiles of 32.
-    found = simulate(case, FORWARD, 128, 32, "rounds", multiprocessors=1, parts=2)
+    found = simulate(case, FORWARD, 128, 32, "static", multiprocessors=1, row_groups=2)
     assert found.full + found.masked == 30
     assert found.busy == (30 / 2,)
-    # Without parts 2, 6 and 10.
-    assert simulate(case, FORWARD, 128, 32, "rounds", multiprocessors=1).busy == (18,)
+    # Without row groups 2, 6 and 10.
+    assert simulate(case, FORWARD, 128, 32, "static", multiprocessors=1).busy == (18,)
 
 
 @pytest.mark.parametrize(
     ("order", "busy"),
     [
         # Pieces of 3, 3, 3, 2, 2, 1 tiles. Rounds of two, the second backwards: 3 + 2 + 2 and 3 + 3 + 1.
-        ("rounds", [7, 7]),
-        ("free", [7, 7]),
+        ("static", [7, 7]),
+        ("dynamic", [7, 7]),
     ],
 )
 def test_small_schedule_by_hand(order: Order, busy: list[int]) -> None:
@@ -73,14 +73,16 @@ def test_small_schedule_by_hand(order: Order, busy: list[int]) -> None:
 
 def test_waste_tail_and_costs() -> None:
     case = documents(24, 24)  # tiles of 16: the middle one belongs to both documents
-    found = simulate(case, FORWARD, 16, 16, "free", multiprocessors=2)
+    found = simulate(case, FORWARD, 16, 16, "dynamic", multiprocessors=2)
     assert found.full == 2
     assert found.masked == 5
     assert found.tile_use == pytest.approx(2 * 24 * 24 / (7 * 256))
     assert sorted(found.busy) == [3, 4]  # 3, then 2 and 2
     assert found.balance == pytest.approx(7 / 8)
     assert found.allowed == pytest.approx(found.tile_use * found.balance)
-    dear = simulate(case, FORWARD, 16, 16, "free", costs=Costs(masked=2.0, piece=0.5), multiprocessors=2)
+    dear = simulate(
+        case, FORWARD, 16, 16, "dynamic", costs=Costs(masked=2.0, work_tile=0.5), multiprocessors=2
+    )
     assert sum(dear.busy) == 2 + 5 * 2 + 3 * 0.5
     assert dear.allowed < found.allowed
     assert [found.running(time) for time in (0.0, 3.5, 4.0)] == [2, 1, 0]
@@ -88,27 +90,27 @@ def test_waste_tail_and_costs() -> None:
 
 def test_parts_of_a_tile_pass_by_what_is_hidden_from_them() -> None:
     case = documents(24, 24)
-    found = simulate(case, FORWARD, 32, 16, "free", multiprocessors=1, parts=2)
-    # The parts are the tiles of 16: five of the first tile, two of the second.
+    found = simulate(case, FORWARD, 32, 16, "dynamic", multiprocessors=1, row_groups=2)
+    # The row groups are the tiles of 16: five of the first tile, two of the second.
     assert (found.full, found.masked) == (2, 5)
     assert found.busy == (7 / 2,)
     assert found.tile_use == pytest.approx(2 * 24 * 24 / (7 * 256))
-    whole = simulate(case, FORWARD, 32, 16, "free", multiprocessors=1)
+    whole = simulate(case, FORWARD, 32, 16, "dynamic", multiprocessors=1)
     assert (whole.full, whole.masked, whole.busy) == (1, 4, (5,))
 
 
 def test_rounds_deal_from_both_ends() -> None:
     case = documents(64, 48, 32, 16)  # pieces of 4 4 4 4 3 3 3 2 2 1
-    found = simulate(case, FORWARD, 16, 16, "rounds", multiprocessors=4)
+    found = simulate(case, FORWARD, 16, 16, "static", multiprocessors=4)
     assert list(found.busy) == [4 + 2 + 2, 4 + 3 + 1, 4 + 3, 4 + 3]
-    few = simulate(documents(16), FORWARD, 16, 16, "rounds", multiprocessors=4)
+    few = simulate(documents(16), FORWARD, 16, 16, "static", multiprocessors=4)
     assert list(few.busy) == [1, 0, 0, 0]
 
 
 def test_backward_pieces_are_key_tiles_of_q_or_kv_heads() -> None:
     case = documents(48, heads=3)
     split, whole = (
-        simulate(case, BACKWARD, 16, 16, "free", split, multiprocessors=2) for split in (True, False)
+        simulate(case, BACKWARD, 16, 16, "dynamic", split, multiprocessors=2) for split in (True, False)
     )
     assert sum(split.busy) == sum(whole.busy) == 27
     assert sorted(split.busy) == [12, 15]  # nine pieces of 3
@@ -123,7 +125,7 @@ def test_dense_masks() -> None:
 
 
 def test_picture_shows_work_and_idleness() -> None:
-    found = simulate(documents(48, heads=3), BACKWARD, 16, 16, "free", False, multiprocessors=2)
+    found = simulate(documents(48, heads=3), BACKWARD, 16, 16, "dynamic", False, multiprocessors=2)
     image = draw_schedules("title", [("one", found)])
     colours = {colour for _, colour in image.getcolors(1 << 24) or []}
     assert {FILL, LOSS} <= colours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnforge.bagel.measure import fa4, peers
+from attnforge.bagel.measure import cudnn_flex, fa3, fa4, peers
+from attnforge.bagel.measure.bench import OURS, ours, peers_of
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.peers import NAMES, _mask_mod, attention_of
 from attnforge.bagel.packing import PackedMask
-from attnforge.codegen.spec import DType
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime.masks import Causal, DenseMask
 from attnforge.runtime.search.case import Case
-from attnforge.runtime.search.reference import reference
+from attnforge.runtime.search.reference import reference, visible_rows
+from attnforge.runtime.search.timing import Timing
 
 CPU = torch.device("cpu")
 TINY = ("causal/96", "0.5B")
@@ -141,12 +145,119 @@ def test_fa4_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_absent_peers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa4, "installed", lambda: False)
+    for module in (fa3, fa4, cudnn_flex):
+        monkeypatch.setattr(module, "installed", lambda: False)
     assert set(peers.present(torch.device("cuda"))) == {*peers.BACKENDS, "sdpa-samples", "flex"}
     monkeypatch.setattr(peers, "_flex", lambda *arguments: pytest.fail("nothing is to be compiled for it"))
-    for name in peers.FA4:
+    for name in peers.INSTALLED:
         with pytest.raises(Unavailable, match="not installed"):
             attention_of(name, make_case(*TINY, DType.FLOAT32, CPU))
+
+
+def test_present_peers_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fa3, fa4, cudnn_flex):
+        monkeypatch.setattr(module, "installed", lambda: True)
+    assert set(peers.present(torch.device("cuda"))) == set(peers.NAMES["cuda"])
+
+
+def test_fa3_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        assert (q.shape, options["causal"], options["softmax_scale"]) == ((1, 96, 14, 64), True, 0.125)
+        return q + 3
+
+    monkeypatch.setattr(fa3, "installed", lambda: True)
+    monkeypatch.setitem(sys.modules, fa3.MODULE, SimpleNamespace(flash_attn_func=dense))
+    case = make_case(*TINY, DType.FLOAT32, CPU)
+    x = case.inputs()
+    torch.testing.assert_close(attention_of("fa3", case)(x.q, x.k, x.v), x.q + 3)
+
+
+# ---- cudnn.flex_attention
+
+
+@pytest.mark.parametrize("pack", ["full/40", "causal/40/50", "causal/50/40", "window:7/40", "blocks/0.5/256"])
+def test_endpoints_are_the_mask(pack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[0, F0) and [F1, F2), ... of each row, against the mask's definition; in chunks of few rows."""
+    monkeypatch.setattr(cudnn_flex, "CHUNK", 300)
+    case = replace(make_case(pack, "2/1/16", DType.FLOAT32, CPU), batch=2)
+    ends = cudnn_flex.endpoints(case)
+    assert (ends.dtype, ends.shape[0], ends.shape[1] % 2, ends.shape[2]) == (
+        torch.int32,
+        1,
+        1,
+        2 * case.seq_q,
+    )
+    assert bool((ends.diff(dim=1) >= 0).all())
+    key = torch.arange(case.seq_k)
+    covered = (ends[0, :, :, None] <= key).sum(0) % 2 == 0  # an even number of endpoints before a visible key
+    seen = visible_rows(case.mask, torch.arange(case.seq_q), case.seq_q, case.seq_k)[0, 0]
+    assert torch.equal(covered, seen.repeat(2, 1))
+
+
+def test_masks_of_many_intervals_are_not_for_cudnn() -> None:
+    comb = torch.arange(100) % 2 == 0
+    case = Case("comb", 1, 2, 1, 4, 100, 16, DType.FLOAT32, DenseMask(comb.repeat(4, 1)), 200, CPU)
+    with pytest.raises(Unavailable, match="has 99 endpoints"):
+        cudnn_flex.endpoints(case)
+    planes = DenseMask(torch.ones(1, 2, 4, 100, dtype=torch.bool).tril())
+    with pytest.raises(Unavailable, match="a mask of its own"):
+        cudnn_flex.endpoints(replace(case, mask=planes))
+
+
+def test_cudnn_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def plan(ends: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str:
+        seen.update(ends=ends, shapes=(q.shape, k.shape, v.shape))
+        return "plan"
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: str, softmax_scale: float) -> Tensor:
+        seen.update(mask_plan=mask_plan, scale=softmax_scale)
+        return q + 4
+
+    monkeypatch.setattr(cudnn_flex, "installed", lambda: True)
+    module = SimpleNamespace(create_mask_plan=plan, flex_attn_func=attend)
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    case = make_case(*TINY, DType.FLOAT32, CPU)
+    x = case.inputs()
+    torch.testing.assert_close(attention_of("cudnn-flex", case)(x.q, x.k, x.v), x.q + 4)
+    assert seen["shapes"] == ((1, 96, 14, 64), (1, 96, 2, 64), (1, 96, 2, 64))
+    assert seen["ends"].flatten().tolist() == list(range(1, 97))
+    assert (seen["mask_plan"], seen["scale"]) == ("plan", 0.125)
+
+
+# ---- Timing
+
+
+def test_peers_are_timed_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def timed(calls: dict[str, Any], *rest: object) -> dict[str, Timing]:
+        asked.append(list(calls))
+        return {name: Timing(len(name), 1.0, 9.0, 5, 2.0, 3.0) for name in calls}
+
+    monkeypatch.setattr(peers, "measure_interleaved", timed)
+    case = make_case(*TINY, DType.FLOAT32, CPU)
+    spec = next(iter(candidates(case.problem(Direction.FORWARD, Arch.CPU))))
+    (row,) = peers_of(case, Direction.FORWARD, ["sdpa-flash"], spec)
+    (alone,) = peers_of(case, Direction.FORWARD, ["sdpa-flash"], alone=True)
+    assert asked == [[OURS, "sdpa-flash"], ["sdpa-flash"]]
+    assert (row.ms, row.ours_ms, row.low_ms, row.high_ms) == (10, 9, 2.0, 3.0)
+    assert row.ratio == pytest.approx(10 / 9)
+    assert alone.ratio is None
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
+def test_a_given_variant_of_ours_runs(direction: Direction) -> None:
+    case = make_case(*TINY, DType.FLOAT32, CPU)
+    *_, last = candidates(case.problem(direction, Arch.CPU))
+    sets = [case.inputs()]
+    got = ours(case, direction, sets, last)(0)
+    exact = reference(sets[0].q, sets[0].k, sets[0].v, Causal(), dout=sets[0].dout)
+    expected = (exact.out, exact.lse) if direction is Direction.FORWARD else (exact.dq, exact.dk, exact.dv)
+    for mine, true in zip(got, expected, strict=True):
+        assert true is not None
+        torch.testing.assert_close(mine.double(), true, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_rows(tmp_path: Path) -> None:
     }
     packs, table = tmp_path / "packs.jsonl", tmp_path / "table.md"
     packs.write_text(json.dumps(pack) + "\n")
-    options = ["--packs", f"{packs}:1", "--operators", "attnforge,sdpa", "--model", "tiny", "--rounds", "1"]
+    options = ["--packs", f"{packs}:1", "--operators", "attnforge,sdpa", "--model", "tiny", "--repeats", "1"]
     done = CliRunner().invoke(main, [*options, "--device", "cpu", "--markdown", str(table)])
     assert done.exit_code == 0, done.output
     rows = [

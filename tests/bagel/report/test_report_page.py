@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -26,6 +27,8 @@ vl_convert = pytest.importorskip("vl_convert", reason="needs the extra `report`"
 pytest.importorskip("altair", reason="needs the extra `report`")
 
 from attnforge.bagel.report import charts, page  # noqa: E402
+from attnforge.bagel.report.bounds import case_of  # noqa: E402
+from attnforge.bagel.report.kernels import compare  # noqa: E402
 from attnforge.bagel.report.sources import style_sheet  # noqa: E402
 
 
@@ -164,6 +167,17 @@ def test_the_source_has_changed_since_the_search(logs: list[Path], tmp_path: Pat
     sentence = "the templates have changed since the search"
     assert sentence not in page.make_page(read([logs[0]]))
     assert sentence in page.make_page(read([old]))
+
+
+def test_the_incumbent_of_a_log_that_names_none(logs: list[Path], tmp_path: Path) -> None:
+    """It is the package's choice, whether or not the search measured it."""
+    run, best = read(logs).subjects[0].best or pytest.fail("no variant works")
+    silent = replace(run, incumbent=None)
+    found = compare(silent, best, case_of("finetune/0 7B", "bf16"))
+    assert found.origin == "the choice of the package's tables"
+    assert found.incumbent is not None
+    assert found.incumbent.problem == best.spec.problem
+    assert compare(silent, best, None).incumbent is None
 
 
 def test_a_log_of_failures_and_a_case_that_cannot_be_made(logs: list[Path], tmp_path: Path) -> None:

@@ -38,3 +38,14 @@ def test_a_meaningless_value_is_named(monkeypatch: pytest.MonkeyPatch, name: str
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name}='{value}'"):
         settings()
+
+
+def test_an_unknown_variable_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("attnforge.runtime.build.settings._warned", set())
+    monkeypatch.setenv("ATTNFORGE_NO_JITS", "1")
+    settings()
+    settings()
+    said = [record.message for record in caplog.records]
+    assert said == ["ATTNFORGE_NO_JITS is not a variable of attnforge; did you mean ATTNFORGE_NO_JIT?"]

@@ -75,6 +75,7 @@ def test_no_cuda_compiler_says_what_was_looked_for(tmp_path: Path, monkeypatch: 
 
 def test_no_cpp_compiler_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(NoCompilerError, match=r"g\+\+, clang\+\+ and c\+\+.*apt-get install g\+\+"):
         toolchain.toolchain(Arch.CPU)
     monkeypatch.setenv("CXX", "nothing++")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import unions
 from ranks import torchrun
 
 import attnforge
@@ -46,7 +47,8 @@ def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(world: int, shared
     packed = attnforge.bagel.PackedMask([total], splits, ["full", "noise", "causal"], "cpu")
     device = torch.device("cpu")
     holes = attnforge.DenseMask(torch.rand(1, 3, total, total) < 0.5)
-    for rank, mask in product(range(world), (packed, attnforge.Causal(), None, holes)):
+    two, many = unions(total, total, 2, "cpu"), unions(total, total, 3, "cpu", (2, 3))
+    for rank, mask in product(range(world), (packed, attnforge.Causal(), None, holes, two, many)):
         queries, _, keys = divide(world, shared, rank)
         seen = torch.ones(total, total, dtype=torch.bool) if mask is None else mask.visible(total, total)
         padded = torch.zeros(*seen.shape[:-2], rows * world, rows * world, dtype=torch.bool)

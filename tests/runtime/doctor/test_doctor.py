@@ -58,6 +58,7 @@ def test_no_compiler_is_reported(cache_dir: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(toolchain, "find_nvcc", lambda env: None)
     monkeypatch.setattr(nvrtc, "find", lambda env: None)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     found = by_name()
     assert found["CPU kernels"].status == FAILURE
     assert "apt-get install g++" in found["CPU kernels"].remedy
@@ -115,3 +116,13 @@ def test_cuda_release() -> None:
 
 def test_file_system() -> None:
     assert checks.file_system(Path("/proc/self")) == "proc"
+
+
+def test_an_unknown_variable_of_ours_is_reported(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNFORGE_CASHE_DIR", "x")
+    monkeypatch.setenv("ATTNFORGE_ZZZZ", "x")
+    found = by_name()
+    assert found["ATTNFORGE_CASHE_DIR"].status == WARNING
+    assert found["ATTNFORGE_CASHE_DIR"].remedy == f"did you mean {CACHE_DIR}?"
+    assert CACHE_DIR in found["ATTNFORGE_ZZZZ"].remedy
+    assert found[CACHE_DIR].status == INFO

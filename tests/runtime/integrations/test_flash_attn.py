@@ -185,7 +185,6 @@ def test_a_mask_made_in_inference_serves_training() -> None:
     ("name", "value"),
     [
         ("dropout_p", 0.1),
-        ("softcap", 30.0),
         ("alibi_slopes", torch.ones(1)),
         ("block_table", torch.zeros(1, 1, dtype=torch.int32)),
     ],
@@ -196,7 +195,7 @@ def test_what_is_not_supported_is_named(name: str, value: object) -> None:
     arguments: Any = {name: value}
     with pytest.raises(ValueError, match=f"^{name}: "):
         attnforge.flash_attn_varlen_func(x, x, x, cu, cu, 4, 4, **arguments)
-    if name != "block_table":
+    if name == "dropout_p":
         with pytest.raises(ValueError, match=f"^{name}: "):
             attnforge.flash_attn_func(x[None], x[None], x[None], **arguments)
 
@@ -252,3 +251,16 @@ def test_compiled(window: tuple[int, int]) -> None:
         torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("slopes", [None, torch.rand(2), torch.rand(3, 2)], ids=["cap", "heads", "entries"])
+def test_softcap_and_alibi(slopes: Tensor | None) -> None:
+    """flash-attn caps first, and counts ALiBi's distances with the last query at the last key."""
+    q, k, v = (torch.randn(3, length, 2, 8) for length in (7, 11, 11))
+    out = attnforge.flash_attn_func(q, k, v, softcap=2.0, alibi_slopes=slopes, causal=True)
+    score = 2 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5 / 2)
+    distance = torch.arange(11) - torch.arange(7)[:, None] - 4
+    if slopes is not None:
+        score = score - slopes.expand(3, 2)[:, :, None, None] * distance.abs()
+    weights = score.masked_fill(distance > 0, -torch.inf).softmax(-1)
+    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", weights, v))

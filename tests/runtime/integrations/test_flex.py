@@ -35,8 +35,8 @@ MODS: dict[str, tuple[Mod, type]] = {
     "window": (lambda b, h, q, k: (q >= k) & (q - k < 33), attnforge.Spans),
     "nothing": (lambda b, h, q, k: q < 0, attnforge.Spans),
     "holes": (lambda b, h, q, k: HOLES[q, k], attnforge.DenseMask),
-    "heads": (lambda b, h, q, k: q >= k + h, attnforge.DenseMask),
-    "batch": (lambda b, h, q, k: q >= k * b, attnforge.DenseMask),
+    "heads": (lambda b, h, q, k: q >= k + h, attnforge.Spans),
+    "batch": (lambda b, h, q, k: q >= k * b, attnforge.Spans),
 }
 
 
@@ -129,11 +129,24 @@ def test_lse_as_torch_gives_it() -> None:
     assert torch.equal(again[0], pair[0])
 
 
+def test_score_mods_as_torch_computes_them() -> None:
+    q, k, v = (torch.randn(2, heads, 70, 16) for heads in (2, 1, 1))
+    slopes = torch.rand(2)
+    mask = create_block_mask(MODS["causal"][0], None, None, 70, 70, device="cpu")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return 5 * torch.tanh(score / 5) - slopes[h] * (q_idx - kv_idx)
+
+    ours: Any = attnforge.flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
+    theirs: Any = torch.nn.attention.flex_attention.flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, heads, 300, 16) for heads in (2, 1, 1))
     mask: BlockMask = create_block_mask(MODS["holes"][0], 1, 1, 300, 300, device="cpu")
-    with pytest.raises(ValueError, match="score_mod: not supported"):
-        attnforge.flex_attention(q, k, v, lambda s, b, h, i, j: s, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"erfinv\.default is not supported"):
+        attnforge.flex_attention(q, k, v, lambda s, b, h, i, j: torch.erfinv(s), enable_gqa=True)
     with pytest.raises(ValueError, match="enable_gqa: is False"):
         attnforge.flex_attention(q, k, v)
     with pytest.raises(ValueError, match="max_scores"):

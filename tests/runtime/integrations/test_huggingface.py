@@ -126,11 +126,25 @@ def test_the_function_itself(calls: list[Any]) -> None:
     ("arguments", "message"),
     [
         ({"dropout": 0.1}, "dropout: got 0.1"),
-        ({"softcap": 30.0}, "softcap: not supported"),
-        ({"s_aux": torch.zeros(4)}, "s_aux: not supported"),
+        ({"position_bias": torch.zeros(4)}, "position_bias: not supported"),
         ({"attention_mask": torch.zeros(1, 1, 20, 20)}, "an additive mask"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**arguments)
+
+
+def test_caps_and_sinks_of_models(calls: list[Any]) -> None:
+    """Gemma 2's softcap and gpt-oss's s_aux, as their eager attention computes them."""
+    q, k, v = (
+        torch.randn(2, heads, 20, 16, generator=torch.Generator().manual_seed(heads)).double()
+        for heads in (4, 2, 2)
+    )
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    score = 3.0 * torch.tanh(q @ k.mT / 4 / 3.0)
+    score = score.masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    weights = torch.cat((score, sinks.double()[None, :, None, None].expand(2, 4, 20, 1)), -1).softmax(-1)
+    expected = (weights[..., :-1] @ v).transpose(1, 2)
+    torch.testing.assert_close(call(softcap=3.0, s_aux=sinks).double(), expected, atol=1e-5, rtol=1e-5)

@@ -28,7 +28,7 @@ TARGETS = [
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "_told", set())
+    monkeypatch.setattr(module, "_logged", set())
     yield
     attnforge.disable()
     assert TORCH is F.scaled_dot_product_attention

@@ -224,7 +224,7 @@ def test_what_is_refused_goes_to_torch(
             given.append((arguments, named))
             return "torch's"
 
-    monkeypatch.setattr(torch_backend, "_told", set())
+    monkeypatch.setattr(torch_backend, "_logged", set())
     q = draw(1, 2, 8, 16)
     alone: Any = torch_backend._or_torchs(torch_backend.scaled_forward, None)
     with pytest.raises(ValueError, match="dropout_p"):

@@ -65,7 +65,7 @@ def test_every_description_is_read(program: Path, arch: Arch, direction: Directi
     backward = int(direction is Direction.BACKWARD)
     assert (status, lines[0]) == (
         0,
-        f"{of.spec.slug} {backward} {of.spec.tuning.tile_m} {of.plan.parts}",
+        f"{of.spec.slug} {backward} {of.spec.tuning.tile_m} {of.plan.row_groups}",
     )
     assert [line.split()[0] for line in lines[1:-1]] == [launch.symbol for launch in of.plan.launches]
 

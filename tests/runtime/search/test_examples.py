@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from strict_nvcc import SPILLED
+from _pytest.mark import ParameterSet
+from strict_nvcc import SPILLED, compile_strictly
 
 from attnforge.codegen.families import FAMILIES
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Spec
-from attnforge.runtime.build.toolchain import toolchain
+from attnforge.runtime.build.settings import COMPILER
+from attnforge.runtime.build.toolchain import NVCC_PLACES, find_nvcc
 from attnforge.runtime.search import examples
 from attnforge.runtime.search.winners import GENERATED, tuned_entries, tuned_specs
 
@@ -77,12 +81,27 @@ def test_write_repairs_and_removes_what_is_ours_only(directory: Path) -> None:
     assert (directory / "mine.cpp").exists()
 
 
+def test_every_tuned_kernel_renders() -> None:
+    """The slow ones below are compiled only on demand."""
+    specs = tuned_specs()
+    assert len({render(spec).file_name for spec in specs}) == len(set(specs)) > 30
+
+
+def tuned_params() -> Iterator[ParameterSet]:
+    """The winners on GPUs; those that are no example in generated/ are slow ones."""
+    shown = examples.examples()
+    for spec in tuned_specs():
+        if spec.problem.arch.is_gpu:
+            yield pytest.param(spec, id=spec.slug, marks=() if spec in shown else pytest.mark.slow)
+
+
 @pytest.mark.nvcc
-@pytest.mark.parametrize(
-    "spec", [spec for spec in tuned_specs() if spec.problem.arch.is_gpu], ids=lambda spec: spec.slug
-)
-def test_every_tuned_kernel_compiles(spec: Spec, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", list(tuned_params()))
+def test_every_tuned_kernel_compiles(spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most winners have no file in generated/. float32 kernels of the mma.sync family won although they spill."""
-    built = toolchain(spec.problem.arch).compile(render(spec), tmp_path)
+    if find_nvcc(dict(os.environ)) is None:
+        pytest.skip(NVCC_PLACES)
+    monkeypatch.setenv(COMPILER, "nvcc")
+    _, resources = compile_strictly(render(spec), tmp_path)
     if spec.problem.family != "sm80_fp32":
-        assert built.resources[spec.symbol]["spill_bytes"] <= SPILLED
+        assert resources[spec.symbol]["spill_bytes"] <= SPILLED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.search import search as engine
 from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case, causal_case
+from attnforge.runtime.search.conditions import Summary
 from attnforge.runtime.search.journal import Result
 from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started
 from attnforge.runtime.search.timing import Timing
@@ -54,6 +56,7 @@ class FakeWorker:
 
     outcomes: dict[int, Outcome] = {}  # noqa: RUF012
     asked: list[tuple[Spec, float]] = []  # noqa: RUF012
+    compared: list[list[Spec]] = []  # noqa: RUF012
 
     def __init__(self, case: Case, direction: Direction) -> None:
         pass
@@ -66,8 +69,22 @@ class FakeWorker:
 
     def compare(self, specs: list[Spec]) -> list[Timing]:
         # In turns, the last of them proves fastest.
+        FakeWorker.compared.append(specs)
         times = [20.0 - number for number in range(len(specs))]
-        return [Timing(ms, ms, ms, 3) for ms in times]
+        return [Timing(ms, ms, ms, 3, ms - 0.1, ms + 0.1) for ms in times]
+
+    def close(self) -> None:
+        pass
+
+
+class Quiet:
+    """Conditions that spoil nothing."""
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def summary(self) -> Summary:
+        return Summary({"others": "none"}, ("a warning",))
 
     def close(self) -> None:
         pass
@@ -75,8 +92,9 @@ class FakeWorker:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeWorker.outcomes, FakeWorker.asked = {}, []
+    FakeWorker.outcomes, FakeWorker.asked, FakeWorker.compared = {}, [], []
     monkeypatch.setattr(engine, "Worker", FakeWorker)
+    monkeypatch.setattr(engine, "watch", lambda device: Quiet())
     monkeypatch.setattr(engine, "obtain", lambda source: FakeEntry())
 
 
@@ -136,10 +154,57 @@ def test_failures_are_recorded_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leaders_are_ranked_by_the_timing_in_turns() -> None:
     _, measured, finished = run(Budget(variants=3))
     # 11, 12, 13 ms at first; only those within 10 % of the best are timed again, and swap.
-    assert [r.ms for r in finished.ranked] == [12.0, 11.0, 13.0]
+    assert [r.ms for r in finished.ranked] == [19.0, 20.0, 13.0]
+    assert finished.finalists == 2
     assert finished.winner is not None
     assert finished.winner.spec == measured[1].result.spec
-    assert finished.winner.repeats == 6
+    assert finished.winner.repeats == 3, "of the last timing alone"
+    assert (finished.winner.low_ms, finished.winner.high_ms) == (18.9, 19.1)
+    assert finished.tied == 0
+    assert any("took 1.7" in warning for warning in finished.conditions.warnings), (
+        "the trials were 1.7 x faster"
+    )
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_sole_leader_is_timed_again() -> None:
+    _, measured, finished = run(Budget(variants=1))
+    assert FakeWorker.compared == [[measured[0].result.spec]]
+    assert finished.winner is not None
+    assert finished.winner.ms == 20.0
+    assert (finished.finalists, finished.space, finished.tried) == (1, finished.space, 1)
+    assert finished.space > 1
+
+
+@pytest.mark.usefixtures("fakes")
+def test_noise_makes_more_finalists() -> None:
+    """Variants whose intervals overlap the best's may be faster than it."""
+    FakeWorker.outcomes = {
+        1: Outcome("ok", timing=Timing(10.0, 5.0, 20.0, 9, 8.0, 15.0)),
+        2: Outcome("ok", timing=Timing(14.0, 9.0, 20.0, 9, 14.5, 16.0)),
+        3: Outcome("ok", timing=Timing(18.0, 9.0, 20.0, 9, 15.5, 19.0)),
+    }
+    _, measured, finished = run(Budget(variants=3))
+    assert FakeWorker.compared == [[event.result.spec for event in measured[:2]]]
+    assert finished.finalists == 2
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_dead_comparison_leaves_the_ranking_of_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeWorker, "compare", lambda self, specs: None)
+    _, _, finished = run(Budget(variants=3))
+    assert [r.ms for r in finished.ranked] == [11.0, 12.0, 13.0]
+    assert finished.finalists == 0
+    assert finished.conditions.warnings == ("a warning",)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_what_is_tied_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(self: FakeWorker, specs: list[Spec]) -> list[Timing]:
+        return [Timing(ms, ms, ms, 9, ms - 0.6, ms + 0.6) for ms in (12.0, 11.0)]
+
+    monkeypatch.setattr(FakeWorker, "compare", compare)
+    assert run(Budget(variants=3))[2].tied == 1
 
 
 @pytest.mark.usefixtures("fakes")
@@ -147,8 +212,10 @@ def test_the_log_ends_with_the_leaders_last_times(tmp_path: Path) -> None:
     """The ranking of the end, not that of the trials."""
     _, _, finished = run(Budget(variants=3), tmp_path / "log.jsonl")
     last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
-    assert last["final"]["results"] == json.loads(json.dumps([r.to_json() for r in finished.ranked]))
-    assert [result["ms"] for result in last["final"]["results"]] == [12.0, 11.0, 13.0]
+    leaders = finished.ranked[: finished.finalists]
+    assert len(leaders) == 2
+    assert last["final"]["results"] == json.loads(json.dumps([r.to_json() for r in leaders]))
+    assert last["final"]["warnings"] == list(finished.conditions.warnings)
 
 
 @pytest.mark.usefixtures("fakes")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import comb
 
 import torch
 from torch import Tensor
 
-from attnforge.runtime.search.timing import Effort, measure, measure_interleaved
+from attnforge.runtime.search.timing import Effort, Timing, measure, measure_interleaved, ranks
 
 CPU = torch.device("cpu")
 
@@ -44,3 +45,17 @@ def test_inputs_rotate() -> None:
     seen: list[int] = []
     measure(seen.append, [(0,), (1,), (2,)], CPU, Effort(seconds=1.0, repeats=5, warmups=1))
     assert seen == [0, 2, 0, 1, 2, 0]
+
+
+def test_intervals_of_the_median() -> None:
+    """By order statistics: ranks that the binomial distribution gives, checked against its definition."""
+    for count in range(1, 60):
+        low, high = ranks(count)
+        assert 0 <= low <= high == count - 1 - low
+        below = sum(comb(count, k) for k in range(low + 1)) / 2**count  # the median lies below sample `low`
+        assert below <= 0.025 or low == 0
+        wider = sum(comb(count, k) for k in range(low + 2)) / 2**count
+        assert wider > 0.025, "a narrower interval would do"
+    assert Timing.of([5.0, 1.0, 3.0]) == Timing(3.0, 1.0, 5.0, 3, 1.0, 5.0)
+    many = Timing.of([float(x) for x in range(100, 0, -1)])
+    assert (many.median, many.low, many.high) == (50.5, 40.0, 61.0)

@@ -1,6 +1,8 @@
-// Barriers in shared memory, named barriers, bulk copies and wgmma, for emulator.h. A copy makes its target NaN at once and
+// Barriers in shared memory, named barriers, bulk copies and wgmma; see emulator.h. A copy makes its target NaN at once and
 // fills it when somebody waits for it; products are done at once.
-#pragma once
+#include "emulator.h"
+
+#include <map>
 
 struct SharedBarrier {
     int count, pending;
@@ -8,6 +10,8 @@ struct SharedBarrier {
     int phase;
 };
 static std::map<unsigned, SharedBarrier> shared_barriers;
+
+void make_barrier(unsigned address, int count) { shared_barriers[address] = {count, count, 0, 0}; }
 
 static SharedBarrier& barrier_at(unsigned address) {
     const auto found = shared_barriers.find(address);
@@ -22,7 +26,7 @@ static void end_phase(SharedBarrier& barrier) {
         ++barrier.phase;
     }
 }
-static void arrive(unsigned address, int bytes) {
+void arrive(unsigned address, int bytes) {
     SharedBarrier& barrier = barrier_at(address);
     if (--barrier.pending < 0) {
         stop("more arrivals than a barrier takes at", address);
@@ -37,7 +41,7 @@ struct BulkCopy {
 };
 static std::multimap<unsigned, BulkCopy> bulk_copies;  // in flight, by barrier
 
-static void copy_bulk(unsigned to, const void* from, int bytes, unsigned address) {
+void copy_bulk(unsigned to, const void* from, int bytes, unsigned address) {
     if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
         stop("bad bulk copy of bytes", bytes);
     }
@@ -45,7 +49,7 @@ static void copy_bulk(unsigned to, const void* from, int bytes, unsigned address
     std::memset(shared_at(to, 16), 0xff, bytes);
     bulk_copies.insert({address, {shared_at(to, 16), from, bytes}});
 }
-static void wait_phase(unsigned address, unsigned parity) {
+void wait_phase(unsigned address, unsigned parity) {
     SharedBarrier& barrier = barrier_at(address);
     for (auto copy = bulk_copies.find(address); copy != bulk_copies.end(); copy = bulk_copies.find(address)) {
         std::memcpy(copy->second.to, copy->second.from, copy->second.bytes);
@@ -59,7 +63,7 @@ static void wait_phase(unsigned address, unsigned parity) {
 }
 
 // Starts and ends of two keys.
-static void load_bounds(unsigned address, int* start, int* end) {
+void load_bounds(unsigned address, int* start, int* end) {
     int words[4];
     std::memcpy(words, shared_at(address, 16), 16);
     for (int i = 0; i < 2; ++i) {
@@ -75,7 +79,7 @@ struct Meeting {
 static Meeting meetings[16];
 
 // A named barrier: wait for all threads, or only report.
-static void meet(int id, int threads, bool stays) {
+void meet(int id, int threads, bool stays) {
     Meeting& meeting = meetings[id];
     const long over = meeting.over;
     if (++meeting.arrived == threads) {
@@ -112,9 +116,8 @@ static void left_row(float (&x)[16], unsigned long long descriptor, int row) {
     }
 }
 
-// d = or += A B, of a warp's 16 rows; `by_rows`: the rows of B are what is summed over, else its columns.
-template <int n, typename Left>
-static void multiply_rows(float (&d)[n], const Left& left, unsigned long long b, int add, bool by_rows) {
+template <typename Left>
+static void multiply_any(float* d, int n, const Left& left, unsigned long long b, int add, bool by_rows) {
     const int lane = threadIdx.x % 32;
     float x[2][16];
     left_row(x[0], left, lane / 4);
@@ -128,13 +131,15 @@ static void multiply_rows(float (&d)[n], const Left& left, unsigned long long b,
         d[i] = cut_sum(add ? d[i] : 0.0f, x[i / 2 % 2], y, 16);
     }
 }
-template <int n>
-static void multiply_group(float (&d)[n], const unsigned (&a)[4], unsigned long long b, int add, bool by_rows) {
-    const auto fragments = exchange(static_cast<const unsigned*>(a));
-    multiply_rows(d, fragments.data(), b, add, by_rows);
-    __syncwarp();  // nobody goes on while others read its fragments
+void multiply_rows(float* d, int n, const unsigned* const* fragments, unsigned long long b, int add, bool by_rows) {
+    multiply_any(d, n, fragments, b, add, by_rows);
 }
-template <int n>
-static void multiply_group(float (&d)[n], unsigned long long a, unsigned long long b, int add, bool by_rows) {
-    multiply_rows(d, a, b, add, by_rows);
+void multiply_rows(float* d, int n, unsigned long long a, unsigned long long b, int add, bool by_rows) {
+    multiply_any(d, n, a, b, add, by_rows);
+}
+
+void forget_barriers() {
+    shared_barriers.clear();
+    bulk_copies.clear();
+    std::fill(std::begin(meetings), std::end(meetings), Meeting{});
 }

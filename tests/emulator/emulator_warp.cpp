@@ -1,15 +1,14 @@
-// The emulator's shared memory, and the instructions that a warp computes together: ldmatrix and mma.sync. For emulator.h.
-#pragma once
+// The emulator's shared memory, and the instructions that a warp computes together: ldmatrix and mma.sync. See emulator.h.
+#include "emulator.h"
 
-static unsigned char* shared_memory;
-static size_t shared_size;
+#include <deque>
+#include <vector>
 
-static inline size_t __cvta_generic_to_shared(const void* x) {
-    return static_cast<size_t>(static_cast<const unsigned char*>(x) - shared_memory);
-}
+unsigned char* shared_memory;
+size_t shared_size;
 
 // `bytes` at a shared address, which must be aligned to them.
-static unsigned char* shared_at(unsigned address, unsigned bytes) {
+unsigned char* shared_at(unsigned address, unsigned bytes) {
     if (address + size_t{bytes} > shared_size || address % bytes != 0) {
         stop("bad shared address", address);
     }
@@ -29,7 +28,7 @@ struct ThreadCopies {
 };
 static std::vector<ThreadCopies> async_copies;  // of each thread of the block
 
-static void copy_async(unsigned to, const void* from, int width, int bytes) {
+void copy_async(unsigned to, const void* from, int width, int bytes) {
     if (bytes < 0 || bytes > width || (bytes > 0 && reinterpret_cast<uintptr_t>(from) % width != 0)) {
         stop("bad copy of bytes", bytes);
     }
@@ -38,14 +37,14 @@ static void copy_async(unsigned to, const void* from, int width, int bytes) {
     async_copies[threadIdx.x].open.push_back({target, from, width, bytes});
 }
 
-static void copies_commit() {
+void copies_commit() {
     ThreadCopies& mine = async_copies[threadIdx.x];
     mine.groups.push_back(std::move(mine.open));
     mine.open.clear();
 }
 
 // All groups but the newest `pending` land.
-static void copies_wait(size_t pending) {
+void copies_wait(size_t pending) {
     std::deque<std::vector<Copy>>& groups = async_copies[threadIdx.x].groups;
     for (; groups.size() > pending; groups.pop_front()) {
         for (const Copy& copy : groups.front()) {
@@ -57,20 +56,22 @@ static void copies_wait(size_t pending) {
     }
 }
 
+void forget_copies(int threads) { async_copies.assign(threads, ThreadCopies{}); }
+
 #if EMULATED_FP16
-static float widen(unsigned x) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(x))); }
+float widen(unsigned x) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(x))); }
 static unsigned narrow(float x) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(x)); }
 #else
-static float widen(unsigned x) { return __uint_as_float(x << 16); }
+float widen(unsigned x) { return __uint_as_float(x << 16); }
 static unsigned narrow(float x) {
     const unsigned bits = __builtin_bit_cast(unsigned, x);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 #endif
-static unsigned narrow_pair(float low, float high) { return narrow(low) | narrow(high) << 16; }
+unsigned narrow_pair(float low, float high) { return narrow(low) | narrow(high) << 16; }
 
 // ldmatrix of `count` 8x8 matrices; lane 8 m + r has the address of row r of matrix m.
-static void load_matrices(unsigned* registers, unsigned address, int count, bool transposed) {
+void load_matrices(unsigned* registers, unsigned address, int count, bool transposed) {
     struct Lane {
         unsigned* registers;
         unsigned address;
@@ -91,7 +92,7 @@ static void load_matrices(unsigned* registers, unsigned address, int count, bool
 }
 
 // mma.sync m16n8k16 or m16n8k8: d += a b.
-static void multiply(float* d, const unsigned* a, const unsigned* b, int depth) {
+void multiply(float* d, const unsigned* a, const unsigned* b, int depth) {
     struct Lane {
         float* d;
         const unsigned *a, *b;
@@ -123,7 +124,7 @@ static void multiply(float* d, const unsigned* a, const unsigned* b, int depth) 
 
 // What is left of a sum of float32 products and `start` in tensor cores: every term is cut off 2 bits below the last one
 // of a float as large as the largest, and so is the sum at its own last bit. (Measured on Hopper by others.)
-static float cut_sum(float start, const float* x, const float* y, int count) {
+float cut_sum(float start, const float* x, const float* y, int count) {
     int top = start == 0.0f ? -200 : std::ilogb(start);
     for (int k = 0; k < count; ++k) {
         if (x[k] * y[k] != 0.0f) {
@@ -141,7 +142,7 @@ static float cut_sum(float start, const float* x, const float* y, int count) {
 }
 
 // mma.sync m16n8k8 of tf32: d += a b.
-static void multiply_tf32(float* d, const unsigned* a, const unsigned* b) {
+void multiply_tf32(float* d, const unsigned* a, const unsigned* b) {
     struct Lane {
         float* d;
         const unsigned *a, *b;

@@ -1,0 +1,31 @@
+"""The command `models`: lists the presets of --model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from attnforge.bagel.commands.console import console, make_table, write_json
+from attnforge.bagel.commands.options import out_option
+
+
+@click.command(short_help="List the presets of --model.")
+@click.option("--sources", is_flag=True, help="Also where the numbers are from.")
+@out_option("--json", "json_out", help="Write the presets to this file.")
+def models(sources: bool, json_out: Path | None) -> None:
+    """List the presets of --model: heads, head dims and the mask that a model is trained with.
+
+    Heads are query heads / kv heads. With --model alone, commands run the mask shown here; "bagel" stands for
+    BAGEL's packs.
+    """
+    from attnforge.bagel.models import MODELS
+
+    table = make_table("", ("model", "heads", "head_dim"), ("layers",), ("mask", "what"))
+    for model in MODELS.values():
+        dims = f"{model.head_dim}/{model.head_dim_v}" if model.head_dim_v else f"{model.head_dim}"
+        what = f"{model.text}\n[dim]{model.source}[/dim]" if sources else model.text
+        heads = f"{model.heads_q}/{model.heads_kv}"
+        table.add_row(model.name, heads, dims, str(model.layers), model.mask, what)
+    console.print(table)
+    write_json(json_out, [vars(model) for model in MODELS.values()])

@@ -1,0 +1,85 @@
+"""The command `show`: a kernel's source, PTX, SASS or registers, or how two kernels differ in them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+import click
+from rich.syntax import Syntax
+
+from attnforge.bagel.commands.console import console, echo, make_table
+from attnforge.codegen.spec import Spec
+
+# What can be shown, with its highlighting.
+KINDS = {"source": "cuda", "ptx": "ptx", "sass": "nasm", "registers": ""}
+
+
+@click.command(short_help="Show a kernel's source, PTX, SASS or registers.")
+@click.argument("kernel")
+@click.argument("other", required=False)
+@click.option(
+    "--what",
+    type=click.Choice(list(KINDS)),
+    default="source",
+    metavar="KIND",
+    help="source, ptx, sass or registers.  [default: source]",
+)
+def show(kernel: str, other: str | None, what: str) -> None:
+    """Show a kernel, or the difference of two.
+
+    KERNEL is a name as profilers, `explain`, `tables show` and files have it. With OTHER, the difference from KERNEL
+    to OTHER is printed. SASS and registers are of the kernel as it runs: it is compiled if it is not in the cache.
+    """
+    from attnforge.codegen.slugs import parse
+
+    specs = [parse(name) for name in (kernel, other) if name is not None]
+    if what == "registers":
+        _registers(specs)
+        return
+    text = _text_of(what)
+    if len(specs) == 1:
+        language = KINDS[what] if specs[0].problem.arch.is_gpu else "cpp"
+        _print(text(specs[0]), language)
+        return
+    (one, two), (before, after) = ([spec.slug for spec in specs], [text(spec).splitlines() for spec in specs])
+    changed = difflib.unified_diff(before, after, one, two, lineterm="")
+    _print("\n".join(changed) or f"no difference in {what}", "diff")
+
+
+def _text_of(what: str) -> Callable[[Spec], str]:
+    from attnforge.codegen.render import render
+    from attnforge.runtime.build import disassembly
+
+    if what == "source":
+        return lambda spec: render(spec).text
+    make = disassembly.ptx if what == "ptx" else disassembly.sass
+    return lambda spec: make(render(spec))
+
+
+def _print(text: str, language: str) -> None:
+    """Highlighted on a terminal, plain into a pipe."""
+    if console.is_terminal:
+        console.print(Syntax(text, language, background_color="default"))
+    else:
+        click.echo(text.rstrip("\n"))
+
+
+def _registers(specs: list[Spec]) -> None:
+    """The launches of each kernel: registers and spills of a thread, shared memory of a block."""
+    from attnforge.codegen.render import render
+    from attnforge.runtime.build.cache import obtain
+
+    numbers = ("registers", "spilled bytes", "shared bytes", "threads")
+    for spec in specs:
+        source = render(spec)
+        entry = obtain(source)
+        table = make_table("", ("launch",), numbers)
+        for launch in source.plan.launches:
+            found = entry.meta["resources"].get(launch.symbol, {})
+            shared = launch.shared_bytes + found.get("shared_bytes", 0)
+            cells = (found.get("registers"), found.get("spill_bytes"), shared, launch.threads)
+            name = launch.symbol.removeprefix(f"attnforge_{spec.slug}").lstrip("_") or "main"
+            table.add_row(name, *("-" if cell is None else str(cell) for cell in cells))
+        echo(spec.slug)  # whole, however long
+        console.print(table)

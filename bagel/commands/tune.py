@@ -1,0 +1,217 @@
+"""The command `tune`: searches all problems of a device, shared out between the processes that run it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attnforge.bagel.commands.console import console, echo, make_table, short_path
+from attnforge.bagel.commands.options import DIRECTORY, choices, direction_option, values, workers_option
+from attnforge.codegen.spec import DType
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnforge.bagel.measure.tuning_set import TuningProblem
+    from attnforge.runtime.search.claims import Claims
+
+POLL = 1.0  # seconds between looks at what other processes finished
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of a launch, and its GPU's number on its host."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+    beside: int = 1  # processes on this host
+
+
+def place(env: Mapping[str, str]) -> Place:
+    """From what torchrun sets, else Slurm for the tasks of a step, else for an array of jobs."""
+    if "WORLD_SIZE" in env:
+        local, beside = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
+        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), local, beside)
+    if int(env.get("SLURM_NTASKS", 1)) > 1:
+        beside = int(env.get("SLURM_NTASKS_PER_NODE", 1))
+        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]), beside)
+    if "SLURM_ARRAY_TASK_ID" in env:
+        rank = int(env["SLURM_ARRAY_TASK_ID"]) - int(env["SLURM_ARRAY_TASK_MIN"])
+        return Place(rank, int(env["SLURM_ARRAY_TASK_COUNT"]))
+    return Place()
+
+
+@click.command(short_help="Search every problem of a device, on one GPU or many.")
+@click.option("--model", "models", multiple=True, metavar="NAME", help="Repeatable.  [default: BAGEL's]")
+@click.option("--pack", "packs", multiple=True, metavar="NAME", help="Repeatable.  [default: by device]")
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=values(DType),
+    metavar="DTYPE",
+    help=f"{choices(DType)}. Repeatable.",
+)
+@direction_option()
+@click.option("--everything", is_flag=True, help="Also every problem that stands in any table.")
+@click.option(
+    "--seconds", type=click.FloatRange(0), metavar="S", help="Time per problem.  [default: as search]"
+)
+@click.option(
+    "--dir", "folder", type=DIRECTORY, metavar="DIR", help="Logs and progress.  [default: beside the tables]"
+)
+@click.option(
+    "--table-out", type=DIRECTORY, metavar="DIR", help="Write the winners to DIR.  [default: as search]"
+)
+@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: this process's GPU]")
+@click.option("--list", "only_list", is_flag=True, help="Print the problems and stop.")
+@workers_option()
+def tune(
+    models: tuple[str, ...],
+    packs: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    direction: str,
+    everything: bool,
+    seconds: float | None,
+    folder: Path | None,
+    table_out: Path | None,
+    device: str | None,
+    only_list: bool,
+    workers: int | None,
+) -> None:
+    """Search every problem of a device and add the winners to its tuned table.
+
+    Processes that share --dir share the work: `torchrun --nproc-per-node 4 -m attnforge.cli tune` takes four GPUs, a
+    Slurm array as many as it has tasks. There is no server: each problem is a lock in DIR, and what a killed process
+    leaves, another one takes over. Each problem has a JSONL log there. Run the command again to go on.
+    """
+    from attnforge.bagel.commands.selection import Request, select
+    from attnforge.bagel.measure.tuning_set import chosen, measured
+    from attnforge.runtime import tables
+    from attnforge.runtime.search.claims import Claims
+
+    here = place(os.environ)
+    request = Request(
+        dtype=dtypes[0] if dtypes else None, direction=direction, device=device or _own_gpu(here)
+    )
+    selection = select(request)
+    wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
+    problems = list(dict.fromkeys(chosen(selection.device, models, packs, wanted, selection.directions)))
+    if everything:
+        problems = list(dict.fromkeys((*problems, *measured(selection.device))))
+    if only_list:
+        for problem in problems:
+            echo(str(problem))
+        return
+    out = tables.writable(table_out or tables.folders()[0])
+    name = tables.table_path(tables.device_name(selection.device), out).stem
+    folder = folder or out / "tune" / name
+    workers = workers or max(1, len(os.sched_getaffinity(0)) // here.beside)
+    run = Run(problems, Claims(folder), folder, out, selection.device, seconds, workers)
+    echo(f"{len(problems)} problems, process {here.rank + 1} of {here.world}; logs in {short_path(folder)}")
+    run.work(here)
+    if here.rank == 0:
+        run.show()
+
+
+def _own_gpu(here: Place) -> str | None:
+    """The GPU of this process where several run on a host; None: as other commands choose."""
+    return f"cuda:{here.local}" if here.beside > 1 else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The searches of one process."""
+
+    problems: list[TuningProblem]
+    claims: Claims
+    folder: Path
+    out: Path  # of tables
+    device: torch.device
+    seconds: float | None
+    workers: int
+
+    def work(self, here: Place) -> None:
+        """Search what nobody else does until all is finished; processes begin at different places."""
+        first = here.rank * len(self.problems) // here.world
+        order = self.problems[first:] + self.problems[:first]
+        while left := [problem for problem in order if self.claims.note(problem.slug) is None]:
+            if not any(self._attempt(problem) for problem in left):
+                time.sleep(POLL)  # others are at work
+
+    def _attempt(self, problem: TuningProblem) -> bool:
+        """Search a problem unless another process does or did; whether it was searched."""
+        with self.claims.take(problem.slug) as mine:
+            if mine:
+                begin = time.monotonic()
+                note = self._search(problem)
+                self.claims.finish(problem.slug, {**note, "seconds": round(time.monotonic() - begin, 1)})
+                echo(f"{problem}: {summary(note)}")
+            return mine
+
+    def _search(self, problem: TuningProblem) -> dict[str, Any]:
+        """The note of a problem: the winner, what was in its place, or why there is none."""
+        from attnforge.bagel.measure.cases import make_case
+        from attnforge.codegen.plan import Infeasible
+        from attnforge.runtime import tables
+        from attnforge.runtime.native.launcher import launcher
+        from attnforge.runtime.search import winners
+        from attnforge.runtime.search.journal import environment
+        from attnforge.runtime.search.search import Budget, Finished, search
+
+        launcher()
+        device_name = tables.device_name(self.device)
+        default = 50.0 if self.device.type == "cpu" else 180.0
+        budget = Budget(default if self.seconds is None else self.seconds)
+        try:
+            case = make_case(problem.pack, problem.model, problem.dtype, self.device)
+            log = self.folder / f"{problem.slug}.jsonl"
+            target = problem.arch, device_name
+            *_, finished = search(case, problem.direction, target, budget, log, self.workers)
+        except (Infeasible, ValueError) as error:
+            return {"failed": str(error)}
+        assert isinstance(finished, Finished)
+        if finished.winner is None:
+            return {"failed": f"none of {len(finished.failed)} variants worked"}
+        saved = winners.keep(finished, device_name, environment(device_name, problem.arch), self.out)
+        return {
+            "winner": finished.winner.spec.slug,
+            "tflops": finished.winner.tflops,
+            "variants": len(finished.ranked) + len(finished.failed),
+            "stays": saved.stays.spec.slug if saved.stays else None,
+        }
+
+    def show(self) -> None:
+        """A line for each problem, and where the table is."""
+        from attnforge.bagel.measure.report import speed
+
+        table = make_table("tuned", ("problem", "winner"), ("speed", "variants", "seconds"))
+        for problem, note in self._notes():
+            numbers = (str(note.get(key, "")) for key in ("variants", "seconds"))
+            winner = note.get("stays") or note.get("winner") or note["failed"]
+            table.add_row(str(problem), winner, speed(note["tflops"]) if "tflops" in note else "", *numbers)
+        console.print(table)
+        echo(f"winners are in {short_path(self.out)}")
+
+    def _notes(self) -> Iterator[tuple[TuningProblem, dict[str, Any]]]:
+        for problem in self.problems:
+            note = self.claims.note(problem.slug)
+            if note is not None:
+                yield problem, note
+
+
+def summary(note: Mapping[str, Any]) -> str:
+    """A note as text: `fwd_..., 771.2 TFLOP/s, best of 21`."""
+    from attnforge.bagel.measure.report import speed
+
+    if "failed" in note:
+        return f"no winner: {note['failed']}"
+    stays = f"; a faster entry stays: {note['stays']}" if note["stays"] else ""
+    return f"{note['winner']}, {speed(note['tflops'])}, best of {note['variants']}{stays}"

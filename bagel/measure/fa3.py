@@ -1,0 +1,23 @@
+"""FlashAttention-3 (`flash_attn_interface`, built from flash-attention's hopper/) as a peer, for what FA4 takes."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+from attnforge.bagel.measure.fa4 import Attention, Unavailable, attention_by
+from attnforge.runtime.search.case import Case
+
+MODULE = "flash_attn_interface"
+
+
+def installed() -> bool:
+    """Whether FlashAttention-3 is installed; does not import it."""
+    return find_spec(MODULE) is not None
+
+
+def attention(case: Case) -> Attention:
+    """FA3 on a case. Raises Unavailable without it, or for a mask that is neither full, causal nor whole documents."""
+    if not installed():
+        raise Unavailable("FlashAttention-3 is not installed")
+    return attention_by(importlib.import_module(MODULE), case)

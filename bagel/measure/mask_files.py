@@ -1,0 +1,66 @@
+"""Masks from files: what `--mask FILE` and `attnforge mask FILE` read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnforge.runtime.masks import DenseMask, Spans
+
+SUFFIXES = (".npy", ".npz")
+EXPECTED = (
+    "expected a bool array in .npy, (seq_q, seq_k) or (batch or 1, heads_q or 1, seq_q, seq_k), True = visible; or "
+    "a .npz with it as `mask`, or with int32 `starts` and `ends` (seq_k) and, if it is not seq_k, `seq_q`"
+)
+
+
+def is_mask_file(name: str) -> bool:
+    """Whether a pack's name is that of a mask file."""
+    return name.endswith(SUFFIXES)
+
+
+def read_mask(path: Path, device: torch.device | str) -> tuple[Spans | DenseMask, int]:
+    """The mask in a file, on `device`, and its number of queries. Raises ValueError naming the file."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f"mask: there is no file {path}") from None
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"mask: {path} cannot be read ({error}); {EXPECTED}") from None
+    arrays = {"mask": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    if "mask" in arrays:
+        return _dense(path, arrays["mask"], device)
+    if {"starts", "ends"} <= arrays.keys():
+        return _spans(path, arrays, device)
+    raise ValueError(f"mask: {path} holds {', '.join(arrays) or 'nothing'}; {EXPECTED}")
+
+
+def _dense(path: Path, array: npt.NDArray[np.generic], device: torch.device | str) -> tuple[DenseMask, int]:
+    if array.dtype != np.bool_ or array.ndim not in (2, 4):
+        raise ValueError(f"mask: {path} is an array of {array.dtype} of shape {array.shape}; {EXPECTED}")
+    mask = DenseMask(torch.from_numpy(array).to(device))
+    return mask, mask.seq_q
+
+
+def _spans(
+    path: Path, arrays: dict[str, npt.NDArray[np.generic]], device: torch.device | str
+) -> tuple[Spans, int]:
+    starts, ends = arrays["starts"], arrays["ends"]
+    if starts.ndim != 1 or starts.shape != ends.shape or {starts.dtype.kind, ends.dtype.kind} != {"i"}:
+        raise ValueError(
+            f"mask: {path} has starts of {starts.dtype} {starts.shape} and ends of {ends.dtype} {ends.shape}; "
+            + EXPECTED
+        )
+    seq_q = int(arrays["seq_q"]) if "seq_q" in arrays else starts.size
+    first, last = (torch.from_numpy(x.astype(np.int32)) for x in (starts, ends))
+    visible = span_pairs(first, last, seq_q) / max(seq_q, 1)
+    return Spans(first.to(device), last.to(device), visible_keys=visible), seq_q
+
+
+def span_pairs(starts: torch.Tensor, ends: torch.Tensor, seq_q: int) -> int:
+    """Visible pairs of spans: the queries 0 <= i < seq_q of each key's interval, summed."""
+    lengths = ends.long().clamp(max=seq_q) - starts.long().clamp(min=0)
+    return int(lengths.clamp(min=0).sum())

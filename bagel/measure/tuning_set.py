@@ -1,0 +1,78 @@
+"""The problems that `tune` measures on a device: packs and dense shapes, with models' heads, by dtype and pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnforge.bagel.models import MODELS
+from attnforge.codegen.families import FAMILIES
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime import kernels, tables
+
+# Packs of `tune` by kind of device; a pack of "vit" stands for its images.
+PACKS = {
+    "cuda": ("pretrain/0", "finetune/0", "t2i_lowres/0", "full/4x8192", "causal/4x8192"),
+    "cpu": ("finetune/0", "causal/1024"),
+}
+IMAGES = {"cuda": ("pretrain/0", "full/8x4096"), "cpu": ("full/1024",)}
+
+BAGELS = tuple(name for name, model in MODELS.items() if model.mask == "bagel")
+
+
+@dataclass(frozen=True)
+class TuningProblem:
+    """One search of `tune`: a pack (bagel/measure/cases.py) with a model's heads, in a dtype, a pass, for a target."""
+
+    pack: str
+    model: str
+    dtype: DType
+    direction: Direction
+    arch: Arch
+
+    def __str__(self) -> str:
+        return f"{self.pack} {self.model} {self.dtype.value} {self.direction.value} {self.arch.value}"
+
+    @property
+    def slug(self) -> str:
+        """The name as a file's."""
+        return re.sub(r"[^\w.-]+", "_", str(self))
+
+
+def chosen(
+    device: torch.device,
+    models: Sequence[str],
+    packs: Sequence[str],
+    dtypes: Sequence[DType],
+    directions: Sequence[Direction],
+) -> Iterator[TuningProblem]:
+    """Models by packs by dtypes by passes; by default BAGEL's models and the packs of the kind of device.
+
+    16-bit problems take the device's best architecture; float32 takes all of them, for none is always the fastest.
+    """
+    for dtype in dtypes:
+        for direction in directions:
+            archs = _archs(device, dtype, direction)
+            for model in models or BAGELS:
+                for pack in packs or (IMAGES if model == "vit" else PACKS)[device.type]:
+                    for arch in archs if dtype is DType.FLOAT32 else archs[:1]:
+                        yield TuningProblem(pack, model, dtype, direction, arch)
+
+
+def measured(device: torch.device) -> Iterator[TuningProblem]:
+    """The problems behind the entries of all tables, whatever device they are of, that this device can run."""
+    for name in sorted({path.stem for folder in tables.folders() for path in folder.glob("*.json")}):
+        for entry in tables.known(name):
+            pack, _, model = str(entry.notes.get("case", "")).rpartition(" ")
+            problem = entry.spec.problem
+            if pack and problem.arch in _archs(device, problem.dtype, problem.direction):
+                yield TuningProblem(pack, model, problem.dtype, problem.direction, problem.arch)
+
+
+def _archs(device: torch.device, dtype: DType, direction: Direction) -> list[Arch]:
+    """Architectures of the device with a kernel family for the dtype and pass, best first."""
+    families = {a: Problem(direction, a, dtype, 64, Mask.FULL).family for a in kernels.targets(device)}
+    return [arch for arch, family in families.items() if (family, direction) in FAMILIES]

@@ -1,0 +1,591 @@
+"""`ScoreMod`: a function of one attention score, as text that names, JSON and command lines carry.
+
+    softcap: 30.0 * tanh(score / 30.0)
+    alibi(t0: float32[1]): score + t0[h] * (kv_idx - q_idx)
+
+A name, the captured tensors with dtype and number of dimensions, and a formula in Python's syntax and meaning: `score`
+is the scaled product of a query and a key in float32; b, h, q_idx and kv_idx are the int32 indices of batch entry,
+query head, query and key. Statements `name = formula` may come first, separated by semicolons. From it follow its
+derivative by the score and the text of both in C++.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+MAX_TENSORS = 4  # members score0 to score3 of Params
+MAX_DIMS = 4
+COLUMNS = 112  # of a line of C++
+WIDTH = 60  # columns of C++ that one value may take before it gets a name
+DTYPES = ("float32", "int32", "bfloat16")
+
+Kind = Literal["float", "int", "bool"]
+
+# Operators of formulas by the class of Python's syntax tree.
+_BINARY = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+    ast.BitAnd: "&",
+    ast.BitOr: "|",
+    ast.BitXor: "^",
+    ast.LShift: "<<",
+    ast.RShift: ">>",
+}
+_COMPARE = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
+_UNARY = {ast.USub: "neg", ast.Invert: "~"}
+# Functions of float32 by name, as C++ spells them; tanh is a helper of templates/common/score.jinja.
+FLOAT_CALLS = {
+    "tanh": "score_tanh",
+    "exp": "expf",
+    "exp2": "exp2f",
+    "log": "logf",
+    "log2": "log2f",
+    "log1p": "log1pf",
+    "expm1": "expm1f",
+    "sqrt": "sqrtf",
+    "sin": "sinf",
+    "cos": "cosf",
+    "erf": "erff",
+    "floor": "floorf",
+    "ceil": "ceilf",
+    "pow": "powf",
+}
+_ARITY = {"pow": 2, "maximum": 2, "minimum": 2, "where": 3, "abs": 1, "float": 1, "int": 1} | {
+    name: 1 for name in FLOAT_CALLS if name != "pow"
+}
+
+
+class ScoreError(ValueError):
+    """A formula that cannot be translated; the message names what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value of a program. `args` are numbers of earlier values; `value` is a constant, or a leaf's name."""
+
+    op: str  # "const", "leaf", "load:N", an operator, or a function
+    args: tuple[int, ...]
+    kind: Kind
+    value: float | str = 0.0
+
+
+@dataclass
+class Program:
+    """Values in the order of their computation, each once."""
+
+    tensors: tuple[str, ...] = ()  # dtypes
+    nodes: list[Node] = field(default_factory=list)
+    _known: dict[Node, int] = field(default_factory=dict)
+
+    def node(self, op: str, args: tuple[int, ...], kind: Kind, value: float | str = 0.0) -> int:
+        """The number of a value, new unless it is known."""
+        new = Node(op, args, kind, value)
+        if isinstance(value, float):
+            new = Node(op, args, kind, repr(value))  # 0.0 and -0.0 are equal, and nan is not
+        if new not in self._known:
+            self._known[new] = len(self.nodes)
+            self.nodes.append(Node(op, args, kind, value))
+        return self._known[new]
+
+    def kind(self, x: int) -> Kind:
+        """Type of a value."""
+        return self.nodes[x].kind
+
+    def const(self, value: float | int | bool) -> int:
+        """A constant of the type of `value`."""
+        kind: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+        if kind == "int" and not -(2**31) <= value < 2**31:
+            raise ScoreError(f"{value} does not fit int32")
+        return self.node("const", (), kind, float(value))
+
+    def leaf(self, name: str) -> int:
+        """The score or an index."""
+        return self.node("leaf", (), "float" if name == "score" else "int", name)
+
+    def load(self, tensor: int, at: tuple[int, ...]) -> int:
+        """An element of a captured tensor."""
+        if any(self.kind(i) != "int" for i in at):
+            raise ScoreError(f"t{tensor} is indexed with something else than int32")
+        return self.node(f"load:{tensor}", at, "int" if self.tensors[tensor] == "int32" else "float")
+
+    def constant(self, x: int) -> float | None:
+        """The value of a float constant, else None."""
+        node = self.nodes[x]
+        return float(node.value) if node.op == "const" and node.kind == "float" else None
+
+    def binary(self, op: str, x: int, y: int) -> int:
+        """An operator of two values, with the type that torch's promotion gives; factors that are constants merge."""
+        kinds = (self.kind(x), self.kind(y))
+        if op in ("&", "|", "^") and kinds == ("bool", "bool"):
+            return self.node(op, (x, y), "bool")
+        if "bool" in kinds:
+            raise ScoreError(f"{op} of a bool; use where")
+        if op in _COMPARE.values():
+            return self.node(op, (x, y), "bool")
+        if op in ("&", "|", "^", "<<", ">>", "//", "%") and kinds != ("int", "int"):
+            raise ScoreError(f"{op} of float32; only int32 is supported")
+        kind: Kind = "float" if "float" in kinds or op == "/" else "int"
+        return self.node(op, (x, y), kind)
+
+    def call(self, name: str, *args: int) -> int:
+        """A function of values."""
+        if name not in _ARITY:
+            raise ScoreError(f"{name} is not supported")
+        if len(args) != _ARITY[name]:
+            raise ScoreError(f"{name} takes {_ARITY[name]} arguments, got {len(args)}")
+        kinds = [self.kind(x) for x in args]
+        if name == "where":
+            if kinds[0] != "bool":
+                raise ScoreError("where: the condition is not a bool")
+            if kinds[1] == kinds[2] or "bool" not in kinds[1:]:
+                return self.node(name, args, kinds[1] if kinds[1] == kinds[2] else "float")
+            raise ScoreError("where: of a bool and a number")
+        if name in ("float", "int"):
+            return (
+                args[0] if kinds[0] == name else self.node(name, args, "float" if name == "float" else "int")
+            )
+        if "bool" in kinds:
+            raise ScoreError(f"{name} of a bool")
+        exact = name in ("maximum", "minimum", "abs") and "float" not in kinds
+        return self.node(name, args, "int" if exact else "float")
+
+    def neg(self, x: int) -> int:
+        """-x."""
+        if self.kind(x) == "bool":
+            raise ScoreError("- of a bool")
+        return self.node("neg", (x,), self.kind(x))
+
+    def invert(self, x: int) -> int:
+        """Not x for a bool, all bits flipped for an int."""
+        if self.kind(x) == "float":
+            raise ScoreError("~ of float32")
+        return self.node("~", (x,), self.kind(x))
+
+
+# ---- The text
+
+
+@dataclass(frozen=True)
+class _Header:
+    name: str
+    tensors: tuple[tuple[str, int], ...]  # dtype and number of dimensions
+    formula: str
+
+
+_HEADER = re.compile(r"\s*(?P<name>[a-z][a-z0-9_]*)\s*(?:\((?P<tensors>[^)]*)\))?\s*:(?P<formula>.*)")
+_TENSOR = re.compile(r"t(\d):\s*(\w+)\[(\d)\]")
+
+
+class ScoreMod(str):
+    """The text of a function of a score, "" for none; see the module. `parsed` raises ScoreError if it is not one."""
+
+    @cached_property
+    def header(self) -> _Header:
+        """Its parts, unchecked but for their form."""
+        if not self:
+            return _Header("", (), "")
+        match = _HEADER.fullmatch(self)
+        if match is None:
+            raise ScoreError(f"score: expected 'name: formula', got {str(self)!r}")
+        declared = [text.strip() for text in (match["tensors"] or "").split(",") if text.strip()]
+        found = [_TENSOR.fullmatch(text) for text in declared]
+        for number, (text, item) in enumerate(zip(declared, found, strict=True)):
+            if (
+                item is None
+                or int(item[1]) != number
+                or item[2] not in DTYPES
+                or not 1 <= int(item[3]) <= MAX_DIMS
+            ):
+                raise ScoreError(f"score: expected 't{number}: dtype[dimensions]', got {text!r}")
+        if len(found) > MAX_TENSORS:
+            raise ScoreError(f"score: captures {len(found)} tensors, at most {MAX_TENSORS} are supported")
+        tensors = tuple((item[2], int(item[3])) for item in found if item is not None)
+        return _Header(match["name"], tensors, match["formula"].strip())
+
+    @property
+    def name(self) -> str:
+        """What it is called, e.g. `softcap`."""
+        return self.header.name
+
+    @property
+    def tensors(self) -> tuple[tuple[str, int], ...]:
+        """dtype and number of dimensions of each captured tensor."""
+        return self.header.tensors
+
+    @property
+    def formula(self) -> str:
+        """What follows the colon."""
+        return self.header.formula
+
+    @property
+    def label(self) -> str:
+        """What slugs have of it: its name, and a digest that tells its formula."""
+        digest = hashlib.sha256(self.encode()).hexdigest()[:8]
+        return f"{re.sub('[^a-z0-9]', '', self.name)[:16]}{digest}"
+
+    @cached_property
+    def parsed(self) -> tuple[Program, int]:
+        """The program of the formula, and the number of its result."""
+        program = Program(tuple(dtype for dtype, _ in self.tensors))
+        result = _Reader(program, self.tensors).read(self.formula)
+        if program.kind(result) == "bool":
+            raise ScoreError("score: the formula gives a bool, expected a number")
+        return program, result
+
+    @cached_property
+    def gradient(self) -> tuple[Program, int]:
+        """The program of the derivative by the score, and the number of its result."""
+        program, result = self.parsed
+        copy = Program(program.tensors, list(program.nodes), dict(program._known))
+        return copy, derivative(copy, result)
+
+    @property
+    def slope_is_one(self) -> bool:
+        """Is the derivative 1 everywhere, as that of every bias?"""
+        program, result = self.gradient
+        return program.constant(result) == 1.0
+
+    def code(self) -> Code:
+        """The function in C++."""
+        return _code(*self.parsed)
+
+    def gradient_code(self) -> Code:
+        """Its derivative by the score in C++."""
+        return _code(*self.gradient)
+
+
+class _Reader:
+    """From the text of a formula to a program."""
+
+    def __init__(self, program: Program, tensors: tuple[tuple[str, int], ...]) -> None:
+        self.program = program
+        self.dims = {f"t{i}": (i, dims) for i, (_, dims) in enumerate(tensors)}
+        self.names: dict[str, int] = {}
+
+    def read(self, formula: str) -> int:
+        try:
+            lines = ast.parse(formula).body
+        except SyntaxError as error:
+            raise ScoreError(f"score: {formula!r} is no formula: {error.msg}") from None
+        for line in lines[:-1]:
+            if not isinstance(line, ast.Assign) or not isinstance(line.targets[0], ast.Name):
+                raise ScoreError(f"score: expected 'name = formula', got {ast.unparse(line)!r}")
+            self.names[line.targets[0].id] = self.value(line.value)
+        if not lines or not isinstance(lines[-1], ast.Expr):
+            raise ScoreError(f"score: {formula!r} does not end in a formula")
+        return self.value(lines[-1].value)
+
+    def value(self, x: ast.expr) -> int:
+        """The number of the value of an expression."""
+        p = self.program
+        match x:
+            case ast.Constant(value=bool() | int() | float() as value):
+                return p.const(value)
+            case ast.Name(id=name) if name in self.names:
+                return self.names[name]
+            case ast.Name(id="score" | "b" | "h" | "q_idx" | "kv_idx" as name):
+                return p.leaf(name)
+            case ast.Name(id="inf" | "nan" as name):
+                return p.const(float(name))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                return p.binary(_BINARY[type(op)], self.value(left), self.value(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+                return p.binary(_COMPARE[type(op)], self.value(left), self.value(right))
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return p.const(-value)
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+                value = self.value(operand)
+                return p.neg(value) if isinstance(op, ast.USub) else p.invert(value)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
+                return p.call(name, *(self.value(a) for a in args))
+            case ast.Subscript(value=ast.Name(id=name), slice=at) if name in self.dims:
+                return self.element(name, list(at.elts) if isinstance(at, ast.Tuple) else [at])
+        raise ScoreError(f"score: {ast.unparse(x)!r} is not supported in a formula")
+
+    def element(self, name: str, at: list[ast.expr]) -> int:
+        tensor, dims = self.dims[name]
+        if len(at) != dims:
+            raise ScoreError(f"score: {name} has {dims} dimensions, but {len(at)} indices")
+        return self.program.load(tensor, tuple(self.value(i) for i in at))
+
+
+# ---- The derivative
+
+
+def derivative(p: Program, result: int, by: int | None = None) -> int:
+    """Number of the derivative of a value by another one, by default the score, with torch's choices at corners."""
+    by = p.leaf("score") if by is None else by
+    known: dict[int, int | None] = {}  # None: zero
+    for x in range(result + 1):
+        node = p.nodes[x]
+        slopes = [known.get(a) for a in node.args]
+        changes = node.kind == "float" and any(s is not None for s in slopes)
+        known[x] = _slope(p, x, node, slopes) if changes else None
+        if x == by:
+            known[x] = p.const(1.0)
+    slope = known[result]
+    return p.const(0.0) if slope is None else slope
+
+
+def _slope(p: Program, x: int, node: Node, slopes: list[int | None]) -> int | None:
+    """Derivative of value `x` from those of its arguments, of which at least one is not zero."""
+    a, da = node.args[0], slopes[0]
+    match node.op:
+        case "+" | "-":
+            db = slopes[1] if node.op == "+" or slopes[1] is None else p.neg(slopes[1])
+            return db if da is None else da if db is None else p.binary("+", da, db)
+        case "*" | "/":
+            return _slope_of_product(p, node, slopes)
+        case "neg":
+            return None if da is None else p.neg(da)
+        case "where":
+            zero = p.const(0.0)
+            return p.call("where", a, *(zero if s is None else s for s in slopes[1:]))
+        case "maximum" | "minimum":
+            return _slope_of_extreme(p, node, slopes)
+        case "pow":
+            if slopes[1] is not None:
+                raise ScoreError("score: pow with an exponent that depends on the score")
+            exponent = node.args[1]
+            less = p.binary("-", exponent, p.const(1.0))
+            value = p.constant(exponent)
+            power = p.call("pow", a, less if value is None else p.const(value - 1.0))
+            assert da is not None
+            return times(p, da, times(p, exponent, power))
+    assert da is not None, node.op
+    if node.op in ("floor", "ceil", "int"):
+        return None
+    if node.op not in _RULES:
+        raise ScoreError(f"score: {node.op} has no derivative here")
+    return times(p, da, _RULES[node.op](p, a, x))
+
+
+def times(p: Program, x: int, y: int) -> int:
+    """x * y with constant factors merged."""
+    x, y = (y, x) if p.constant(y) is not None else (x, y)
+    factor, inner = p.constant(x), p.nodes[y]
+    if factor is not None and inner.op == "*" and (other := p.constant(inner.args[0])) is not None:
+        return times(p, p.const(_near_one(factor * other)), inner.args[1])
+    if factor is not None and p.constant(y) is not None:
+        return p.const(_near_one(factor * float(inner.value)))
+    return y if factor == 1.0 else p.binary("*", x, y)
+
+
+def _near_one(x: float) -> float:
+    return 1.0 if abs(x - 1.0) < 1e-12 else x
+
+
+def _slope_of_product(p: Program, node: Node, slopes: list[int | None]) -> int:
+    (a, b), (da, db) = node.args, slopes
+    if node.op == "*":
+        terms = [times(p, d, x) for d, x in ((da, b), (db, a)) if d is not None]
+        return terms[0] if len(terms) == 1 else p.binary("+", *terms)
+    if db is None:
+        assert da is not None
+        divisor = p.constant(b)
+        return p.binary("/", da, b) if not divisor else times(p, da, p.const(1.0 / divisor))
+    by_divisor = p.neg(p.binary("/", times(p, db, a), p.binary("*", b, b)))
+    return by_divisor if da is None else p.binary("+", p.binary("/", da, b), by_divisor)
+
+
+def _slope_of_extreme(p: Program, node: Node, slopes: list[int | None]) -> int:
+    """As torch: both arguments share the derivative where they are equal."""
+    a, b = node.args
+    da, db = (p.const(0.0) if s is None else s for s in slopes)
+    first = p.binary(">" if node.op == "maximum" else "<", a, b)
+    shared = times(p, p.const(0.5), p.binary("+", da, db))
+    return p.call("where", p.binary("==", a, b), shared, p.call("where", first, da, db))
+
+
+def _sign(p: Program, a: int) -> int:
+    zero = p.const(0.0)
+    negative = p.call("where", p.binary("<", a, zero), p.const(-1.0), zero)
+    return p.call("where", p.binary(">", a, zero), p.const(1.0), negative)
+
+
+def _over(p: Program, factor: float, x: int) -> int:
+    return p.binary("/", p.const(factor), x)
+
+
+# Derivatives of functions of one argument, from the program, the argument and the function's value.
+_RULES: dict[str, Callable[[Program, int, int], int]] = {
+    "tanh": lambda p, a, x: p.binary("-", p.const(1.0), p.binary("*", x, x)),
+    "exp": lambda p, a, x: x,
+    "exp2": lambda p, a, x: times(p, p.const(math.log(2.0)), x),
+    "log": lambda p, a, x: _over(p, 1.0, a),
+    "log2": lambda p, a, x: _over(p, 1.0 / math.log(2.0), a),
+    "log1p": lambda p, a, x: _over(p, 1.0, p.binary("+", p.const(1.0), a)),
+    "expm1": lambda p, a, x: p.binary("+", x, p.const(1.0)),
+    "sqrt": lambda p, a, x: _over(p, 0.5, x),
+    "sin": lambda p, a, x: p.call("cos", a),
+    "cos": lambda p, a, x: p.neg(p.call("sin", a)),
+    "erf": lambda p, a, x: times(
+        p, p.const(2.0 / math.sqrt(math.pi)), p.call("exp", p.neg(p.binary("*", a, a)))
+    ),
+    "abs": lambda p, a, x: _sign(p, a),
+    "float": lambda p, a, x: p.const(1.0),
+}
+
+
+# ---- C++ and Python text of a program
+
+
+@dataclass(frozen=True)
+class Code:
+    """The body of a function: local values, and the result."""
+
+    locals: tuple[str, ...]  # `const float t = ...;`
+    result: str
+    calls: frozenset[str]  # names of helpers that it calls
+    names: frozenset[str]  # the score and indices that it reads, and "p" if it reads tensors
+
+    @property
+    def lines(self) -> list[str]:
+        """The body, without indentation."""
+        statements = (*self.locals, f"return {self.result};")
+        return [
+            line for text in statements for line in textwrap.wrap(text, COLUMNS, subsequent_indent="    ")
+        ]
+
+
+class _Printer:
+    """Text of a program: values that are used more than once get a name, others are written where they are used."""
+
+    def __init__(self, program: Program, result: int, cpp: bool) -> None:
+        self.p, self.result, self.cpp = program, result, cpp
+        self.uses: dict[int, int] = {}
+        self.text: dict[int, tuple[str, bool]] = {}  # and whether it must be put into parentheses
+        self.lines: list[str] = []
+        self.calls: set[str] = set()
+        waiting = [result]
+        while waiting:
+            x = waiting.pop()
+            self.uses[x] = self.uses.get(x, 0) + 1
+            if self.uses[x] == 1:
+                waiting += program.nodes[x].args
+
+    def print(self) -> str:
+        for x in sorted(self.uses):
+            text, loose = self.spell(x)
+            shared = self.uses[x] > 1 or (self.cpp and len(text) > WIDTH and x != self.result)
+            if shared and self.p.nodes[x].op not in ("const", "leaf"):
+                name = f"x{len(self.lines)}"
+                self.lines.append(
+                    f"const {self.p.kind(x)} {name} = {text};" if self.cpp else f"{name} = {text}"
+                )
+                text, loose = name, False
+            self.text[x] = (text, loose)
+        return self.text[self.result][0]
+
+    def inner(self, x: int) -> str:
+        text, loose = self.text[x]
+        return f"({text})" if loose else text
+
+    def plain(self, x: int) -> str:
+        return self.text[x][0]
+
+    def spell(self, x: int) -> tuple[str, bool]:
+        node = self.p.nodes[x]
+        if node.op == "const":
+            return self.constant(node), False
+        if node.op == "leaf":
+            return str(node.value), False
+        if node.op.startswith("load:"):
+            return self.load(int(node.op[5:]), node.args), False
+        if node.op in ("neg", "~"):
+            sign = "-" if node.op == "neg" else "!" if self.cpp and node.kind == "bool" else "~"
+            return f"{sign}{self.inner(node.args[0])}", True
+        if not node.op.isidentifier():
+            return self.infix(node)
+        return self.function(node)
+
+    def constant(self, node: Node) -> str:
+        value = float(node.value)
+        if node.kind != "float":
+            name = str(int(value)) if node.kind == "int" else str(bool(value))
+            return name.lower() if self.cpp else name
+        if not math.isfinite(value):
+            text = "nan" if math.isnan(value) else "-inf" if value < 0 else "inf"
+            if self.cpp:
+                text = {"nan": '__builtin_nanf("")', "inf": "__builtin_inff()", "-inf": "-__builtin_inff()"}[
+                    text
+                ]
+            return text
+        return f"{value!r}f" if self.cpp else repr(value)
+
+    def load(self, tensor: int, at: tuple[int, ...]) -> str:
+        indices = ", ".join(self.plain(i) for i in at)
+        if not self.cpp:
+            return f"t{tensor}[{indices}]"
+        name = f"load_{self.p.tensors[tensor]}_{len(at)}d"
+        self.calls.add(name)
+        return f"{name}(p.score{tensor}, {indices})"
+
+    def infix(self, node: Node) -> tuple[str, bool]:
+        x, y = node.args
+        if self.cpp and node.op in ("//", "%"):
+            name = "floor_div" if node.op == "//" else "floor_mod"
+            self.calls.add(name)
+            return f"{name}({self.plain(x)}, {self.plain(y)})", False
+        if self.cpp and node.op == "/":
+            divisor = self.p.constant(y)
+            if divisor is not None and divisor:  # a product is cheaper, and within one rounding
+                return f"{self.inner(x)} * (1.0f / {self.inner(y)})", True
+            if self.p.kind(x) == self.p.kind(y) == "int":
+                return f"static_cast<float>({self.plain(x)}) / {self.inner(y)}", True
+        sums = node.op in ("+", "-")
+        tight = ("*", "/") if sums else ()
+        left = (
+            self.plain(x) if self.p.nodes[x].op in (*tight, *(("+", "-") if sums else ())) else self.inner(x)
+        )
+        right = self.plain(y) if self.p.nodes[y].op in tight else self.inner(y)
+        if self.cpp and node.kind == "bool" and node.op in ("&", "|"):
+            return f"{left} {node.op * 2} {right}", True
+        return f"{left} {node.op} {right}", True
+
+    def function(self, node: Node) -> tuple[str, bool]:
+        args = [self.plain(a) for a in node.args]
+        if not self.cpp:
+            return f"{node.op}({', '.join(args)})", False
+        if node.op == "where":
+            condition, *rest = (self.inner(a) for a in node.args)
+            return f"{condition} ? {rest[0]} : {rest[1]}", True
+        if node.op in ("float", "int"):
+            return f"static_cast<{node.op}>({args[0]})", False
+        if node.op in ("maximum", "minimum", "abs"):
+            if node.op == "abs":
+                return f"{'fabsf' if node.kind == 'float' else 'abs'}({args[0]})", False
+            name = f"{node.op}_{node.kind}"
+        else:
+            name = FLOAT_CALLS[node.op]
+        self.calls.add(name)
+        return f"{name}({', '.join(args)})", False
+
+
+def _code(program: Program, result: int) -> Code:
+    printer = _Printer(program, result, cpp=True)
+    text = printer.print()
+    used = [program.nodes[x] for x in printer.uses]
+    names = {str(node.value) for node in used if node.op == "leaf"}
+    names |= {"p" for node in used if node.op.startswith("load:")}
+    return Code(tuple(printer.lines), text, frozenset(printer.calls), frozenset(names))
+
+
+def text_of(name: str, tensors: tuple[tuple[str, int], ...], program: Program, result: int) -> ScoreMod:
+    """The text of a program; the same for programs that compute the same in the same order."""
+    printer = _Printer(program, result, cpp=False)
+    end = printer.print()
+    declared = ", ".join(f"t{i}: {dtype}[{dims}]" for i, (dtype, dims) in enumerate(tensors))
+    return ScoreMod(f"{name}{f'({declared})' if declared else ''}: {'; '.join((*printer.lines, end))}")

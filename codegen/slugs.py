@@ -1,0 +1,60 @@
+"""The inverse of `Spec.slug`: from the name of a kernel, as profilers and files show it, to its spec."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from attnforge.codegen.families import family_of, make_tuning
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.spec import PROBLEM_FIELDS, Problem, ProblemField, Spec
+
+
+def parse(name: str) -> Spec:
+    """The spec of a slug, symbol (`attnforge_<slug>`) or file (`<slug>.cu`).
+
+    Raises ValueError for anything else. The spec may be infeasible.
+    """
+    slug = name.rpartition("/")[2].removeprefix("attnforge_").removesuffix(".cu").removesuffix(".cpp")
+    match = _head().match(slug)
+    if match is None:
+        raise ValueError(
+            f"{name!r} is not the name of a kernel, such as fwd_sm90a_bf16_d128_causal_a16_m192_..."
+        )
+    data: dict[str, Any] = {}
+    for f in PROBLEM_FIELDS:
+        if (value := match[f.name]) is not None:
+            data[f.name] = value if issubclass(f.type, Enum) else int(value)
+    problem = Problem.from_json(data)
+    try:
+        cls = family_of(problem).tuning
+    except Infeasible as reason:
+        raise ValueError(f"{name!r}: {reason}") from None
+    fields = dataclasses.fields(cls)
+    knobs = re.fullmatch("".join(rf"_{f.metadata['code']}(\d+)" for f in fields), slug[match.end() :])
+    if knobs is None:
+        expected = "_".join(f"{f.metadata['code']}N" for f in fields)
+        raise ValueError(f"{name!r}: the knobs are {slug[match.end() + 1 :]!r}, expected {expected}")
+    values = zip((f.name for f in fields), map(int, knobs.groups()), strict=True)
+    return Spec(problem, make_tuning(problem, dict(values)))
+
+
+@cache
+def _head() -> re.Pattern[str]:
+    """The part of a slug that names the problem."""
+    return re.compile("".join(map(_field, PROBLEM_FIELDS)))
+
+
+def _field(f: ProblemField) -> str:
+    first = f is PROBLEM_FIELDS[0]
+    if issubclass(f.type, Enum):
+        # Longest first: sm90a before sm90.
+        names = sorted((str(member.value) for member in f.type), key=len, reverse=True)
+        value = "|".join(map(re.escape, names))
+    else:
+        value = r"\d+"
+    part = f"{'' if f.after or first else '_'}{f.code}(?P<{f.name}>{value})"
+    return part if f.always else f"(?:{part})?"

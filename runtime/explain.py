@@ -1,0 +1,110 @@
+"""Why dispatch chooses a kernel for a call: the table entry it is from, and what speaks against the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.spec import Arch, Problem, Spec
+from attnforge.runtime import tables
+from attnforge.runtime.dispatch import Choice, Target, choose_for
+from attnforge.runtime.tables import DISTANCES, Offer
+
+RANKS = ("of this device", "measured on another device", "modelled, not measured")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """What was not chosen, a kernel's slug or an architecture, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choice, the nearest entries and the architectures that were passed over. `fallback`: no entry fits."""
+
+    choice: Choice
+    fallback: bool
+    archs: tuple[Rejected, ...]
+    entries: tuple[Rejected, ...]
+
+
+def explain(
+    problem: Problem,
+    group: int,
+    size: int,
+    target: Target,
+    deterministic: bool = False,
+    visible_keys: int = 0,
+) -> Explanation:
+    """The choice for a call and the reasons; arguments and errors as `dispatch.choose_for`."""
+    choice = choose_for(problem, group, size, target, deterministic, visible_keys)
+    chosen = choice.spec.problem
+    found = tables.offers(chosen, group, size, target.name, visible_keys=visible_keys)
+    taken = next((offer for offer in found if choice.reason.startswith(offer.reason)), None)
+    others = {
+        offer.entry.spec.slug: _why_not(offer, taken, chosen, deterministic)
+        for offer in reversed(found)  # of several entries of a kernel the nearest
+        if offer.entry.spec.tuning != choice.spec.tuning
+    }
+    entries = tuple(Rejected(name, others[name]) for name in reversed(others))
+    archs = tuple(_other_archs(problem, choice.spec, target, group, size, visible_keys))
+    return Explanation(choice, taken is None, archs, entries)
+
+
+def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic: bool) -> str:
+    """The first thing that puts an entry behind the one that was taken, or why it cannot be taken at all."""
+    spec = Spec(problem, offer.entry.spec.tuning)
+    try:
+        plan = make_plan(spec)
+    except Infeasible as reason:
+        return f"infeasible here: {reason}"
+    if deterministic and not plan.deterministic and taken is None:
+        return "its sums have no fixed order"
+    if taken is None:
+        return "not reached"
+    if offer.rank != taken.rank:
+        return f"{RANKS[offer.rank]} ({offer.path.name})"
+    for name, mine, best in zip(DISTANCES, offer.distance, taken.distance, strict=True):
+        if mine != best:
+            return _farther(name, mine, best, offer)
+    return "as near and as fast: the chosen one comes first by name"
+
+
+def _farther(name: str, mine: float, best: float, offer: Offer) -> str:
+    if name == "speed":
+        return f"slower: {-mine:.1f} TFLOP/s, the chosen one {-best:.1f}"
+    if name in {f.name for f in dataclasses.fields(Problem)}:
+        value = getattr(offer.entry.spec.problem, name)
+        return f"for another {name}: {getattr(value, 'value', value)}"
+    return f"farther in {name}: {mine:.3g}, the chosen one {best:.3g}"
+
+
+def _other_archs(
+    problem: Problem, spec: Spec, target: Target, group: int, size: int, visible_keys: int
+) -> Iterator[Rejected]:
+    """The other architectures that the device runs."""
+
+    def speed(arch: Arch) -> float | None:
+        there = dataclasses.replace(problem, arch=arch)
+        return tables.measured(there, group, size, target.name, visible_keys=visible_keys)
+
+    mine = speed(spec.problem.arch)
+    for arch in target.archs:
+        if arch is spec.problem.arch:
+            continue
+        there = dataclasses.replace(problem, arch=arch)
+        if next(candidates(there), None) is None:
+            yield Rejected(arch.value, why_infeasible(there))
+        elif mine and (theirs := speed(arch)):
+            yield Rejected(arch.value, f"measured slower: {theirs:.1f} TFLOP/s, the chosen one {mine:.1f}")
+        else:
+            yield Rejected(
+                arch.value, "the device's best architecture comes first where not both were measured"
+            )

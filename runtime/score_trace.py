@@ -1,0 +1,244 @@
+"""From a Python function of a score to its text (codegen/score.py): make_fx traces it, and its graph is translated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from attnforge.codegen.score import MAX_TENSORS, Program, ScoreError, ScoreMod, text_of
+
+ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+FLOATS = (torch.float32, torch.bfloat16)  # of captured tensors as kernels read them
+_LEAVES = ("score", "b", "h", "q_idx", "kv_idx")
+
+
+class _Indexing(TorchFunctionMode):
+    """`x[i]` with scalar tensors as an operator of the graph; torch would read their values."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            at = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, Tensor) for i in at):
+                if not all(isinstance(i, (int, Tensor)) for i in at):
+                    raise ScoreError(
+                        "score: a captured tensor is indexed with slices; only numbers are supported"
+                    )
+                return torch.ops.aten.index.Tensor(
+                    args[0], [torch.as_tensor(i, dtype=torch.int32) for i in at]
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
+    """(text, captured tensors) of a function (score, b, h, q_idx, kv_idx). Raises ScoreError naming what is wrong."""
+    scalars = [torch.zeros(())] + [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    with torch.no_grad(), _Indexing():
+        graph = make_fx(function, tracing_mode="real")(*scalars)
+    name = re.sub(r"[^a-z0-9_]", "", getattr(function, "__name__", "").lower()).strip("_")
+    translation = _Translation(graph)
+    tensors = _readable(translation.tensors)
+    translation.program.tensors = tuple(str(x.dtype).removeprefix("torch.") for x in tensors)
+    result = translation.result()
+    declared = tuple((dtype, x.dim()) for dtype, x in zip(translation.program.tensors, tensors, strict=True))
+    text = text_of(name if name[:1].isalpha() else "score_mod", declared, translation.program, result)
+    ScoreMod(text).gradient  # noqa: B018 - an operation without a derivative is refused here, not in a backward
+    return str(text), tensors
+
+
+def _readable(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Captured tensors of a traced function as kernels read them, with at least one axis."""
+    if len(tensors) > MAX_TENSORS:
+        raise ScoreError(f"score: captures {len(tensors)} tensors, at most {MAX_TENSORS} are supported")
+    found = []
+    for x in tensors:
+        if x.dtype not in (*FLOATS, torch.float16, torch.int32):
+            raise ScoreError(
+                f"score: a captured tensor is {x.dtype}, accepted are float32, bfloat16, float16 and int32"
+            )
+        if x.dim() > 4 or x.numel() == 0:
+            raise ScoreError(
+                f"score: a captured tensor has shape {tuple(x.shape)}, expected 0 to 4 axes and elements"
+            )
+        x = x.float() if x.dtype == torch.float16 else x
+        found.append(x.reshape(1) if x.dim() == 0 else x)
+    return tuple(found)
+
+
+class _Partial:
+    """A captured tensor, and the indices that it was given so far."""
+
+    def __init__(self, tensor: int, dims: int, at: tuple[int, ...] = ()) -> None:
+        self.tensor, self.dims, self.at = tensor, dims, at
+
+
+class _Translation:
+    """From the nodes of a graph to values of a program."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self.graph, self.program = graph, Program()
+        self.tensors: list[Tensor] = []
+        self.numbers: dict[int, int] = {}  # of captured tensors by identity
+        self.values: dict[Node, int | _Partial] = {}
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                x = getattr(graph, str(node.target))
+                if id(x) not in self.numbers:
+                    self.numbers[id(x)] = len(self.tensors)
+                    self.tensors.append(x)
+
+    def result(self) -> int:
+        """The number of the function's value."""
+        leaves = iter(_LEAVES)
+        for node in self.graph.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.program.leaf(next(leaves))
+            elif node.op == "get_attr":
+                x = getattr(self.graph, str(node.target))
+                self.values[node] = _Partial(self.numbers[id(x)], x.dim())
+            elif node.op == "call_function":
+                self.values[node] = self.called(node)
+            elif not isinstance(node.args[0], Node):
+                raise ScoreError("score: the function does not return one tensor")
+            else:
+                return self.program.call("float", self.number(node.args[0]))
+        raise AssertionError("a graph ends in its output")
+
+    def number(self, x: Any) -> int:
+        """The value of an argument: a node's, or a constant."""
+        if not isinstance(x, Node):
+            return self.program.const(x)
+        found = self.values[x]
+        if isinstance(found, int):
+            return found
+        if found.dims == 0 and not found.at:  # a captured scalar
+            return self.program.load(found.tensor, (self.program.const(0),))
+        if len(found.at) == found.dims:
+            return self.program.load(found.tensor, found.at)
+        raise ScoreError("score: a captured tensor is used without an index for each of its axes")
+
+    def called(self, node: Node) -> int | _Partial:
+        """The value of one operation."""
+        name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+        if name == "index":
+            return self.indexed(node)
+        if name in _SAME:
+            return self.values[node.args[0]]  # type: ignore[index]
+        if name == "_to_copy":
+            return self.converted(node)
+        if name in ("scalar_tensor", "full"):
+            return self.number(node.args[-1 if name == "full" else 0])
+        if name not in _OPERATIONS:
+            raise ScoreError(f"score: {node.target} is not supported")
+        if float(node.kwargs.get("alpha", 1)) != 1:  # type: ignore[arg-type]
+            raise ScoreError(f"score: alpha of {node.target} is not supported")
+        if node.kwargs.get("rounding_mode") is not None:
+            name = f"div_{node.kwargs['rounding_mode']}"
+        args = [None if x is None else self.number(x) for x in node.args]
+        try:
+            return _OPERATIONS[name](self.program, *args)
+        except ScoreError as error:
+            raise ScoreError(f"score: {node.target}: {error}") from None
+
+    def indexed(self, node: Node) -> _Partial:
+        of = self.values[node.args[0]]  # type: ignore[index]
+        if not isinstance(of, _Partial):
+            raise ScoreError("score: only captured tensors can be indexed")
+        at = tuple(self.number(i) for i in node.args[1])  # type: ignore[union-attr]
+        return _Partial(of.tensor, of.dims, of.at + at)
+
+    def converted(self, node: Node) -> int:
+        value, dtype = self.number(node.args[0]), node.kwargs.get("dtype")
+        if dtype in (None, torch.float32):
+            return self.program.call("float", value) if dtype else value
+        if dtype in (torch.int32, torch.int64) and self.program.kind(value) != "bool":
+            return self.program.call("int", value)
+        if dtype in (torch.int32, torch.int64):
+            return self.program.call("where", value, self.program.const(1), self.program.const(0))
+        raise ScoreError(f"score: a conversion to {dtype} is not supported")
+
+
+# Operations that change nothing here.
+_SAME = ("detach", "alias", "clone", "lift_fresh_copy", "lift_fresh", "view", "_unsafe_view", "squeeze")
+
+
+def _clamp(p: Program, x: int, low: int | None = None, high: int | None = None) -> int:
+    if low is not None:
+        x = p.call("where", p.binary("<", x, low), low, x)
+    return x if high is None else p.call("where", p.binary(">", x, high), high, x)
+
+
+def _sigmoid(p: Program, x: int) -> int:
+    return p.binary("/", p.const(1.0), p.binary("+", p.const(1.0), p.call("exp", p.neg(x))))
+
+
+def _power(p: Program, x: int, y: int) -> int:
+    exponent = p.nodes[y]
+    if exponent.op == "const" and float(exponent.value) in (2.0, 3.0):
+        square = p.binary("*", x, x)
+        return square if float(exponent.value) == 2.0 else p.binary("*", square, x)
+    return p.call("pow", x, y)
+
+
+def _truth(p: Program, x: int) -> int:
+    return x if p.kind(x) == "bool" else p.binary("!=", x, p.const(0))
+
+
+def _div_trunc(p: Program, x: int, y: int) -> int:
+    if (p.kind(x), p.kind(y)) != ("int", "int"):
+        raise ScoreError("rounding of float32")
+    return p.call("int", p.binary("/", x, y))
+
+
+def _infix(op: str) -> Callable[..., int]:
+    return lambda p, x, y: p.binary(op, x, y)
+
+
+def _logical(op: str) -> Callable[..., int]:
+    return lambda p, x, y: p.binary(op, _truth(p, x), _truth(p, y))
+
+
+def _calling(name: str) -> Callable[..., int]:
+    return lambda p, *args: p.call(name, *args)
+
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floor_divide": "//", "div_floor": "//", "remainder": "%",
+    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "__and__": "&", "__or__": "|",
+    "bitwise_left_shift": "<<", "bitwise_right_shift": ">>", "__lshift__": "<<", "__rshift__": ">>",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+}  # fmt: skip
+_CALLS = (
+    "tanh", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "sin", "cos", "erf", "floor", "ceil",
+    "abs", "maximum", "minimum", "where",
+)  # fmt: skip
+_OPERATIONS: dict[str, Callable[..., int]] = {
+    **{name: _infix(op) for name, op in _INFIX.items()},
+    **{name: _calling(name) for name in _CALLS},
+    "logical_and": _logical("&"),
+    "logical_or": _logical("|"),
+    "logical_not": lambda p, x: p.invert(_truth(p, x)),
+    "bitwise_not": lambda p, x: p.invert(x),
+    "div_trunc": _div_trunc,
+    "rsub": lambda p, x, y: p.binary("-", y, x),
+    "neg": lambda p, x: p.neg(x),
+    "pow": _power,
+    "square": lambda p, x: p.binary("*", x, x),
+    "reciprocal": lambda p, x: p.binary("/", p.const(1.0), x),
+    "rsqrt": lambda p, x: p.binary("/", p.const(1.0), p.call("sqrt", x)),
+    "relu": lambda p, x: p.call("where", p.binary("<=", x, p.const(0.0)), p.const(0.0), x),
+    "clamp": _clamp,
+    "clamp_min": lambda p, x, low: _clamp(p, x, low),
+    "clamp_max": lambda p, x, high: _clamp(p, x, None, high),
+    "sigmoid": _sigmoid,
+    "silu": lambda p, x: p.binary("*", x, _sigmoid(p, x)),
+    "masked_fill": lambda p, x, mask, value: p.call("where", mask, value, x),
+}

@@ -1,0 +1,135 @@
+"""Functions of attention scores: `attnforge.scores`.
+
+    out = attnforge.attention(q, k, v, mask, score=attnforge.scores.softcap(50.0))
+
+A score is scale * q . k of a pair; its function comes next, then the mask, then the softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnforge.runtime.score_trace import FLOATS, ScoreFunction, traced
+
+__all__ = ["Score", "alibi", "bias", "relative_bias", "score_mod", "softcap"]
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """A function of a score as text (codegen/score.py), and the tensors that it reads, on the device of q.
+
+    Kernels are compiled once for each text; the tensors are read at every call. Make one at start and pass it to
+    every layer that uses it.
+    """
+
+    text: str
+    tensors: tuple[Tensor, ...] = ()
+
+
+def softcap(cap: float) -> Score:
+    """cap * tanh(score / cap), as Gemma 2 has it. Raises ValueError unless 0 < cap < inf."""
+    value = float(cap)
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"cap: got {cap}, expected a number above 0")
+    return Score(f"softcap: {value!r} * tanh(score / {value!r})")
+
+
+def alibi(slopes: Tensor, offset: int = 0) -> Score:
+    """score - slopes[h] * |q_idx + offset - kv_idx|, as ALiBi has it.
+
+    slopes: (Hq) or (B, Hq), float32 or bfloat16. offset: position of query 0 among the keys; Sk - Sq aligns the last
+        query with the last key. Raises TypeError or ValueError naming the argument.
+    """
+    t0 = _captured("slopes", slopes)
+    if t0.dim() not in (1, 2):
+        raise ValueError(f"slopes: got shape {tuple(slopes.shape)}, expected (heads_q) or (batch, heads_q)")
+    slope = "t0[h]" if t0.dim() == 1 else "t0[b, h]"
+    dtype = _dtype(t0)
+    if offset == 0:
+        return Score(f"alibi(t0: {dtype}[{t0.dim()}]): score - {slope} * abs(q_idx - kv_idx)", (t0,))
+    # At run time: it changes with the lengths, and each text is a kernel.
+    t1 = torch.full((1,), offset, dtype=torch.int32, device=t0.device)
+    text = f"alibi(t0: {dtype}[{t0.dim()}], t1: int32[1]): score - {slope} * abs(q_idx + t1[0] - kv_idx)"
+    return Score(text, (t0, t1))
+
+
+def bias(tensor: Tensor) -> Score:
+    """score + tensor[b, h, q_idx, kv_idx].
+
+    tensor: (B or 1, Hq or 1, Sq or 1, Sk or 1), or without leading axes; float32 or bfloat16, any strides; it is not
+        expanded in memory. Raises TypeError or ValueError naming the argument.
+    """
+    whole = _captured("tensor", tensor)
+    if not 1 <= whole.dim() <= 4:
+        raise ValueError(f"tensor: got shape {tuple(tensor.shape)}, expected (batch, heads_q, seq_q, seq_k)")
+    names = ("b", "h", "q_idx", "kv_idx")[4 - whole.dim() :]
+    axes = [i for i, size in enumerate(whole.shape) if size != 1]
+    if not axes:
+        return Score(f"bias(t0: {_dtype(whole)}[1]): score + t0[0]", (whole.reshape(1),))
+    t0 = whole.squeeze()
+    at = ", ".join(names[i] for i in axes)
+    return Score(f"bias(t0: {_dtype(t0)}[{t0.dim()}]): score + t0[{at}]", (t0,))
+
+
+def relative_bias(table: Tensor) -> Score:
+    """score + table[h, n + clamp(kv_idx - q_idx, -n, n)], as T5 and its relatives have it.
+
+    table: (Hq, 2 n + 1), or (2 n + 1) for all heads; float32 or bfloat16. Distances beyond n share the last entry of
+        their side. T5's buckets are such a table: `weight[bucket(arange(-n, n + 1))].T`. Raises TypeError or
+        ValueError naming the argument.
+    """
+    t0 = _captured("table", table)
+    if t0.dim() not in (1, 2) or t0.shape[-1] % 2 == 0:
+        raise ValueError(f"table: got shape {tuple(table.shape)}, expected (heads_q, 2 n + 1) or (2 n + 1)")
+    n = t0.shape[-1] // 2
+    at = f"minimum(maximum(kv_idx - q_idx, {-n}), {n}) + {n}"
+    head = "h, " if t0.dim() == 2 else ""
+    return Score(f"relative_bias(t0: {_dtype(t0)}[{t0.dim()}]): score + t0[{head}{at}]", (t0,))
+
+
+def score_mod(function: ScoreFunction) -> Score:
+    """Any function (score, b, h, q_idx, kv_idx) -> score with FlexAttention's signature.
+
+    It is traced once, with scalar tensors: float32 for the score, int32 for the indices. Tensors that it reads
+    (at most 4; float32, bfloat16, float16, int32) are captured, and read again at every call.
+    Raises ScoreError, a ValueError, that names an operation which cannot be translated.
+    """
+    text, tensors = traced(function)
+    return Score(text, tensors)
+
+
+def as_score(score: Score | ScoreFunction) -> Score:
+    """The argument `score` of attention as a Score. A function is traced, at every call."""
+    if isinstance(score, Score):
+        return score
+    if not callable(score):
+        raise TypeError(
+            f"score: got {type(score).__name__}, expected an attnforge.scores.Score or a function "
+            "(score, b, h, q_idx, kv_idx)"
+        )
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "score: a function cannot be traced inside torch.compile; make attnforge.scores.score_mod(function) "
+            "outside and pass that"
+        )
+    return score_mod(score)
+
+
+def _captured(name: str, x: object) -> Tensor:
+    """The tensor as kernels read it: float16 as float32."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    if x.dtype == torch.float16:
+        return x.float()
+    if x.dtype not in FLOATS:
+        raise ValueError(f"{name}: got dtype {x.dtype}, accepted are float32, bfloat16 and float16")
+    if x.numel() == 0:
+        raise ValueError(f"{name}: has no elements, its shape is {tuple(x.shape)}")
+    return x
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,102 @@
+"""The command `tune`: which problems, on which GPU, and that processes share them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnforge.bagel.commands.tune import Place, place
+from attnforge.bagel.measure.tuning_set import chosen
+from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime import tables
+
+ROOT = Path(__file__).parents[3]
+SMALL = (
+    "--pack",
+    "full/64",
+    "--pack",
+    "causal/64",
+    "--model",
+    "2/1/16",
+    "--model",
+    "1/1/8",
+    "--direction",
+    "fwd",
+)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, Place()),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "SLURM_NTASKS": "9"},
+            Place(5, 8, 1, 4),
+        ),
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"},
+            Place(3, 4, 1, 2),
+        ),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Place()),
+        (
+            {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_COUNT": "6"},
+            Place(3, 6),
+        ),
+    ],
+)
+def test_the_place_of_a_process(env: dict[str, str], expected: Place) -> None:
+    assert place(env) == expected
+
+
+def test_problems_of_a_cpu() -> None:
+    found = list(
+        chosen(torch.device("cpu"), (), ("full/64",), (DType.FLOAT32, DType.BFLOAT16), tuple(Direction))
+    )
+    assert len(found) == len(set(found)) == 4 * 2 * 2  # models, dtypes, passes
+    assert {problem.pack for problem in found} == {"full/64"}
+    assert len({problem.slug for problem in found}) == len(found)
+    assert not any(set("/ :") & set(problem.slug) for problem in found)
+
+
+def test_two_processes_share_the_work_and_a_second_run_has_none(tmp_path: Path) -> None:
+    out = tmp_path / "tables"
+    command = [
+        sys.executable,
+        "cli.py",
+        "tune",
+        *SMALL,
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--seconds",
+        "0",
+    ]
+    command += ["--table-out", str(out), "--dir", str(tmp_path / "work")]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ
+            | {"RANK": str(n), "WORLD_SIZE": "2", "LOCAL_RANK": str(n), "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(2)
+    ]
+    texts = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    assert sum(text.count(", best of ") for text in texts) == 4
+    assert "winners are in" in texts[0]
+    notes = [json.loads(path.read_text()) for path in (tmp_path / "work").glob("*.json")]
+    winners = {entry.spec.slug for entry in tables.load(tables.device_name(torch.device("cpu")), out)}
+    assert len(notes) == 4
+    assert {note["stays"] or note["winner"] for note in notes} == winners
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ", best of " not in again.stdout

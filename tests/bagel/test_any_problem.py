@@ -1,0 +1,170 @@
+"""Which case the options --model, --heads, --mask, --length, --batch and --pack select."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attnforge.bagel.commands import options
+from attnforge.bagel.commands.selection import LENGTHS, Request, Selection, select
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.mask_files import read_mask
+from attnforge.bagel.measure.peers import attention_of
+from attnforge.bagel.models import MODELS
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, DType
+from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.reference import reference, visible_rows
+
+CPU = torch.device("cpu")
+
+
+def chosen(**given: Any) -> Selection:
+    return select(Request(**{"device": "cpu", "dtype": "fp32", **given}))
+
+
+def one(**given: Any) -> Case:
+    (case,) = chosen(**given).cases()
+    return case
+
+
+def seen(case: Case) -> Tensor:
+    """(planes of the batch, planes of the heads, seq_q, seq_k)"""
+    return visible_rows(case.mask, torch.arange(case.seq_q), case.seq_q, case.seq_k)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window:40"])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(90, 90), (70, 110), (110, 70)])
+def test_masks_and_lengths(mask: str, seq_q: int, seq_k: int) -> None:
+    case = one(masks=(mask,), length=(seq_q, seq_k), heads=(6, 2), head_dim=96, batch=3, extra={"dim_v": 32})
+    assert (case.batch, case.seq_q, case.seq_k) == (3, seq_q, seq_k)
+    assert (case.heads_q, case.heads_kv, case.head_dim, case.head_dim_v) == (6, 2, 96, 32)
+    query, key = torch.arange(seq_q)[:, None] + seq_k - seq_q, torch.arange(seq_k)
+    expected = {"full": key >= 0, "causal": key <= query, "window:40": (key <= query) & (key > query - 40)}
+    pairs = expected[mask].expand(seq_q, seq_k)
+    assert torch.equal(seen(case)[0, 0], pairs)
+    assert case.pairs == int(pairs.sum())
+    assert case.problem(Direction.FORWARD, Arch.CPU).head_dim_v == 32
+
+
+def test_names_tell_cases_apart() -> None:
+    """The log of a search resumes by them."""
+    given: tuple[dict[str, Any], ...] = (
+        {},
+        {"batch": 2},
+        {"length": (64, 64)},
+        {"length": (64, 96)},
+        {"heads": (4, 2)},
+        {"head_dim": 40},
+        {"extra": {"dim_v": 32}},
+    )
+    names = [one(**{"masks": ("causal",), "model": "llama3-1b", **more}).name for more in given]
+    assert len(set(names)) == len(given), names
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_presets(name: str) -> None:
+    model = MODELS[name]
+    assert ": " in model.source
+    case = make_case("causal/32", name, DType.BFLOAT16, CPU)
+    assert (case.heads_q, case.heads_kv, case.head_dim) == (model.heads_q, model.heads_kv, model.head_dim)
+    assert case.head_dim_v == (model.head_dim_v or model.head_dim)
+    assert model.heads_q % model.heads_kv == 0
+    assert make_case("causal/32", model.heads, DType.BFLOAT16, CPU).head_dim_v == case.head_dim_v
+
+
+def test_a_model_alone_runs_what_it_is_trained_with() -> None:
+    assert chosen(model="llama3-8b").packs == (f"causal/{LENGTHS['cpu']}",)
+    assert chosen(model="flux").packs == (f"full/{LENGTHS['cpu']}",)
+    assert chosen(model="0.5B").packs == ()
+    assert chosen(model="llama3-8b", packs=("full/64",)).packs == ("full/64",)
+    wide = one(model="llama3-8b", head_dim=64, length=(32, 32))
+    assert (wide.heads_q, wide.heads_kv, wide.head_dim, wide.seq_q) == (32, 8, 64, 32)
+
+
+def test_files(tmp_path: Path) -> None:
+    pairs = np.random.default_rng(0).random((40, 50)) < 0.5
+    np.save(tmp_path / "pairs.npy", pairs)
+    case = one(masks=(str(tmp_path / "pairs.npy"),), heads=(4, 2), head_dim=16)
+    assert isinstance(case.mask, DenseMask)
+    assert torch.equal(seen(case)[0, 0], torch.from_numpy(pairs))
+    assert (case.pairs, case.seq_q, case.seq_k) == (int(pairs.sum()), 40, 50)
+
+    planes = np.random.default_rng(0).random((2, 4, 40, 50)) < 0.5
+    np.savez(tmp_path / "planes.npz", mask=planes)
+    case = one(masks=(str(tmp_path / "planes.npz"),), heads=(4, 2), head_dim=16)
+    assert (case.batch, case.pairs) == (2, int(planes.sum()) // 8)
+    with pytest.raises(ValueError, match="has 4 heads, but q has 6"):
+        one(masks=(str(tmp_path / "planes.npz"),), heads=(6, 2), head_dim=16)
+
+    starts, ends = np.array([0, 5, -3, 30]), np.array([10, 5, 2, 99])
+    np.savez(tmp_path / "spans.npz", starts=starts, ends=ends, seq_q=40)
+    mask, seq_q = read_mask(tmp_path / "spans.npz", "cpu")
+    assert isinstance(mask, Spans)
+    assert (seq_q, mask.visible_keys) == (40, (10 + 0 + 2 + 10) / 40)
+    case = one(masks=(str(tmp_path / "spans.npz"),), heads=(4, 2), head_dim=16)
+    assert case.pairs == int(seen(case).sum()) == 22
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: path.write_bytes(b"\x93NUMPY nonsense"), "cannot be read"),
+        (lambda path: np.save(path, np.zeros((3, 3))), "array of float64"),
+        (lambda path: np.save(path, np.zeros(3, bool)), "of shape"),
+        (lambda path: np.save(path, np.array([{}, {}]), allow_pickle=True), "cannot be read"),
+    ],
+)
+def test_other_files_are_refused(write: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mask.npy"
+    write(path)
+    with pytest.raises(ValueError, match=message):
+        read_mask(path, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"heads": (32, 8)}, "--heads: --head-dim is missing"),
+        ({"head_dim": 64}, "--head-dim: --heads is missing"),
+        ({"heads": (5, 2), "head_dim": 8, "masks": ("causal",)}, "heads: got 5/2"),
+        ({"heads": (4, 2), "head_dim": 999}, "--head-dim: got 999, accepted are 1 to 256"),
+        ({"length": (8, 8)}, "--length: goes with --mask"),
+        ({"length": (8, 8), "packs": ("pretrain/0",)}, "--length: goes with --mask"),
+        ({"masks": ("window:0",)}, "--mask: 'window:0' is neither"),
+        ({"masks": ("gone.npy",)}, "there is no file gone.npy"),
+        ({"masks": ("gone.npy",), "length": (8, 8)}, "has a length of its own"),
+        ({"packs": ("full/2x64",), "batch": 3}, "--batch: full/2x64 7B says 2 already"),
+        ({"dtype": "fp16"}, "--dtype: fp16 runs on GPUs only"),
+        ({"device": "mps"}, "--device: kernels run on cpu, cuda and cuda:N, not on mps"),
+    ],
+)
+def test_messages(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+        chosen(**{"model": None if "heads" in given or "head_dim" in given else "7B", **given}).cases()
+
+
+def test_fields_of_problems_become_options() -> None:
+    """Those that tensors and masks decide are none: align, and what is declared as nearness of a mask."""
+    assert {f.attribute for f in options.ASKED} == {
+        f.attribute for f in PROBLEM_FIELDS if f.optional and f.match == "same"
+    }
+    assert "dim_v" in {f.attribute for f in options.ASKED}
+    with pytest.raises(ValueError, match="--align: cases cannot have it yet"):
+        chosen(extra={"align": 4})
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(40, 60), (60, 40)])
+def test_peers_align_causal_masks_as_we_do(seq_q: int, seq_k: int) -> None:
+    """Torch's own causal mask is aligned at the top left."""
+    case = one(masks=("causal",), length=(seq_q, seq_k), heads=(4, 2), head_dim=16)
+    x = case.inputs()
+    rows = slice(max(0, seq_q - seq_k), None)  # those that see a key
+    got = attention_of("sdpa-flash", case)(x.q, x.k, x.v)[:, :, rows]
+    exact = reference(x.q, x.k, x.v, case.mask).out[:, :, rows]
+    torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-5)

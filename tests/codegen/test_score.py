@@ -1,0 +1,113 @@
+"""Formulas of scores: text, derivative, names; nothing of them is in kernels without one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnforge.codegen.families import spec_from_json
+from attnforge.codegen.score import Program, ScoreError, ScoreMod, text_of
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+
+FORMULAS = [
+    "30.0 * tanh(score / 30.0)",
+    "score * score * score - 2.0 / (1.0 + score * score)",
+    "where(score < 0.25, exp(score), exp2(score) * score)",
+    "log(1.0 + exp(score)) + log2(2.0 + score * score) + log1p(abs(score)) + expm1(score)",
+    "sqrt(1.0 + score * score) + sin(score) * cos(score) + erf(score)",
+    "maximum(score, 0.5) + minimum(score, -0.5) + floor(score) * score + ceil(score)",
+    "pow(1.5 + score * score, 2.5) + -score",
+    "x = tanh(score); x * x + x * (q_idx - kv_idx // 2) + float(h % 3)",
+    "score + 1.0 + (q_idx - kv_idx)",
+]
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
+    "%": operator.mod, "<": operator.lt, ">": operator.gt, "==": operator.eq, "neg": operator.neg,
+    "float": lambda x: x * 1.0, "where": torch.where,
+}  # fmt: skip
+
+
+def value(program: Program, result: int, score: Tensor) -> Tensor:
+    """What a program computes in float64, for h = 4, q_idx = 7, kv_idx = 3."""
+    names = {"score": score, "h": torch.tensor(4), "q_idx": torch.tensor(7), "kv_idx": torch.tensor(3)}
+    found: list[Tensor] = []
+    for node in program.nodes[: result + 1]:
+        args = [found[i] for i in node.args]
+        if node.op == "leaf":
+            found.append(names[str(node.value)])
+        elif node.op == "const":
+            kind = torch.float64 if node.kind == "float" else torch.int64
+            found.append(torch.tensor(node.value, dtype=kind))
+        else:
+            found.append((OPERATORS.get(node.op) or getattr(torch, node.op))(*args))
+    return found[result].expand(score.shape)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_derivatives_are_those_of_autograd(formula: str) -> None:
+    score = torch.linspace(-2.1, 2.3, 23, dtype=torch.float64, requires_grad=True)
+    mod = ScoreMod(f"a: {formula}")
+    (slope,) = torch.autograd.grad(value(*mod.parsed, score).sum(), score)
+    torch.testing.assert_close(value(*mod.gradient, score.detach()).double(), slope)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_the_text_of_a_program_is_that_program(formula: str) -> None:
+    mod = ScoreMod(f"a: {formula}")
+    again = text_of("a", (), *mod.parsed)
+    score = torch.linspace(-2.1, 2.3, 23, dtype=torch.float64)
+    assert torch.equal(value(*again.parsed, score), value(*mod.parsed, score))
+    assert text_of("a", (), *again.parsed) == again
+
+
+def test_a_bias_has_slope_one() -> None:
+    assert ScoreMod("a(t0: float32[1]): t0[h] * (q_idx - kv_idx) + score").slope_is_one
+    assert not ScoreMod("a: 2.0 * score").slope_is_one
+
+
+def test_constant_factors_of_derivatives_merge() -> None:
+    code = ScoreMod("a: 30.0 * tanh(score / 30.0)").gradient_code()
+    assert code.result == "1.0f - x0 * x0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("score", "expected 'name: formula'"),
+        ("a: score +", "is no formula"),
+        ("a: erfinv(score)", "erfinv is not supported"),
+        ("a: tanh(score, score)", "takes 1 arguments"),
+        ("a: score < 1", "gives a bool"),
+        ("a: t0[h]", "not supported in a formula"),
+        ("a(t0: float64[1]): t0[h]", "expected 't0: dtype"),
+        ("a(t1: float32[1]): t1[h]", "expected 't0: dtype"),
+        ("a(t0: float32[2]): t0[h]", "has 2 dimensions, but 1 indices"),
+        ("a(t0: float32[1]): t0[score]", "something else than int32"),
+        ("a: score % 2", "of float32"),
+        ("a: where(h, score, 0.0)", "condition is not a bool"),
+        ("a: __import__('os')", "not supported in a formula"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str) -> None:
+    with pytest.raises(ScoreError, match=message.replace("(", r"\(").replace("[", r"\[")):
+        ScoreMod(text).parsed  # noqa: B018
+
+
+def test_specs_tell_scores_apart() -> None:
+    texts = ("", "softcap: 30.0 * tanh(score / 30.0)", "softcap: 50.0 * tanh(score / 50.0)")
+    problems = [
+        Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 4, score=ScoreMod(x))
+        for x in texts
+    ]
+    specs = [next(candidates(p)) for p in problems]
+    assert len({s.slug for s in specs}) == 3
+    assert all(s.symbol.isidentifier() for s in specs)
+    assert [spec_from_json(s.to_json()) for s in specs] == specs
+    assert "score" not in specs[0].to_json()
+    assert "softcap" in specs[1].slug

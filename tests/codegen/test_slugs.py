@@ -1,0 +1,44 @@
+"""Names of kernels are read back to the specs that they name."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from attnforge.codegen.families import FAMILIES
+from attnforge.codegen.slugs import parse
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, DType, Mask, Problem
+from attnforge.runtime.search.winners import tuned_specs
+
+ARCHS = {arch.family: arch for arch in reversed(Arch)}
+
+
+@pytest.mark.parametrize("dims", [(64, 0), (96, 32)])
+@pytest.mark.parametrize("family", list(FAMILIES), ids=str)
+def test_every_family_is_read_back(family: tuple[str, object], dims: tuple[int, int]) -> None:
+    name, direction = family
+    arch = ARCHS[name.removesuffix("_fp32")]
+    dtype = DType.FLOAT32 if name.endswith("_fp32") else DType.BFLOAT16
+    problem = Problem(direction, arch, dtype, dims[0], Mask.SPANS, 16, dims[1])  # type: ignore[arg-type]
+    for spec in islice(candidates(problem), 20):
+        assert parse(spec.slug) == parse(spec.symbol) == parse(f"generated/{spec.slug}.cu") == spec
+
+
+def test_every_tuned_kernel_is_read_back() -> None:
+    assert all(parse(spec.slug) == spec for spec in tuned_specs())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("flash_fwd", "is not the name of a kernel"),
+        ("fwd_sm90a_bf16_d128_causal_a16_m192", "the knobs are 'm192', expected mN_nN_"),
+        ("fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0_c1_z9", "expected mN_nN_"),
+        ("bwd_sm90a_fp32_d128_causal_a16_m192", "has no fp32 bwd kernel"),
+    ],
+)
+def test_other_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(name)

@@ -1,0 +1,93 @@
+"""Why a kernel was chosen: each reason from tables made for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime import tables
+from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.dispatch import Target, choose_for
+from attnforge.runtime.explain import Explanation, explain
+from attnforge.runtime.tables import Tuned, save
+
+CARD = Target("card", (Arch.SM90A, Arch.SM90))
+PROBLEM = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.SPANS)
+ONE, TWO, THREE, FOUR, FIVE, *_ = candidates(PROBLEM)
+
+
+@pytest.fixture(autouse=True)
+def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TABLES, str(tmp_path))
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path / "none")
+
+
+def explained(*entries: Tuned, other: tuple[Tuned, ...] = (), **options: bool) -> Explanation:
+    save("card", entries, tables.folders()[0])
+    save("another card", other, tables.folders()[0])
+    found = explain(PROBLEM, 4, 4096, CARD, visible_keys=1000, **options)
+    assert found.choice == choose_for(PROBLEM, 4, 4096, CARD, visible_keys=1000, **options)
+    return found
+
+
+def test_the_reasons_against_the_others() -> None:
+    causal = replace(TWO, problem=replace(PROBLEM, mask=Mask.CAUSAL))
+    found = explained(
+        Tuned(ONE, 4, 4096, 1.0, 500.0, visible_keys=1000),
+        Tuned(causal, 4, 4096, 1.0, 900.0),
+        Tuned(THREE, 4, 16384, 1.0, 900.0, visible_keys=1000),
+        Tuned(FOUR, 4, 4096, 1.0, 900.0, visible_keys=100),
+        Tuned(FIVE, 1, 4096, 1.0, 900.0, visible_keys=1000),
+        other=(Tuned(TWO, 4, 4096, 1.0, 900.0, visible_keys=1000),),
+    )
+    assert found.choice.spec == ONE
+    assert not found.fallback
+    assert {entry.name: entry.why for entry in found.entries} == {
+        FIVE.slug: "farther in GQA ratio (octaves): 2, the chosen one 0",
+        FOUR.slug: "farther in visible keys (octaves): 3, the chosen one 0",
+        THREE.slug: "farther in length (octaves): 2, the chosen one 0",
+        causal.slug: "for another mask: causal",
+        TWO.slug: "measured on another device (another-card.json)",
+    }
+    assert found.entries[0].name == FIVE.slug, "nearest first"
+    (sm90,) = found.archs
+    assert (sm90.name, "best architecture" in sm90.why) == ("sm90", True)
+
+
+def test_a_slower_entry_and_an_infeasible_one() -> None:
+    wide = next(iter(candidates(replace(PROBLEM, head_dim=256))))
+    fp16 = replace(PROBLEM, dtype=DType.FLOAT16)
+    found = explained(
+        Tuned(ONE, 4, 4096, 1.0, 500.0, visible_keys=1000),
+        Tuned(replace(TWO, problem=fp16), 4, 4096, 1.0, 400.0, visible_keys=1000),
+        Tuned(wide, 4, 4096, 1.0, 900.0, visible_keys=1000),
+    )
+    assert [entry.why for entry in found.entries] == ["for another dtype: fp16"]
+
+
+def test_a_fallback_is_called_one() -> None:
+    found = explained()
+    assert found.fallback
+    assert found.entries == ()
+    assert "first feasible" in found.choice.reason
+
+
+def test_an_architecture_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = replace(PROBLEM, head_dim=100, align=8)
+    found = explain(odd, 4, 4096, CARD)
+    assert found.choice.spec.problem.arch is Arch.SM90
+    assert [arch.name for arch in found.archs] == ["sm90a"]
+    assert "16 bytes" in found.archs[0].why
+
+
+def test_the_slower_architecture_is_told_with_both_speeds() -> None:
+    fallback = next(iter(candidates(replace(PROBLEM, arch=Arch.SM90))))
+    found = explained(
+        Tuned(ONE, 4, 4096, 1.0, 700.0, visible_keys=1000),
+        Tuned(fallback, 4, 4096, 1.0, 300.0, visible_keys=1000),
+    )
+    assert [arch.why for arch in found.archs] == ["measured slower: 300.0 TFLOP/s, the chosen one 700.0"]

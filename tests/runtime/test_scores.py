@@ -1,0 +1,204 @@
+"""Functions of scores on the CPU: results and gradients against float64, tracing, compilation, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle import Shape, draw, make_mask
+from score_oracle import attended, compare, functions, oracle
+from torch import Tensor
+from torch.testing import assert_close
+
+import attnforge
+from attnforge import scores
+from attnforge.codegen.score import ScoreError, ScoreMod
+from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.scores import Score
+
+LIMIT = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+SHAPE = Shape(67, 101, 16, 2, 2, 2)
+
+
+def check(name: str, dtype: torch.dtype, mask: str, shape: Shape = SHAPE) -> None:
+    x = draw(shape, dtype, "cpu")
+    seen = make_mask(mask, shape.seq_q, shape.seq_k, "cpu")
+    score, formula = functions(shape.batch, shape.heads_kv * shape.group, shape.seq_q, shape.seq_k)[name]
+    dlse = torch.linspace(-1, 1, x.q.shape[0] * x.q.shape[1] * shape.seq_q).reshape(x.q.shape[:3])
+    exact = oracle(x.q, x.k, x.v, seen, formula, x.dout, dlse)
+    compare(attended(x.q, x.k, x.v, seen, score, x.dout, dlse), exact, LIMIT[dtype])
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "spans", "dense"])
+def test_every_mask(mask: str) -> None:
+    check("mixed", torch.bfloat16, mask)
+
+
+@pytest.mark.parametrize("name", ["alibi", "aligned", "bias", "relative", "softcap"])
+def test_every_score(name: str) -> None:
+    check(name, torch.float32, "spans")
+
+
+def test_odd_sizes() -> None:
+    check("mixed", torch.float32, "causal", Shape(1, 259, 17, 1, 3, 1, 9))
+
+
+def test_a_function_is_traced_at_every_call() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    slope = torch.tensor(0.5)
+
+    def function(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * slope
+
+    first = attnforge.attention(x.q, x.k, x.v, score=function)
+    assert_close(first, attnforge.attention(x.q, x.k, x.v, scale=0.5 * 16**-0.5))
+    slope.fill_(2.0)  # the tensor is read, not copied
+    assert_close(
+        attnforge.attention(x.q, x.k, x.v, score=function),
+        attnforge.attention(x.q, x.k, x.v, scale=2 * 16**-0.5),
+    )
+
+
+def test_what_a_function_becomes() -> None:
+    slopes = torch.rand(4)
+    score = scores.score_mod(lambda score, b, h, q, k: score + slopes[h] * (k - q))
+    assert score.text == "lambda(t0: float32[1]): score + t0[h] * (kv_idx - q_idx)"
+    assert score.tensors[0] is slopes
+    table = torch.randn(3, 4, dtype=torch.float16)
+    score = scores.score_mod(lambda score, b, h, q, k: torch.relu(score) + table[h][q % 4])
+    assert score.text == "lambda(t0: float32[2]): where(score <= 0.0, 0.0, score) + t0[h, q_idx % 4]"
+
+
+DOUBLES, FIVE = torch.zeros(3, dtype=torch.float64), [torch.randn(3) for _ in range(5)]
+REFUSED = {
+    "erfinv": lambda s, b, h, q, k: torch.erfinv(s),
+    "bfloat16": lambda s, b, h, q, k: s.to(torch.bfloat16),
+    "without an index": lambda s, b, h, q, k: s + torch.ones(3)[None][:, h],
+    "float64": lambda s, b, h, q, k: s + DOUBLES[h],
+    "at most 4": lambda s, b, h, q, k: s + sum(x[h] for x in FIVE),
+    "of float32": lambda s, b, h, q, k: s % 2,
+    "one tensor": lambda s, b, h, q, k: (s, s),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_translated_is_named(message: str) -> None:
+    if message == "without an index":
+        message = "slices"
+        function = REFUSED["without an index"]
+    else:
+        function = REFUSED[message]
+    with pytest.raises(ScoreError, match=message):
+        scores.score_mod(function)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    with pytest.raises(TypeError, match="score: got int"):
+        attnforge.attention(x.q, x.k, x.v, score=3)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"h takes 2 values, but axis 0 .* has 1 elements"):
+        attnforge.attention(x.q, x.k, x.v, score=Score("a(t0: float32[1]): score + t0[h]", (torch.ones(1),)))
+    with pytest.raises(ValueError, match="cap: got 0"):
+        scores.softcap(0)
+    with pytest.raises(ValueError, match="table: got shape"):
+        scores.relative_bias(torch.ones(2, 4))
+    for tensors, message in (((), "got 0 tensors"), ((torch.ones(2, dtype=torch.int32),), "int32")):
+        with pytest.raises(ValueError, match=f"score: .*{message}"):
+            torch.ops.attnforge.forward(
+                x.q, x.k, x.v, None, 0, None, False, 0, 0, "a(t0: float32[1]): score + t0[h]", *tensors
+            )
+
+
+def test_a_captured_tensor_that_requires_grad_is_refused() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    slopes = torch.rand(2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="captured tensor requires grad"):
+        attnforge.attention(x.q, x.k, x.v, score=scores.alibi(slopes))
+    with torch.no_grad():
+        attnforge.attention(x.q, x.k, x.v, score=scores.alibi(slopes))
+
+
+def test_extreme_scores_give_no_nan() -> None:
+    x = draw(Shape(9, 70, 16, 1, 1), torch.float32, "cpu")
+    q = (x.q.detach() * 1e18).requires_grad_()
+    out, lse = attnforge.attention(q, x.k, x.v, score=scores.softcap(30.0), return_lse=True)
+    assert out.isfinite().all()
+    assert (lse.abs() <= 30 + math.log(70) + 1e-3).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out, (q, x.k, x.v), x.dout))
+    hidden = scores.score_mod(lambda s, b, h, i, j: torch.where(i < 3, -float("inf"), s))
+    out, lse = attnforge.attention(x.q, x.k, x.v, score=hidden, return_lse=True)
+    assert (lse[:, :, :3] == -torch.inf).all()
+    assert not out[:, :, :3].any()
+    assert not torch.autograd.grad(out, x.q, x.dout)[0][:, :, :3].any()
+
+
+def test_compiled_and_checked_by_torch() -> None:
+    x = draw(Shape(20, 33, 16, 1, 2, 2), torch.float32, "cpu")
+    score = functions(2, 2, 20, 33)["mixed"][0]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attnforge.attention(q, k, v, attnforge.Causal(), score=score, sinks=sinks)
+
+    sinks = torch.rand(2, requires_grad=True)
+    inputs = (x.q, x.k, x.v, sinks)
+    whole = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)
+    assert_close(whole, call(*inputs))
+    for a, b in zip(
+        torch.autograd.grad(whole, inputs, x.dout),
+        torch.autograd.grad(call(*inputs), inputs, x.dout),
+        strict=True,
+    ):
+        assert_close(a, b)
+    arguments = (x.q, x.k, x.v, None, 1, None, True, 0, 0, score.text, *score.tensors)
+    torch.library.opcheck(torch.ops.attnforge.forward.default, arguments)
+
+
+def test_a_function_inside_compiled_code_breaks_the_graph() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+
+    def call(q: Tensor) -> Tensor:
+        return attnforge.attention(q, x.k, x.v, score=lambda s, b, h, i, j: s)
+
+    assert_close(
+        torch.compile(call, backend="eager")(x.q.detach()), attnforge.attention(x.q, x.k, x.v).detach()
+    )
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="TypeError"):
+        torch.compile(call, backend="eager", fullgraph=True)(x.q.detach())
+
+
+def test_transforms_keep_batch_entries_apart() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2, 3), torch.float32, "cpu")
+    score = scores.bias(torch.randn(1, 2, 5, 7))
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    mapped = torch.func.vmap(lambda q, k, v: attnforge.attention(q[None], k[None], v[None], score=score)[0])
+    assert_close(mapped(q, k, v), attnforge.attention(q, k, v, score=score))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks(dtype: torch.dtype) -> None:
+    x = draw(SHAPE, dtype, "cpu")
+    mask = make_mask("spans", SHAPE.seq_q, SHAPE.seq_k, "cpu")
+    sinks = torch.tensor([0.5, -1.0, 3.0, -torch.inf], requires_grad=True)
+    out, lse = attnforge.attention(x.q, x.k, x.v, mask, sinks=sinks, return_lse=True)
+    dlse = torch.linspace(-1, 1, lse.numel()).reshape(lse.shape).where(lse.isfinite(), 0)
+    ours = [out.detach(), lse.detach()]
+    ours += torch.autograd.grad([out, lse], (x.q, x.k, x.v, sinks), [x.dout, dlse])
+    exact = oracle(x.q, x.k, x.v, mask, lambda s, b, h, i, j: s, x.dout, dlse, sinks)
+    compare(ours, exact, LIMIT[dtype])
+
+
+def test_sinks_of_wrong_form_are_named() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    with pytest.raises(ValueError, match="sinks: got"):
+        attnforge.attention(x.q, x.k, x.v, sinks=torch.ones(3))
+    with pytest.raises(TypeError, match="sinks: got list"):
+        attnforge.attention(x.q, x.k, x.v, sinks=[1.0, 2.0])  # type: ignore[call-overload]
+
+
+def test_a_formula_that_is_none_is_named() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    with pytest.raises((ValueError, CompileError), match="is not supported in a formula"):
+        attnforge.attention(x.q, x.k, x.v, score=Score("a: score.x"))
+    assert ScoreMod("a: score").slope_is_one

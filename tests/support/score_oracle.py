@@ -1,0 +1,106 @@
+"""Attention with a score function in float64, by FlexAttention's formula in plain torch; and the functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import attnforge
+from attnforge import scores
+from attnforge.runtime.ops import Mask
+
+Function = Callable[..., Tensor]
+
+
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    function: Function,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> list[Tensor]:
+    """[out, lse, dq, dk, dv], with sinks also their gradient, of function(score, b, h, q_idx, kv_idx)."""
+    queries, keys, values = (x.detach().double().requires_grad_() for x in (q, k, v))
+    _, heads, seq_q, dim = q.shape
+    group = heads // k.shape[1]
+    score = queries @ keys.repeat_interleave(group, 1).mT * dim**-0.5
+    index = torch.meshgrid(*(torch.arange(n) for n in score.shape), indexing="ij")
+    score = function(score, *(i.to(q.device) for i in index))
+    if mask is not None:
+        score = score.masked_fill(~mask.visible(seq_q, k.shape[2], str(q.device)), -torch.inf)
+    logits, inputs = score, [queries, keys, values]
+    if sinks is not None:
+        inputs.append(sinks.detach().double().requires_grad_())
+        logits = torch.cat((score, inputs[3][None, :, None, None].expand(*score.shape[:3], 1)), -1)
+    row_max = logits.detach().amax(-1, keepdim=True).clamp(min=-1e300)
+    weights = (logits - row_max).exp()
+    row_sum = weights.sum(-1, keepdim=True)
+    out = (weights / row_sum.where(row_sum > 0, 1))[..., : k.shape[2]] @ values.repeat_interleave(group, 1)
+    lse = (row_max + row_sum.where(row_sum > 0, 1).log())[..., 0]
+    outputs, gradients = [out], [dout.double()]
+    if dlse is not None:
+        outputs.append(lse)
+        gradients.append(dlse.double())
+    found = torch.autograd.grad(outputs, inputs, gradients)
+    return [out.detach(), lse.detach().where(row_sum[..., 0] > 0, -torch.inf), *found]
+
+
+def functions(
+    batch: int, heads: int, seq_q: int, seq_k: int, device: str = "cpu"
+) -> dict[str, tuple[scores.Score, Function]]:
+    """Scores by name, each with its formula in plain torch."""
+    draw = torch.Generator().manual_seed(5)
+    slopes = torch.rand(heads, generator=draw)
+    table = torch.randn(heads, 21, generator=draw)
+    plane = torch.randn(1, heads, seq_q, 1, generator=draw)
+    documents = torch.randint(0, 2, (batch, max(seq_q, seq_k)), generator=draw, dtype=torch.int32)
+    half = torch.randn(heads, generator=draw).bfloat16()
+    slopes, table, plane, documents, half = (x.to(device) for x in (slopes, table, plane, documents, half))
+
+    def mixed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        same = documents[b, q_idx] == documents[b, kv_idx]
+        bent = (
+            3 * torch.tanh(score / 3) + half[h] * torch.sigmoid(score) - (q_idx // 8 - kv_idx % 5).abs() * 0.1
+        )
+        return torch.where(same & (kv_idx < q_idx + 40), bent, -float("inf"))
+
+    return {
+        "softcap": (scores.softcap(2.0), lambda s, b, h, i, j: 2 * torch.tanh(s / 2)),
+        "alibi": (scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
+        "aligned": (
+            scores.alibi(slopes, seq_k - seq_q),
+            lambda s, b, h, i, j: s - slopes[h] * (i + seq_k - seq_q - j).abs(),
+        ),
+        "bias": (scores.bias(plane), lambda s, b, h, i, j: s + plane[0, h, i, 0]),
+        "relative": (
+            scores.relative_bias(table),
+            lambda s, b, h, i, j: s + table[h, 10 + (j - i).clamp(-10, 10)],
+        ),
+        "mixed": (scores.score_mod(mixed), mixed),
+    }
+
+
+def compare(ours: list[Tensor], exact: list[Tensor], limit: float) -> None:
+    """AssertionError unless each is finite but for -inf in the same places, and within `limit` of its largest value."""
+    for name, got, answer in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), ours, exact, strict=False):
+        finite = answer.isfinite()
+        assert torch.equal(got.isfinite(), finite), name
+        if finite.any():
+            error = (got.double() - answer)[finite].abs().max().item()
+            size = answer[finite].abs().max().item()
+            assert error <= limit * max(size, 1e-3), f"{name}: error {error:.3g} of {size:.3g}"
+    assert len(ours) == len(exact)
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: scores.Score, dout: Tensor, dlse: Tensor | None = None
+) -> list[Tensor]:
+    """[out, lse, dq, dk, dv] of attnforge."""
+    out, lse = attnforge.attention(q, k, v, mask, score=score, return_lse=True)
+    outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, (q, k, v), gradients)]
