@@ -53,7 +53,7 @@ def run_search(
     device_name = target[1]
     out = tables.writable(options.out or tables.folders()[0])
     log = options.log or out / "logs" / tables.table_path(device_name, out).with_suffix(".jsonl").name
-    with console.status("loading the launcher (the first run on a machine builds it, half a minute)"):
+    with console.status("loading the launcher"):
         launcher()
     events = search(case, direction, target, options.budget, log, options.workers)
     with closing(events), sigterm_as_interrupt():

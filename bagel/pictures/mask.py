@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -54,8 +55,7 @@ def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128
     tiles = tile_map(mask, seq, tile_m, tile_n)
     rows, cols = tiles.kinds.shape
     scale = SIDE / max(rows * tile_m, cols * tile_n)  # pixels a token
-    cells = (max(1, int(tile_m * scale)), max(1, int(tile_n * scale)))
-    layout = Layout(MARGIN + RULER, 150 + RULER, *cells, rows, cols)
+    layout = Layout(MARGIN + RULER, 150 + RULER, *_cells(tile_m, tile_n, scale), rows, cols)
     size = (layout.left + layout.width + BARS + MARGIN, layout.top + layout.height + 180)
     image = Image.new("RGB", (max(size[0], 900), size[1]), PAPER)
     image.paste(draw_matrix(mask, tiles, layout.cell_m, layout.cell_n), (layout.left, layout.top))
@@ -65,6 +65,15 @@ def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128
     _work(draw, tiles, layout)
     _legend(draw, layout)
     return image
+
+
+def _cells(tile_m: int, tile_n: int, scale: float) -> tuple[int, int]:
+    """Whole pixels of a tile: in the ratio of its sides if there are enough pixels, else as near as can be."""
+    common = gcd(tile_m, tile_n)
+    unit = int(common * scale)
+    if unit:
+        return unit * tile_m // common, unit * tile_n // common
+    return max(1, round(tile_m * scale)), max(1, round(tile_n * scale))
 
 
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

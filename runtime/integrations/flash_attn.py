@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnforge.runtime.inputs import expect_integers, expect_layout
+from attnforge.runtime.inputs import expect_integers, expect_layout, expect_tensors
 from attnforge.runtime.masks import Causal, Spans, load_operators
 from attnforge.runtime.ops import attention
 from attnforge.runtime.scores import Score, alibi
@@ -114,9 +114,14 @@ def score_of(softcap: float, alibi_slopes: Tensor | None, offset: int) -> Score 
 
     softcap: 0 is none. alibi_slopes: float32 (Hq) or (B, Hq).
     """
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap: got {type(softcap).__name__}, expected a number")
+    if not 0.0 <= softcap < float("inf"):
+        raise ValueError(f"softcap: got {softcap}, expected a number above 0, or 0 for none")
     capped = softcap_of(softcap) if softcap != 0.0 else None
     if alibi_slopes is None:
         return capped
+    expect_tensors(alibi_slopes=alibi_slopes)
     slanted = alibi(alibi_slopes, offset)
     if capped is None:
         return slanted

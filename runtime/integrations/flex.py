@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from attnforge.runtime.inputs import expect_layout
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.ops import Mask, attention
+from attnforge.runtime.scores import Score
 
 CHUNK = 1 << 24  # pairs evaluated at a time
 DENSE_BYTES = 1 << 30  # largest dense mask that a BlockMask is converted to
@@ -49,6 +50,8 @@ def flex_attention(
     Raises ValueError for a score_mod that cannot be translated, for max_scores, for a BlockMask of other lengths, and
     as `attention`.
     """
+    if score_mod is not None and not isinstance(score_mod, Score) and not callable(score_mod):
+        raise TypeError(f"score_mod: got {type(score_mod).__name__}, expected a function or None")
     expect_layout("(batch, heads, seq, head_dim)", query=query, key=key, value=value)
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(f"return_aux: got {type(return_aux).__name__}, expected torch's AuxRequest or None")

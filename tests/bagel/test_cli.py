@@ -24,6 +24,7 @@ from attnforge.bagel.measure.bench import OURS, Row, best_peer
 from attnforge.bagel.measure.cases import SUITES, make_case
 from attnforge.bagel.measure.peers import NAMES
 from attnforge.bagel.measure.report import bench_markdown
+from attnforge.bagel.pictures.mask import _cells
 from attnforge.cli import main
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
@@ -168,14 +169,10 @@ def test_any_mask_as_svg_and_png(pack: str, tmp_path: Path) -> None:
     assert Image.open(tmp_path / "x.png").width > 400
 
 
-def test_pictures_of_packs_have_true_aspect(tmp_path: Path) -> None:
-    sizes = []
-    for tile_n in ("64", "256"):
-        out = tmp_path / "mask.png"
-        run("mask", "finetune/0", "--out", str(out), "--tile-n", tile_n)
-        sizes.append(Image.open(out).size)
-    # 11520 tokens: cells are whole pixels, so that a side differs by less than a cell a tile.
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.12)
+@pytest.mark.parametrize("tiles", [(128, 256), (192, 80), (127, 128)])
+def test_pictures_of_packs_have_true_aspect(tiles: tuple[int, int]) -> None:
+    down, right = _cells(*tiles, 1152 / 11520)
+    assert down / right == pytest.approx(tiles[0] / tiles[1], rel=0.02)
 
 
 def test_search_end_to_end(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from exported import COMMAND, DIRECTIONS, NAME, built, load, make_tree, run
 from torch import Tensor
 
 from attnforge.cli import main
-from attnforge.codegen.package import Tree
+from attnforge.codegen.package import Item, Tree
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Mask
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import export
 from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.search.reference import reference
@@ -115,6 +116,13 @@ def test_hopper_has_its_fast_float32_kernel_by_either_name(arch: str, tmp_path: 
 def test_names_that_are_no_module_of_their_own(tree: Tree, name: str) -> None:
     with pytest.raises(ValueError, match="name"):
         dataclasses.replace(tree, name=name)
+
+
+def test_unions_of_spans_are_refused() -> None:
+    problem = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.SPANS, 4, intervals=2)
+    item = Item(next(candidates(problem)), 64, "chosen")
+    with pytest.raises(ValueError, match=r"export: fwd_cpu.*spansx2.* is for several intervals or planes"):
+        Tree("my_attention", Arch.CPU, (item,))
 
 
 def test_shapes_come_from_a_file(tmp_path: Path) -> None:

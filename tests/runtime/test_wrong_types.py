@@ -53,6 +53,7 @@ FLASH = {
 }
 FLASH_FINE = {
     "softmax_scale": NUMBERS,
+    "softcap": (3, 1.5),
     "alibi_slopes": (None,),
     "deterministic": FLAGS,
     "return_attn_probs": ANY,
@@ -60,8 +61,23 @@ FLASH_FINE = {
 PUBLIC = {
     "attention": Public(
         attnforge.attention,
-        {**HEADS_FIRST, "mask": None, "scale": None, "return_lse": False, "deterministic": False},
-        {"mask": (None,), "scale": NUMBERS, "return_lse": ANY, "deterministic": FLAGS},
+        {
+            **HEADS_FIRST,
+            "mask": None,
+            "scale": None,
+            "return_lse": False,
+            "deterministic": False,
+            "score": None,
+            "sinks": None,
+        },
+        {
+            "mask": (None,),
+            "scale": NUMBERS,
+            "return_lse": ANY,
+            "deterministic": FLAGS,
+            "score": (None,),
+            "sinks": (None,),
+        },
     ),
     "Spans": Public(
         attnforge.Spans,

@@ -30,10 +30,20 @@ def visible(*planes: int) -> Tensor:
     return torch.rand(*planes, SEQ, SEQ, generator=torch.Generator().manual_seed(1)) < 0.6
 
 
+def unions(*planes: int) -> attnforge.Spans:
+    """Two random intervals a key; each query sees its own key, so that no lse is infinite."""
+    edges = torch.randint(0, SEQ + 1, (4, *planes, SEQ), generator=torch.Generator().manual_seed(2)).int()
+    random = attnforge.Spans(torch.stack((edges[0], edges[1]), -2), torch.stack((edges[2], edges[3]), -2))
+    own = torch.arange(SEQ, dtype=torch.int32)
+    return random | attnforge.Spans(own, own + 1)
+
+
 MASKS: dict[str, Callable[[], Any]] = {
     "full": lambda: None,
     "causal": attnforge.Causal,
     "spans": lambda: attnforge.Spans(*(torch.arange(SEQ, dtype=torch.int32) + i for i in (0, 4))),
+    "unions of kv heads": lambda: unions(1, HEADS_KV),
+    "unions of both": lambda: unions(BATCH, HEADS),
     "plane": lambda: attnforge.DenseMask(visible()),
     "batch": lambda: attnforge.DenseMask(visible(BATCH, 1)),
     "heads": lambda: attnforge.DenseMask(visible(1, HEADS)),
