@@ -16,6 +16,7 @@ from attnforge.bagel.commands.model import model
 from attnforge.bagel.commands.models import models
 from attnforge.bagel.commands.options import Commands
 from attnforge.bagel.commands.render import render
+from attnforge.bagel.commands.report import report
 from attnforge.bagel.commands.search import search
 from attnforge.bagel.commands.show import show
 from attnforge.bagel.commands.tables import tables
@@ -42,6 +43,7 @@ for command in (
     model,
     models,
     render,
+    report,
     search,
     show,
     tables,

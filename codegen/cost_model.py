@@ -160,6 +160,16 @@ def _tile_bytes(plan: Plan) -> float:
     return (t.tile_m if plan.owner == "m" else t.tile_n) * (p.head_dim + p.head_dim_v) * p.dtype.bytes
 
 
+def step_bytes(plan: Plan) -> float:
+    """Bytes that a step of the main loop moves between the L2 cache and a multiprocessor, of any family's kernel."""
+    p, t = plan.spec.problem, plan.spec.tuning
+    dims = _padded(p.head_dim) + _padded(p.head_dim_v)
+    if p.direction is Direction.FORWARD:
+        return float(t.tile_n * dims * p.dtype.bytes)
+    # Adding to dQ reads and writes a float in the L2 cache.
+    return float(t.tile_m * (dims * p.dtype.bytes + _padded(p.head_dim) * 8))
+
+
 def _padded(dim: int) -> int:
     """Columns that a product with so many works on."""
     return -(-dim // 8) * 8
@@ -182,7 +192,7 @@ def _forward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
         "shared memory": (read + written) / gpu.shared_rate,
         "exponentials": pairs / gpu.exponentials,
         "FP32 cores": lanes / gpu.lanes,
-        "L2": written / gpu.l2_bytes,
+        "L2": step_bytes(plan) / gpu.l2_bytes,
     }
 
 
@@ -201,7 +211,7 @@ def _lanes_units(plan: Plan, t: Fp32Forward, gpu: Gpu) -> dict[str, float]:
         "shared memory": t.warps * (scores + values + rows * keys) + written / gpu.shared_rate,
         "exponentials": pairs / gpu.exponentials,
         "FP32 cores": (pairs * (dim + dim_v) + 6 * pairs + t.tile_m * dim_v) / gpu.lanes,
-        "L2": written / gpu.l2_bytes,
+        "L2": step_bytes(plan) / gpu.l2_bytes,
     }
 
 
@@ -223,6 +233,5 @@ def _backward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:
         "shared memory": (read + written) / gpu.shared_rate,
         "exponentials": pairs / gpu.exponentials,
         "FP32 cores": lanes / gpu.lanes,
-        # Adding to dQ reads and writes a float in the L2 cache.
-        "L2": (t.tile_m * (dim + dim_v) * size + t.tile_m * dim * 8) / gpu.l2_bytes,
+        "L2": step_bytes(plan) / gpu.l2_bytes,
     }

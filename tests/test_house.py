@@ -70,6 +70,15 @@ ALLOWED = {
         "runtime.search",
     },
     "bagel.pictures": {"bagel", "bagel.measure", "runtime"},
+    "bagel.report": {
+        "bagel",
+        "bagel.measure",
+        "bagel.pictures",
+        "codegen",
+        "codegen.families",
+        "runtime",
+        "runtime.search",
+    },
 }
 
 

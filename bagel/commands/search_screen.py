@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from attnforge.runtime import dispatch, tables
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case
-from attnforge.runtime.search.journal import Result, environment
+from attnforge.runtime.search.journal import Journal, Result, environment
 from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started, search, varying_knobs
 
 SHOWN = 12  # variants in the table at the end of a search
@@ -73,7 +73,10 @@ def run_search(
         with console.status("timing torch's attention on the same case"):
             winner = finished.winner
             rows = list(peers_of(case, direction, spec=winner.spec if winner else None))
+        journal = Journal(log, case.name, direction.value, environment(device_name, target[0]))
+        journal.note("peers", [asdict(row) for row in rows])
     report(finished, rows)
+    echo(f"a page of this log: attnforge report {short_path(log)} -o report.html")
     return to_json(finished, rows)
 
 

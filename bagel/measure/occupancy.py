@@ -112,7 +112,7 @@ def _kinds(case: Case, tile_m: int, tile_n: int, row_groups: int, from_end: bool
 
     With `from_end` the last tile ends with the last query, and row groups before the first one are empty.
     """
-    spans, queries = _spans(case), case.seq_q
+    spans, queries = spans_of(case), case.seq_q
     if from_end:
         before = -queries % tile_m // 64 * 64  # rows of whole warpgroups
         shift = (spans.ends > spans.starts).int() * before
@@ -123,8 +123,8 @@ def _kinds(case: Case, tile_m: int, tile_n: int, row_groups: int, from_end: bool
     return torch.cat((rows, beyond)).view(-1, row_groups, rows.shape[1])
 
 
-def _spans(case: Case) -> Spans:
-    """The case's mask as intervals."""
+def spans_of(case: Case) -> Spans:
+    """The case's mask, which is not dense, as intervals."""
     if isinstance(case.mask, Spans):
         return case.mask
     key = torch.arange(case.seq_k, dtype=torch.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import gcd
 
@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from attnforge.bagel.measure.tiles import FULL, PARTIAL, TileMap, tile_map
 from attnforge.bagel.packing import PackedMask, Split
+from attnforge.runtime.masks import DenseMask, Spans
 
 PAPER, INK, FAINT, GRID = (255, 255, 255), (32, 36, 44), (120, 126, 138), (226, 229, 234)
 EMPTY_COLOUR, HIDDEN_COLOUR = (244, 245, 247), (214, 217, 223)
@@ -23,6 +24,9 @@ MODE_COLOURS = {
 MODE_TEXTS = {"causal": "text (causal)", "full": "image (full)", "noise": "image being denoised (noise)"}
 SIDE = 1152  # pixels of the matrix, about
 MARGIN, RULER, BARS = 28, 74, 190
+
+# Whether queries, a column, see keys, a row: bool, a value for each pair.
+Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def draw_mask(mask: PackedMask, title: str, tile_m: int = 128, tile_n: int = 128
     layout = Layout(MARGIN + RULER, 150 + RULER, *_cells(tile_m, tile_n, scale), rows, cols)
     size = (layout.left + layout.width + BARS + MARGIN, layout.top + layout.height + 180)
     image = Image.new("RGB", (max(size[0], 900), size[1]), PAPER)
-    image.paste(_matrix(mask, tiles, layout.cell_m, layout.cell_n), (layout.left, layout.top))
+    image.paste(draw_matrix(mask, tiles, layout.cell_m, layout.cell_n), (layout.left, layout.top))
     draw = ImageDraw.Draw(image)
     _heading(draw, mask, title, tiles)
     _rulers(draw, mask, layout, seq)
@@ -77,29 +81,49 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def _matrix(mask: PackedMask, tiles: TileMap, cell_m: int, cell_n: int) -> Image.Image:
-    """Tile colours; inside partial tiles the mask itself, sampled at one point per pixel."""
+def draw_matrix(mask: Spans | DenseMask, tiles: TileMap, cell_m: int, cell_n: int) -> Image.Image:
+    """RGB image of `cell_m` x `cell_n` pixels per tile: tile colours, and in partial tiles the mask, sampled at pixels.
+
+    Keys that belong to no split of a pack are coloured as text.
+    """
     rows, cols = tiles.kinds.shape
-    starts, ends = mask.starts.cpu(), mask.ends.cpu()
-    seq = starts.numel()
-    query = (torch.arange(rows * cell_m) * tiles.tile_m // cell_m).clamp(max=seq - 1)
-    key = (torch.arange(cols * cell_n) * tiles.tile_n // cell_n).clamp(max=seq - 1)
-    mode = torch.zeros(seq, dtype=torch.long)
-    for split in mask.splits:
-        mode[split.start : split.end] = list(MODE_COLOURS).index(split.mode)
-    solid = torch.tensor([colours[0] for colours in MODE_COLOURS.values()], dtype=torch.uint8)
-    light = torch.tensor([colours[1] for colours in MODE_COLOURS.values()], dtype=torch.uint8)
+    query = torch.arange(rows * cell_m) * tiles.tile_m // cell_m
+    key = (torch.arange(cols * cell_n) * tiles.tile_n // cell_n).clamp(max=mask.seq_k - 1)
+    visible = _dense_lookup(mask) if isinstance(mask, DenseMask) else _spans_lookup(mask)
+    mode = _modes(mask)[key]
+    solid, light = (
+        torch.tensor([colours[shade] for colours in MODE_COLOURS.values()], dtype=torch.uint8)[mode][None]
+        for shade in (0, 1)
+    )
     pixels = torch.empty(rows * cell_m, cols * cell_n, 3, dtype=torch.uint8)
     for m in range(rows):  # one row of tiles at a time
-        strip = query[m * cell_m : (m + 1) * cell_m, None]
-        seen = (starts[key][None] <= strip) & (strip < ends[key][None])
+        seen = visible(query[m * cell_m : (m + 1) * cell_m, None], key[None])
         kind = tiles.kinds[m].repeat_interleave(cell_n)[None]
         colour = torch.tensor(EMPTY_COLOUR, dtype=torch.uint8).expand(cell_m, cols * cell_n, 3).clone()
         colour[(kind == PARTIAL) & ~seen] = torch.tensor(HIDDEN_COLOUR, dtype=torch.uint8)
-        colour = torch.where(((kind == PARTIAL) & seen)[..., None], light[mode[key]][None], colour)
-        colour = torch.where((kind == FULL).expand(cell_m, -1)[..., None], solid[mode[key]][None], colour)
+        colour = torch.where(((kind == PARTIAL) & seen)[..., None], light, colour)
+        colour = torch.where((kind == FULL).expand(cell_m, -1)[..., None], solid, colour)
         pixels[m * cell_m : (m + 1) * cell_m] = colour
     return Image.fromarray(pixels.numpy())
+
+
+def _modes(mask: Spans | DenseMask) -> torch.Tensor:
+    """Index into MODE_COLOURS of each key."""
+    mode = torch.zeros(mask.seq_k, dtype=torch.long)
+    for split in mask.splits if isinstance(mask, PackedMask) else ():
+        mode[split.start : split.end] = list(MODE_COLOURS).index(split.mode)
+    return mode
+
+
+def _spans_lookup(mask: Spans) -> Lookup:
+    starts, ends = mask.starts.cpu(), mask.ends.cpu()
+    return lambda query, key: (starts[key] <= query) & (query < ends[key])
+
+
+def _dense_lookup(mask: DenseMask) -> Lookup:
+    """Of a mask with one plane."""
+    pairs = mask.mask.cpu()
+    return lambda query, key: pairs[query.clamp(max=mask.seq_q - 1), key]
 
 
 def _heading(draw: ImageDraw.ImageDraw, mask: PackedMask, title: str, tiles: TileMap) -> None:

@@ -2,7 +2,8 @@
 
 A line is valid for one (case, direction, environment, source): after a change of the compiler, torch, the device or a
 template the variant is measured again. A process that is killed while writing leaves at most one incomplete line, which
-readers skip; the next line starts on a new one.
+readers skip; the next line starts on a new one. Lines without a result are notes for readers (bagel/report/): `search`
+when a search starts, `final` with the leaders as they were timed at the end, `peers` when they were timed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ log = logging.getLogger("attnforge")
 
 # A crash or a hang may have another cause than the variant, so such variants are tried again.
 FINAL = ("ok", "wrong", "compile", "infeasible")
+
+# Lines that hold no result: what a search was to do, how its leaders were timed last, and how fast its peers are.
+NOTES = ("search", "final", "peers")
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,19 @@ class Journal:
         return self._known.get(source)
 
     def add(self, source: str, result: Result) -> None:
-        """Append one line."""
+        """Append the line of one result."""
+        self._append({"source": source, "result": result.to_json()})
+
+    def note(self, kind: str, facts: Any) -> None:
+        """Append a line about the search as a whole: `kind` is one of NOTES, `facts` a plain JSON value."""
+        assert kind in NOTES
+        self._append({kind: facts})
+
+    def _append(self, content: dict[str, Any]) -> None:
         if self._path is None:
             return
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
-        line = json.dumps({**self._scope, "source": source, "time": stamp, "result": result.to_json()})
+        stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        line = json.dumps({**self._scope, "time": stamp, **content})
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a+b") as file:
             if file.seek(0, 2) and self._last_byte(file) != b"\n":
@@ -105,6 +117,8 @@ class Journal:
         for number, line in enumerate(self._path.read_bytes().splitlines(), 1):
             try:
                 row = json.loads(line)
+                if any(kind in row for kind in NOTES):
+                    continue
                 same = all(row[name] == value for name, value in self._scope.items())
                 if same and row["result"]["status"] in FINAL:
                     found.append((row["source"], Result.from_json(row["result"])))

@@ -115,10 +115,16 @@ def search(
     run = _Run(
         case, direction, target, budget, log_path, workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
     )
+    run.journal.note(
+        "search", {"space": run.space, "planned": run.planned, "incumbent": run.incumbent.to_json()}
+    )
     yield Started(case, direction, run.space, run.planned, run.varying)
     try:
         yield from run.measure()
-        yield run.finish()
+        finished = run.finish()
+        leaders = [result.to_json() for result in finished.ranked[: finished.finalists]]
+        run.journal.note("final", {"results": leaders, "warnings": list(finished.conditions.warnings)})
+        yield finished
     finally:
         run.close()
 
@@ -142,6 +148,7 @@ class _Run:
         self.pending = _with_incumbent(list(candidates(problem)), case, device_name)
         if not self.pending:
             raise Infeasible(f"{case.name}: no kernel can do it: {why_infeasible(problem)}")
+        self.incumbent = self.pending[0]
         self.space = len(self.pending)
         self.varying = varying_knobs(self.pending)
         self.planned = min(self.space, budget.variants or self.space)

@@ -195,7 +195,13 @@ def test_search_end_to_end(tmp_path: Path) -> None:
     searches = json.loads(data.read_text())["searches"]
     assert [one["direction"] for one in searches] == ["fwd", "bwd"]
     assert all(one["ranked"][0]["status"] == "ok" for one in searches)
-    assert len(log.read_text().splitlines()) == 2
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = [kind for row in rows for kind in ("search", "result", "final") if kind in row]
+    assert kinds == 2 * ["search", "result", "final"]
+    assert [rows[n]["result"]["spec"] for n in (1, 4)] == [
+        rows[n]["final"]["results"][0]["spec"] for n in (2, 5)
+    ]
+    assert f"attnforge report {log} -o report.html" in shown
     assert len(list(out.glob("*.cpp"))) == 2
     (table,) = out.glob("*.json")
     assert len(json.loads(table.read_text())) == 2

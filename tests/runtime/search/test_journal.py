@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from pathlib import Path
 
 import fakes
@@ -62,3 +64,18 @@ def test_log_survives_a_torn_line(tmp_path: Path) -> None:
     journal(path).add("third", result_of(fakes.spec()))
     assert journal(path).find("first")
     assert journal(path).find("third")
+
+
+def test_notes_are_for_readers_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A note is a line of its own, and resuming passes it by without a warning."""
+    path = tmp_path / "log.jsonl"
+    journal(path).note("search", {"space": 3})
+    journal(path).add("key", result_of(fakes.spec()))
+    journal(path).note("peers", [])
+    first, _, last = map(json.loads, path.read_text().splitlines())
+    assert first["search"] == {"space": 3}
+    assert last["peers"] == []
+    assert first["case"] == last["case"] == "a case"
+    assert datetime.fromisoformat(first["time"]) <= datetime.fromisoformat(last["time"])
+    assert journal(path).find("key")
+    assert not caplog.records

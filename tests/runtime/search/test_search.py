@@ -208,6 +208,17 @@ def test_what_is_tied_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+def test_the_log_ends_with_the_leaders_last_times(tmp_path: Path) -> None:
+    """The ranking of the end, not that of the trials."""
+    _, _, finished = run(Budget(variants=3), tmp_path / "log.jsonl")
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    leaders = finished.ranked[: finished.finalists]
+    assert len(leaders) == 2
+    assert last["final"]["results"] == json.loads(json.dumps([r.to_json() for r in leaders]))
+    assert last["final"]["warnings"] == list(finished.conditions.warnings)
+
+
+@pytest.mark.usefixtures("fakes")
 def test_losers_are_given_up_early() -> None:
     run(Budget(variants=3))
     assert [give_up for _, give_up in FakeWorker.asked] == [0.0, 11.0 * engine.LOST, 11.0 * engine.LOST]
@@ -217,9 +228,10 @@ def test_losers_are_given_up_early() -> None:
 def test_resume_measures_nothing_twice(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     run(Budget(variants=4), log)
-    lines = log.read_text().splitlines()
-    assert len(lines) == 4
-    assert all(json.loads(line)["case"] == "causal/64" for line in lines)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sum("result" in line for line in lines) == 4
+    assert all(line["case"] == "causal/64" for line in lines)
+    assert (lines[0]["search"]["planned"], lines[0]["search"]["incumbent"]) == (4, a_spec().to_json())
     FakeWorker.asked = []
     _, measured, finished = run(Budget(variants=4), log)
     assert [event.resumed for event in measured] == [True] * 4
