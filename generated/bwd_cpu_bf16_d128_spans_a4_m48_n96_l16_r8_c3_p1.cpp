@@ -71,18 +71,18 @@ constexpr int kLanes = 16;  // floats of a vector
 constexpr int kRows = 8;  // register block: kRows x kCols vectors
 constexpr int kCols = 3;
 constexpr int kPanel = kCols * kLanes;  // owned rows of a panel: one per vector lane
-constexpr int kColumns = (kHeadDim + kRows - 1) / kRows * kRows;  // in whole register blocks; what is beyond is 0
+constexpr int kColumns = (kHeadDim + kRows - 1) / kRows * kRows;  // in whole register blocks, zeros past kHeadDim
 constexpr int kColumnsV = (kHeadDimV + kRows - 1) / kRows * kRows;
 constexpr int kDepth = (kHeadDim + 1) / 2;  // words of a row: pairs of bf16
 constexpr int kDepthV = (kHeadDimV + 1) / 2;
 constexpr int kPanels = kTileN / kPanel;
 constexpr int kColsDq = 2;  // register block of dQ: kRows x kColsDq vectors, lanes along head_dim
-constexpr int kWidth = 128;  // head_dim rounded up to whole blocks
+constexpr int kWidth = 128;  // columns of dQ: head_dim in whole register blocks
 constexpr int kScratchBytes = 279488;  // of a thread
 
 // ---- Vectors -------------------------------------------------------------------------------------------------------
 
-// Vectors may be wider than this CPU's: only static functions pass them, so their calling convention is our own affair.
+// Vectors may be wider than this CPU's. Only static functions take them, so no calling convention matters.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 typedef float vec __attribute__((vector_size(kLanes * 4), may_alias));
@@ -92,10 +92,10 @@ typedef unsigned wvec __attribute__((vector_size(kLanes * 4), may_alias));
 
 constexpr float kInfinity = __builtin_inff();
 
-// Scores S carry the sign of the scale only; the rest of it multiplies what is left after the maximum or lse is taken
-// off, which rounds less. The rest is not 0, so that -inf stays -inf.
-static inline float sign_of(const Params* p) { return p->scale < 0.0f ? -1.0f : 1.0f; }
-static inline float rest_of(const Params* p) { return std::fmax(std::fabs(p->scale_log2), 1e-37f); }
+// S has the sign of the scale; the magnitude multiplies S less row_max or lse, which rounds less. It is above 0, so
+// that -inf stays -inf.
+static inline float scale_sign(const Params* p) { return p->scale < 0.0f ? -1.0f : 1.0f; }
+static inline float scale_magnitude_log2(const Params* p) { return std::fmax(std::fabs(p->scale_log2), 1e-37f); }
 
 static inline vec splat(float x) { return x - vec{}; }
 static inline vec load(const float* x) { return *reinterpret_cast<const vec*>(x); }
@@ -139,8 +139,8 @@ static inline wvec pair(vec low, vec high) {
 // ---- Products of packed rows with one panel: kRows x kCols vectors of sums stay in registers -----------------------
 
 // out[row][lane] = sign * sum over d of x[row][d] * panel[d][lane], kDepth words deep. Rows are computed kRows at a
-// time: up to kRows - 1 beyond `rows` are written, their values mean nothing.
-static inline void product(const word* x, int rows, const word* panel, float sign, float* out) {
+// time: up to kRows - 1 rows beyond `rows` are written, with values that are not used.
+static inline void multiply_panel(const word* x, int rows, const word* panel, float sign, float* out) {
     for (int row = 0; row < rows; row += kRows) {
         vec acc[kRows][kCols] = {};
         const word* a = x + row * kDepth;
@@ -165,9 +165,9 @@ static inline void product(const word* x, int rows, const word* panel, float sig
 }
 
 // sum[d][lane] += sum over steps of x[step][d] * weight[step][lane], d below kColumns.
-static inline void accumulate(const word* x, int steps, const word* weight, float* sum) {
+static inline void accumulate_panel(const word* x, int steps, const word* weight, float* sum) {
     for (int d = 0; d < kColumns; d += kRows) {
-        vec acc[kRows][kCols] = {};  // of this tile alone: short sums added to the long one round less
+        vec acc[kRows][kCols] = {};  // of this tile: a short sum that is added to the long one rounds less
         for (int step = 0; step < steps; ++step) {
             const word* a = x + step * kColumns + d;
             const wvec* b = reinterpret_cast<const wvec*>(weight + step * kPanel);
@@ -191,8 +191,8 @@ static inline void accumulate(const word* x, int steps, const word* weight, floa
 }
 
 // sum[row][d] += sum over lanes of x[row][lane] * y[lane][d]: here the lanes of the vectors lie along head_dim.
-// Writes up to kRows - 1 rows beyond `rows`, as `product` does.
-static inline void project(const word* x, int rows, const word* y, float* sum) {
+// Writes up to kRows - 1 rows beyond `rows`, as multiply_panel does.
+static inline void multiply_rows(const word* x, int rows, const word* y, float* sum) {
     constexpr int kSteps = kPanel / 2;
     for (int row = 0; row < rows; row += kRows) {
         for (int d = 0; d < kWidth; d += kColsDq * kLanes) {
@@ -227,7 +227,7 @@ static inline void project(const word* x, int rows, const word* y, float* sum) {
     }
 }
 
-// Adjacent rows of x[row][lane] as words for `accumulate`; the partner of a last odd row is 0.
+// Adjacent rows of x[row][lane] as words for accumulate_panel; the partner of a last odd row is 0.
 static inline void pair_rows(const float* x, int rows, word* out) {
     for (int row = 0; row < rows; row += 2) {
         for (int i = 0; i < kPanel; i += kLanes) {
@@ -237,7 +237,7 @@ static inline void pair_rows(const float* x, int rows, word* out) {
     }
 }
 
-// Adjacent lanes of x[row][lane] as words for `project`.
+// Adjacent lanes of x[row][lane] as words for multiply_rows.
 static inline void pair_columns(const float* x, int rows, word* out) {
     typedef unsigned short halves __attribute__((vector_size(kLanes * 2), may_alias));
     for (int at = 0; at < rows * kPanel; at += kLanes) {
@@ -258,7 +258,7 @@ static inline element narrow(float x) {
     return static_cast<element>(x != x ? 0x7fffu : rounded);
 }
 
-// Rows of `columns` elements as operands of `product`: out[row][depth], `width` words apart, zeros behind the row.
+// Rows of `columns` elements as operands of multiply_panel: out[row][depth], `width` words apart, zeros behind the row.
 static inline void pack_rows(const element* x, long long stride, int rows, int columns, int width, word* out) {
     for (int row = 0; row < rows; ++row) {
         const element* from = x + row * stride;
@@ -269,8 +269,8 @@ static inline void pack_rows(const element* x, long long stride, int rows, int c
     }
 }
 
-// Rows as operands of `accumulate`: out[row / 2][d] pairs two rows, `width` words apart, zeros behind them; a last odd
-// row pairs with 0.
+// Rows as operands of accumulate_panel: out[row / 2][d] pairs two rows, `width` words apart, zeros behind them; a last
+// odd row pairs with 0.
 static inline void pack_row_pairs(const element* x, long long stride, int rows, int columns, int width, word* out) {
     for (int row = 0; row < rows; row += 2) {
         const element* low = x + row * stride;
@@ -308,7 +308,7 @@ static inline void unpack_panel(const float* panel, float factor, int rows, int 
 
 // ---- Mask: spans ---------------------------------------------------------------------------------------------------
 
-// Tile lists: what each owned tile visits.
+// Tile lists: which tiles each owned tile visits.
 struct Walk {
     const int* count;
     const int* order;
@@ -318,7 +318,7 @@ struct Walk {
 
 static inline Walk walk_of(const Params* p) { return {p->tile_count, p->tile_order, p->tile_list, p->list_stride}; }
 
-// The key tile of this rank, most work first; how many tiles it visits; visit `index` as tile * 2 + masked.
+// The key tile of a rank, most work first; how many tiles it visits; visit `index` as visited tile * 2 + masked.
 static inline int key_tile(const Walk& w, int rank) { return w.order[rank]; }
 static inline int key_visits(const Walk& w, int tile) { return w.count[tile]; }
 static inline int key_visit(const Walk& w, int tile, int index) {
@@ -326,7 +326,7 @@ static inline int key_visit(const Walk& w, int tile, int index) {
 }
 
 // scores[row][lane] = -inf where query `first_query + row` does not see the key of the lane.
-static inline void hide_from_keys(const int* starts, const int* ends, int first_query, int rows, float* scores) {
+static inline void apply_mask(const int* starts, const int* ends, int first_query, int rows, float* scores) {
     for (int i = 0; i < kCols; ++i) {
         const ivec from = *reinterpret_cast<const ivec*>(starts + i * kLanes);
         const ivec to = *reinterpret_cast<const ivec*>(ends + i * kLanes);
@@ -379,7 +379,7 @@ extern "C" void attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1_schedu
     }
 }
 
-// ---- Before and after: delta, and dq_accum to dq -------------------------------------------------------------------
+// ---- Preprocess and postprocess: delta, and dq from dq_accum -------------------------------------------------------
 
 // First row of one head of a tensor of Params.
 #define HEAD(x, b, h) (static_cast<element*>((x).data) + (b) * (x).batch + (h) * (x).head)
@@ -404,8 +404,8 @@ static inline float dot(const element* x, const element* y) {
     return sum;
 }
 
-// Writes delta less the gradient of lse, clears dq_accum and dq_semaphore of one query tile.
-static void prepare(const Params* p, int tile, int batch, int head) {
+// One query tile: delta, and zeros in dq_accum and dq_semaphore.
+static void preprocess(const Params* p, int tile, int batch, int head) {
     const element* out = HEAD(p->out, batch, head);
     const element* dout = HEAD(p->dout, batch, head);
     p->dq_semaphore[plane(p, batch, head) * p->tiles_m + tile] = 0;
@@ -420,8 +420,8 @@ static void prepare(const Params* p, int tile, int batch, int head) {
     }
 }
 
-// Writes dq of one query tile.
-static void finish(const Params* p, int tile, int batch, int head) {
+// One query tile: dq = scale * dq_accum.
+static void postprocess(const Params* p, int tile, int batch, int head) {
     const long long first = plane(p, batch, head) * p->padded_q;
     for (int row = tile * kTileM; row < min((tile + 1) * kTileM, p->seq_q); ++row) {
         element* dq = HEAD(p->dq, batch, head) + row * p->dq.row;
@@ -433,26 +433,27 @@ static void finish(const Params* p, int tile, int batch, int head) {
 
 // ---- Task: dK and dV of a key tile, and its part of dQ -------------------------------------------------------------
 
+// kPanel keys of one kv head, and their gradients.
 struct alignas(64) KeyPanel {
-    word k[kDepth * kPanel];
+    word k[kDepth * kPanel];  // transposed: words of head_dim x keys
     word v[kDepthV * kPanel];
     float dk[kColumns * kPanel];
     float dv[kColumnsV * kPanel];
     word k_rows[kPanel / 2 * kWidth];  // for dQ: lanes along head_dim
-    int starts[kPanel];  // the key of the lane is visible to queries starts <= i < ends
+    int starts[kPanel];  // the key of a lane is visible to queries starts <= i < ends
     int ends[kPanel];
-    int row;             // first key
-    int rows;            // keys, at most kPanel
+    int row;   // first key
+    int rows;  // keys, at most kPanel
 };
 
-// A packed query tile and what it gives with one panel. What is read as vectors comes first, where it is aligned.
-struct alignas(64) Queries {
+// A packed query tile, and S, P, dP and dS of it and one panel. What is read as vectors comes first, for its alignment.
+struct alignas(64) QueryTile {
     float weights[kTileM * kPanel];  // S, then P
-    float slopes[kTileM * kPanel];   // dP, then dS
+    float ds[kTileM * kPanel];       // dP, then dS
     float dq[kTileM * kWidth];
-    word weight_pairs[kTileM / 2 * kPanel];
-    word slope_pairs[kTileM / 2 * kPanel];
-    word slope_words[kTileM * kPanel / 2];  // dS paired along keys
+    word weight_pairs[kTileM / 2 * kPanel];  // P, two queries a word
+    word ds_pairs[kTileM / 2 * kPanel];      // dS, two queries a word
+    word ds_words[kTileM * kPanel / 2];      // dS, two keys a word
     word q_pairs[kTileM / 2 * kColumns];
     word dout_pairs[kTileM / 2 * kColumnsV];
     word q[kTileM * kDepth];
@@ -465,14 +466,15 @@ struct alignas(64) Queries {
 // Queries with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
 constexpr float kMaxLse = 4194304.0f;  // 2^22
 
+// Working memory of a thread.
 struct Scratch {
-    Queries queries;
+    QueryTile queries;
     KeyPanel panels[kPanels];
 };
 static_assert(sizeof(Scratch) == kScratchBytes, "codegen/families/cpu.py disagrees");
 
-// Panel with the key rows from `row` on.
-static void start(const Params* p, int batch, int head_kv, int row, KeyPanel& panel) {
+// Prologue of a panel: pack K and V of the keys from `row` on; dK and dV are 0.
+static void init_panel(const Params* p, int batch, int head_kv, int row, KeyPanel& panel) {
     panel.row = row;
     panel.rows = min(kPanel, p->seq_k - row);
     const element* k = HEAD(p->k, batch, head_kv) + row * p->k.row;
@@ -484,14 +486,14 @@ static void start(const Params* p, int batch, int head_kv, int row, KeyPanel& pa
     std::fill_n(panel.k_rows, sizeof(panel.k_rows) / sizeof(word), word{0});
     pack_row_pairs(k, p->k.row, panel.rows, kHeadDim, kWidth, panel.k_rows);
     for (int i = 0; i < kPanel; ++i) {
-        const bool inside = i < panel.rows;  // other lanes are visible to nobody
+        const bool inside = i < panel.rows;  // keys past the end are visible to no query
         panel.starts[i] = inside ? p->starts[row + i] : 0;
         panel.ends[i] = inside ? p->ends[row + i] : 0;
     }
 }
 
-// Packs q, dout, lse and delta of one query tile; returns how many queries it has.
-static int pack_queries(const Params* p, int batch, int head, int first_query, Queries& t) {
+// Packs Q, dO, lse and delta of one query tile into scratch; returns how many queries it has.
+static int load_query_tile(const Params* p, int batch, int head, int first_query, QueryTile& t) {
     const int queries = min(kTileM, p->seq_q - first_query);
     const element* q = HEAD(p->q, batch, head) + first_query * p->q.row;
     const element* dout = HEAD(p->dout, batch, head) + first_query * p->dout.row;
@@ -503,7 +505,7 @@ static int pack_queries(const Params* p, int batch, int head, int first_query, Q
     const float* delta = p->delta + plane(p, batch, head) * p->padded_q + first_query;
     for (int i = 0; i < queries; ++i) {
         const double base_two = lse[i] * 1.4426950408889634;
-        const bool empty = std::fabs(lse[i]) > kMaxLse;  // or sees nothing: its lse is -inf
+        const bool empty = std::fabs(lse[i]) > kMaxLse;  // or the query sees no key: its lse is -inf
         t.lse[i] = empty ? kInfinity : static_cast<float>(base_two);
         t.lse_rest[i] = empty ? 0.0f : static_cast<float>(base_two - t.lse[i]);
         t.delta[i] = delta[i];
@@ -511,46 +513,48 @@ static int pack_queries(const Params* p, int batch, int head, int first_query, Q
     return queries;
 }
 
-// S and dP become P and dS. P is at most 1, also where rounding of large S and lse says otherwise.
-static void differentiate(int queries, float scale_log2, Queries& t) {
+// P from S, and dS from dP, in place. P is limited to 1, which rounding of a large S and lse may exceed.
+static void softmax_backward_step(int queries, float scale_log2, QueryTile& t) {
     for (int row = 0; row < queries; ++row) {
         if (t.lse[row] == kInfinity) {
             std::fill_n(t.weights + row * kPanel, kPanel, 0.0f);
-            std::fill_n(t.slopes + row * kPanel, kPanel, 0.0f);
+            std::fill_n(t.ds + row * kPanel, kPanel, 0.0f);
             continue;
         }
         for (int at = row * kPanel; at < (row + 1) * kPanel; at += kLanes) {
             const vec power = load(t.weights + at) * scale_log2 - t.lse[row] - t.lse_rest[row];
             const vec weight = exp2(min(vec{}, power));
             store(t.weights + at, weight);
-            store(t.slopes + at, weight * (load(t.slopes + at) - t.delta[row]));
+            store(t.ds + at, weight * (load(t.ds + at) - t.delta[row]));
         }
     }
 }
 
-// One panel of keys meets one packed query tile: adds to dK and dV, and to t.dq.
-static void attend(const Params* p, KeyPanel& panel, int first_query, int queries, bool masked, Queries& t) {
-    product(t.q, queries, panel.k, sign_of(p), t.weights);
-    product(t.dout, queries, panel.v, 1.0f, t.slopes);
+// One step of the main loop: a panel of keys and a packed query tile; adds to dK, dV and t.dq. `masked`: the mask hides
+// some of their pairs.
+static void attend_tile(const Params* p, KeyPanel& panel, int first_query, int queries,
+                        bool masked, QueryTile& t) {
+    multiply_panel(t.q, queries, panel.k, scale_sign(p), t.weights);
+    multiply_panel(t.dout, queries, panel.v, 1.0f, t.ds);
     if (masked) {
-        hide_from_keys(panel.starts, panel.ends, first_query, queries, t.weights);
+        apply_mask(panel.starts, panel.ends, first_query, queries, t.weights);
     }
-    differentiate(queries, rest_of(p), t);
+    softmax_backward_step(queries, scale_magnitude_log2(p), t);
     pair_rows(t.weights, queries, t.weight_pairs);
-    pair_rows(t.slopes, queries, t.slope_pairs);
-    pair_columns(t.slopes, queries, t.slope_words);
-    accumulate(t.dout_pairs, (queries + 1) / 2, t.weight_pairs, panel.dv);
-    accumulate(t.q_pairs, (queries + 1) / 2, t.slope_pairs, panel.dk);
-    project(t.slope_words, queries, panel.k_rows, t.dq);
+    pair_rows(t.ds, queries, t.ds_pairs);
+    pair_columns(t.ds, queries, t.ds_words);
+    accumulate_panel(t.dout_pairs, (queries + 1) / 2, t.weight_pairs, panel.dv);
+    accumulate_panel(t.q_pairs, (queries + 1) / 2, t.ds_pairs, panel.dk);
+    multiply_rows(t.ds_words, queries, panel.k_rows, t.dq);
 }
 
-// The rank of visit `index` of key tile `tile` among the tasks that visit the same query tile.
+// How many tasks add to the query tile of visit `index` of key tile `tile` before this one does.
 static inline int dq_order_of(const Params* p, int tile, int index) {
     return p->dq_order[static_cast<long long>(tile) * p->list_stride + index];
 }
 
-// Adds t.dq to dq_accum after `order` others. The wait is short: the one before is about one query tile ahead.
-static void add_dq(const Queries& t, int queries, float* sum, int* semaphore, int order) {
+// Adds t.dq to dq_accum after `order` other tasks. The wait is short: the task before is about one query tile ahead.
+static void add_dq(const QueryTile& t, int queries, float* sum, int* semaphore, int order) {
     for (int tries = 0; __atomic_load_n(semaphore, __ATOMIC_ACQUIRE) != order; ++tries) {
         if (tries > 1000) {
             std::this_thread::yield();
@@ -564,11 +568,11 @@ static void add_dq(const Queries& t, int queries, float* sum, int* semaphore, in
     __atomic_store_n(semaphore, order + 1, __ATOMIC_RELEASE);
 }
 
-// One key tile of one kv head meets all query heads that share it.
-static void run(const Params* p, const Walk& walk, int tile, int batch, int head_kv, Scratch& s) {
+// Key tile `tile` of one kv head, and all query heads that share it.
+static void backward_task(const Params* p, const Walk& walk, int tile, int batch, int head_kv, Scratch& s) {
     int panels = 0;
     for (int row = tile * kTileN; row < min((tile + 1) * kTileN, p->seq_k); row += kPanel) {
-        start(p, batch, head_kv, row, s.panels[panels++]);
+        init_panel(p, batch, head_kv, row, s.panels[panels++]);
     }
     const int group = p->heads_q / p->heads_kv;
     const int count = key_visits(walk, tile);
@@ -576,10 +580,10 @@ static void run(const Params* p, const Walk& walk, int tile, int batch, int head
         for (int index = 0; index < count; ++index) {
             const int visit = key_visit(walk, tile, index);
             const int first_query = visit / 2 * kTileM;
-            const int queries = pack_queries(p, batch, head, first_query, s.queries);
+            const int queries = load_query_tile(p, batch, head, first_query, s.queries);
             std::fill_n(s.queries.dq, queries * kWidth, 0.0f);
             for (int i = 0; i < panels; ++i) {
-                attend(p, s.panels[i], first_query, queries, visit % 2, s.queries);
+                attend_tile(p, s.panels[i], first_query, queries, visit % 2, s.queries);
             }
             float* sum = p->dq_accum + (plane(p, batch, head) * p->padded_q + first_query) * kHeadDim;
             int* semaphore = p->dq_semaphore + plane(p, batch, head) * p->tiles_m + visit / 2;
@@ -597,7 +601,7 @@ static void run(const Params* p, const Walk& walk, int tile, int batch, int head
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
-static inline long long take(long long& next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
+static inline long long next_task(long long& next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
 
 extern "C" void attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1(const Params* p) {
     const Walk& walk = walk_of(p);
@@ -610,19 +614,20 @@ extern "C" void attnforge_bwd_cpu_bf16_d128_spans_a4_m48_n96_l16_r8_c3_p1(const 
 #pragma omp for schedule(static)
         for (long long i = 0; i < p->tiles_m * heads_q; ++i) {
             const int row = static_cast<int>(i / p->tiles_m);
-            prepare(p, static_cast<int>(i % p->tiles_m), row / p->heads_q, row % p->heads_q);
+            preprocess(p, static_cast<int>(i % p->tiles_m), row / p->heads_q, row % p->heads_q);
         }
-        // Tasks by work: (tile rank, batch, kv head), the last one fastest. A task waits only for ones taken before it.
-        for (long long i = take(next); i < p->tiles_n * heads_kv; i = take(next)) {
+        // Tasks (rank of the key tile, batch, kv head), the last index fastest. Rank 0 is the tile with most work. A
+        // task waits only for tasks that were taken before it.
+        for (long long i = next_task(next); i < p->tiles_n * heads_kv; i = next_task(next)) {
             const int row = static_cast<int>(i % heads_kv);
             const int tile = key_tile(walk, static_cast<int>(i / heads_kv));
-            run(p, walk, tile, row / p->heads_kv, row % p->heads_kv, s);
+            backward_task(p, walk, tile, row / p->heads_kv, row % p->heads_kv, s);
         }
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (long long i = 0; i < p->tiles_m * heads_q; ++i) {
             const int row = static_cast<int>(i / p->tiles_m);
-            finish(p, static_cast<int>(i % p->tiles_m), row / p->heads_q, row % p->heads_q);
+            postprocess(p, static_cast<int>(i % p->tiles_m), row / p->heads_q, row % p->heads_q);
         }
     }
 }

@@ -60,7 +60,7 @@ constexpr int kLanes = 16;  // floats of a vector
 constexpr int kRows = 8;  // register block: kRows x kCols vectors
 constexpr int kCols = 3;
 constexpr int kPanel = kCols * kLanes;  // owned rows of a panel: one per vector lane
-constexpr int kColumns = (kHeadDim + kRows - 1) / kRows * kRows;  // in whole register blocks; what is beyond is 0
+constexpr int kColumns = (kHeadDim + kRows - 1) / kRows * kRows;  // in whole register blocks, zeros past kHeadDim
 constexpr int kColumnsV = (kHeadDimV + kRows - 1) / kRows * kRows;
 constexpr int kDepth = (kHeadDim + 1) / 2;  // words of a row: pairs of bf16
 constexpr int kHeads = 8;  // query heads of a task, at most
@@ -69,7 +69,7 @@ constexpr int kScratchBytes = 349696;  // of a thread
 
 // ---- Vectors -------------------------------------------------------------------------------------------------------
 
-// Vectors may be wider than this CPU's: only static functions pass them, so their calling convention is our own affair.
+// Vectors may be wider than this CPU's. Only static functions take them, so no calling convention matters.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 typedef float vec __attribute__((vector_size(kLanes * 4), may_alias));
@@ -79,10 +79,10 @@ typedef unsigned wvec __attribute__((vector_size(kLanes * 4), may_alias));
 
 constexpr float kInfinity = __builtin_inff();
 
-// Scores S carry the sign of the scale only; the rest of it multiplies what is left after the maximum or lse is taken
-// off, which rounds less. The rest is not 0, so that -inf stays -inf.
-static inline float sign_of(const Params* p) { return p->scale < 0.0f ? -1.0f : 1.0f; }
-static inline float rest_of(const Params* p) { return std::fmax(std::fabs(p->scale_log2), 1e-37f); }
+// S has the sign of the scale; the magnitude multiplies S less row_max or lse, which rounds less. It is above 0, so
+// that -inf stays -inf.
+static inline float scale_sign(const Params* p) { return p->scale < 0.0f ? -1.0f : 1.0f; }
+static inline float scale_magnitude_log2(const Params* p) { return std::fmax(std::fabs(p->scale_log2), 1e-37f); }
 
 static inline vec splat(float x) { return x - vec{}; }
 static inline vec load(const float* x) { return *reinterpret_cast<const vec*>(x); }
@@ -125,8 +125,8 @@ static inline wvec pair(vec low, vec high) {
 // ---- Products of packed rows with one panel: kRows x kCols vectors of sums stay in registers -----------------------
 
 // out[row][lane] = sign * sum over d of x[row][d] * panel[d][lane], kDepth words deep. Rows are computed kRows at a
-// time: up to kRows - 1 beyond `rows` are written, their values mean nothing.
-static inline void product(const word* x, int rows, const word* panel, float sign, float* out) {
+// time: up to kRows - 1 rows beyond `rows` are written, with values that are not used.
+static inline void multiply_panel(const word* x, int rows, const word* panel, float sign, float* out) {
     for (int row = 0; row < rows; row += kRows) {
         vec acc[kRows][kCols] = {};
         const word* a = x + row * kDepth;
@@ -151,9 +151,9 @@ static inline void product(const word* x, int rows, const word* panel, float sig
 }
 
 // sum[d][lane] = sum[d][lane] * decay[lane] + sum over steps of x[step][d] * weight[step][lane], d below kColumnsV.
-static inline void accumulate(const word* x, int steps, const word* weight, const vec* decay, float* sum) {
+static inline void accumulate_panel(const word* x, int steps, const word* weight, const vec* decay, float* sum) {
     for (int d = 0; d < kColumnsV; d += kRows) {
-        vec acc[kRows][kCols] = {};  // of this tile alone: short sums added to the long one round less
+        vec acc[kRows][kCols] = {};  // of this tile: a short sum that is added to the long one rounds less
         for (int step = 0; step < steps; ++step) {
             const word* a = x + step * kColumnsV + d;
             const wvec* b = reinterpret_cast<const wvec*>(weight + step * kPanel);
@@ -187,7 +187,7 @@ static inline element narrow(float x) {
     return static_cast<element>(x != x ? 0x7fffu : rounded);
 }
 
-// Rows of `columns` elements as operands of `product`: out[row][depth], `width` words apart, zeros behind the row.
+// Rows of `columns` elements as operands of multiply_panel: out[row][depth], `width` words apart, zeros behind the row.
 static inline void pack_rows(const element* x, long long stride, int rows, int columns, int width, word* out) {
     for (int row = 0; row < rows; ++row) {
         const element* from = x + row * stride;
@@ -198,8 +198,8 @@ static inline void pack_rows(const element* x, long long stride, int rows, int c
     }
 }
 
-// Rows as operands of `accumulate`: out[row / 2][d] pairs two rows, `width` words apart, zeros behind them; a last odd
-// row pairs with 0.
+// Rows as operands of accumulate_panel: out[row / 2][d] pairs two rows, `width` words apart, zeros behind them; a last
+// odd row pairs with 0.
 static inline void pack_row_pairs(const element* x, long long stride, int rows, int columns, int width, word* out) {
     for (int row = 0; row < rows; row += 2) {
         const element* low = x + row * stride;
@@ -237,7 +237,7 @@ static inline void unpack_panel(const float* panel, const float* factor, int row
 
 // ---- Mask: spans ---------------------------------------------------------------------------------------------------
 
-// Tile lists: what each owned tile visits.
+// Tile lists: which tiles each owned tile visits.
 struct Walk {
     const int* count;
     const int* order;
@@ -247,7 +247,7 @@ struct Walk {
 
 static inline Walk walk_of(const Params* p) { return {p->tile_count, p->tile_order, p->tile_list, p->list_stride}; }
 
-// The query tile of this rank, most work first; how many tiles it visits; visit `index` as tile * 2 + masked.
+// The query tile of a rank, most work first; how many tiles it visits; visit `index` as visited tile * 2 + masked.
 static inline int query_tile(const Walk& w, int rank) { return w.order[rank]; }
 static inline int query_visits(const Walk& w, int tile) { return w.count[tile]; }
 static inline int query_visit(const Walk& w, int tile, int index) {
@@ -263,7 +263,7 @@ static inline ivec lane_index() {
 }
 
 // scores[row][lane] = -inf where query `first_query + lane` does not see key `first_key + row`.
-static inline void hide_from_queries(const Params* p, int first_query, int first_key, int rows, float* scores) {
+static inline void apply_mask(const Params* p, int first_query, int first_key, int rows, float* scores) {
     for (int row = 0; row < rows; ++row) {
         const int from = p->starts[first_key + row];
         const int to = p->ends[first_key + row];
@@ -311,27 +311,29 @@ extern "C" void attnforge_fwd_cpu_bf16_d128_spans_a4_m48_n64_h8_l16_r8_c3_p1_sch
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
+// kPanel query rows of one head and their state of the online softmax.
 struct alignas(64) Panel {
-    word q[kDepth * kPanel];
-    float out[kColumnsV * kPanel];  // O, scaled like `sum`
-    float maximum[kPanel];         // of S so far, -inf if nothing was visible
-    float sum[kPanel];             // l
-    int head;
-    int row;   // first query
-    int rows;  // queries, at most kPanel
+    word q[kDepth * kPanel];        // transposed: words of head_dim x queries
+    float out[kColumnsV * kPanel];  // O, relative to row_max
+    float row_max[kPanel];          // of S so far, -inf if no key was visible
+    float row_sum[kPanel];          // of P so far
+    int head;                       // query head
+    int row;                        // first query
+    int rows;                       // queries, at most kPanel
 };
 
+// Working memory of a thread.
 struct alignas(64) Scratch {
     Panel panels[kPanels];
-    float scores[kTileN * kPanel];
-    word weights[kTileN / 2 * kPanel];
-    word k[kTileN * kDepth];
+    float scores[kTileN * kPanel];  // S of a key tile and a panel
+    word weights[kTileN / 2 * kPanel];  // P, two keys a word
+    word k[kTileN * kDepth];  // the packed key tile, shared by all panels
     word v[kTileN / 2 * kColumnsV];
 };
 static_assert(sizeof(Scratch) == kScratchBytes, "codegen/families/cpu.py disagrees");
 
-// Panel with query rows from `row` on of head `head`.
-static void start(const Params* p, int batch, int head, int row, Panel& panel) {
+// Prologue of a panel: pack the query rows from `row` on of head `head`; O, row_max and row_sum of no keys.
+static void init_panel(const Params* p, int batch, int head, int row, Panel& panel) {
     panel.head = head;
     panel.row = row;
     panel.rows = min(kPanel, p->seq_q - row);
@@ -342,52 +344,53 @@ static void start(const Params* p, int batch, int head, int row, Panel& panel) {
         panel.out[i] = 0.0f;
     }
     for (int i = 0; i < kPanel; ++i) {
-        panel.maximum[i] = -kInfinity;
-        panel.sum[i] = 0.0f;
+        panel.row_max[i] = -kInfinity;
+        panel.row_sum[i] = 0.0f;
     }
 }
 
-// Scores of `keys` keys become weights P relative to the new maximum; `decay` rescales what was summed before.
-static void softmax(Panel& panel, const float* scores, int keys, float scale_log2, word* weights, vec* decay) {
+// Online softmax of `keys` keys: updates row_max, computes P from S, and updates row_sum. `decay` is the factor
+// exp(|scale| (old row_max - new row_max)) by which the caller rescales O.
+static void softmax_step(Panel& panel, const float* scores, int keys, float scale_log2, word* weights, vec* decay) {
     for (int i = 0; i < kCols; ++i) {
         const float* column = scores + i * kLanes;
-        const vec before = load(panel.maximum + i * kLanes);
-        vec maximum = before;
+        const vec before = load(panel.row_max + i * kLanes);
+        vec row_max = before;
         for (int j = 0; j < keys; ++j) {
-            maximum = max(maximum, load(column + j * kPanel));
+            row_max = max(row_max, load(column + j * kPanel));
         }
-        store(panel.maximum + i * kLanes, maximum);
-        // With nothing visible yet, 0 instead of -inf keeps -inf - -inf = NaN away.
-        const vec base = maximum == -kInfinity ? vec{} : maximum;
+        store(panel.row_max + i * kLanes, row_max);
+        // Rows without a visible key so far: 0 in place of -inf, since -inf - -inf is NaN.
+        const vec base = row_max == -kInfinity ? vec{} : row_max;
         decay[i] = exp2((before - base) * scale_log2);
-        vec sum = {};
+        vec row_sum = {};  // of this key tile
         for (int j = 0; j < keys; j += 2) {
             const vec low = exp2((load(column + j * kPanel) - base) * scale_log2);
             const vec high = j + 1 < keys ? exp2((load(column + (j + 1) * kPanel) - base) * scale_log2) : vec{};
-            sum += low + high;
+            row_sum += low + high;
             *reinterpret_cast<wvec*>(weights + j / 2 * kPanel + i * kLanes) = pair(low, high);
         }
-        store(panel.sum + i * kLanes, load(panel.sum + i * kLanes) * decay[i] + sum);
+        store(panel.row_sum + i * kLanes, load(panel.row_sum + i * kLanes) * decay[i] + row_sum);
     }
 }
 
-// Writes out and lse of a finished panel.
-static void finish(const Params* p, int batch, const Panel& panel) {
+// Epilogue of a panel: out = O / row_sum, and lse; 0 and -inf for rows without a visible key.
+static void store_out(const Params* p, int batch, const Panel& panel) {
     float* lse = p->lse + (static_cast<long long>(batch) * p->heads_q + panel.head) * p->seq_q + panel.row;
     const double scale = std::fabs(static_cast<double>(p->scale));
     float inverse[kPanel];
     for (int i = 0; i < panel.rows; ++i) {
-        const bool empty = panel.maximum[i] == -kInfinity;
-        inverse[i] = empty ? 0.0f : 1.0f / panel.sum[i];
-        lse[i] = empty ? -kInfinity : static_cast<float>(panel.maximum[i] * scale + std::log(double{panel.sum[i]}));
+        const bool empty = panel.row_max[i] == -kInfinity;
+        inverse[i] = empty ? 0.0f : 1.0f / panel.row_sum[i];
+        lse[i] = empty ? -kInfinity : static_cast<float>(panel.row_max[i] * scale + std::log(double{panel.row_sum[i]}));
     }
     element* out = static_cast<element*>(p->out.data);
     out += batch * p->out.batch + panel.head * p->out.head + panel.row * p->out.row;
     unpack_panel(panel.out, inverse, panel.rows, kHeadDimV, out, p->out.row);
 }
 
-// Packs keys and values of one key tile; returns how many keys it has.
-static int pack_keys(const Params* p, int batch, int head_kv, int first_key, Scratch& s) {
+// Packs K and V of one key tile into scratch; returns how many keys it has.
+static int load_kv_tile(const Params* p, int batch, int head_kv, int first_key, Scratch& s) {
     const int keys = min(kTileN, p->seq_k - first_key);
     const element* k = static_cast<const element*>(p->k.data);
     const element* v = static_cast<const element*>(p->v.data);
@@ -398,24 +401,25 @@ static int pack_keys(const Params* p, int batch, int head_kv, int first_key, Scr
     return keys;
 }
 
-// One panel meets one packed key tile.
-static void attend(const Params* p, Panel& panel, int first_key, int keys, bool masked, Scratch& s) {
+// One step of the main loop: a panel and a packed key tile. `masked`: the mask hides some of their pairs.
+static void attend_tile(const Params* p, Panel& panel, int first_key, int keys,
+                        bool masked, Scratch& s) {
     vec decay[kCols];
-    product(s.k, keys, panel.q, sign_of(p), s.scores);
+    multiply_panel(s.k, keys, panel.q, scale_sign(p), s.scores);
     if (masked) {
-        hide_from_queries(p, panel.row, first_key, keys, s.scores);
+        apply_mask(p, panel.row, first_key, keys, s.scores);
     }
-    softmax(panel, s.scores, keys, rest_of(p), s.weights, decay);
-    accumulate(s.v, (keys + 1) / 2, s.weights, decay, panel.out);
+    softmax_step(panel, s.scores, keys, scale_magnitude_log2(p), s.weights, decay);
+    accumulate_panel(s.v, (keys + 1) / 2, s.weights, decay, panel.out);
 }
 
-// Task: query tile `tile` of up to kHeads heads of a kv head, from query head `head` on.
-static void run(const Params* p, int tile, int batch, int head, int heads, Scratch& s) {
+// Query tile `tile` of the query heads [head, head + heads) of one kv head.
+static void forward_task(const Params* p, int tile, int batch, int head, int heads, Scratch& s) {
     const Walk& walk = walk_of(p);
     int panels = 0;
     for (int h = head; h < head + heads; ++h) {
         for (int row = tile * kTileM; row < min((tile + 1) * kTileM, p->seq_q); row += kPanel) {
-            start(p, batch, h, row, s.panels[panels++]);
+            init_panel(p, batch, h, row, s.panels[panels++]);
         }
     }
     const int head_kv = head / (p->heads_q / p->heads_kv);
@@ -423,24 +427,25 @@ static void run(const Params* p, int tile, int batch, int head, int heads, Scrat
     for (int index = 0; index < count; ++index) {
         const int visit = query_visit(walk, tile, index);
         const int first_key = visit / 2 * kTileN;
-        const int keys = pack_keys(p, batch, head_kv, first_key, s);
+        const int keys = load_kv_tile(p, batch, head_kv, first_key, s);
         for (int i = 0; i < panels; ++i) {
-            attend(p, s.panels[i], first_key, keys, visit % 2, s);
+            attend_tile(p, s.panels[i], first_key, keys, visit % 2, s);
         }
     }
     for (int i = 0; i < panels; ++i) {
-        finish(p, batch, s.panels[i]);
+        store_out(p, batch, s.panels[i]);
     }
 }
 
-// Tasks in order of work: (tile rank, batch, kv head, chunk of its query heads), the last one fastest.
+// Tasks (rank of the query tile, batch, kv head, chunk of its query heads), the last index fastest. Rank 0 is the tile
+// with most work; threads take tasks dynamically.
 extern "C" void attnforge_fwd_cpu_bf16_d128_spans_a4_m48_n64_h8_l16_r8_c3_p1(const Params* p) {
     const Walk& walk = walk_of(p);
     const int group = p->heads_q / p->heads_kv;
     const long long tiles = static_cast<long long>(p->tiles_m) * p->batch * p->heads_kv;
     int chunk = min(kHeads, group);
     while (chunk > 1 && tiles * ((group + chunk - 1) / chunk) < 4 * p->threads) {
-        chunk = (chunk + 1) / 2;  // small problems: rather more tasks than shared tiles
+        chunk = (chunk + 1) / 2;  // small problems: more tasks, fewer heads that share a tile
     }
     const int chunks = (group + chunk - 1) / chunk;
     const long long heads = static_cast<long long>(p->batch) * p->heads_kv * chunks;
@@ -453,7 +458,7 @@ extern "C" void attnforge_fwd_cpu_bf16_d128_spans_a4_m48_n64_h8_l16_r8_c3_p1(con
             const int head_kv = static_cast<int>(task / chunks % p->heads_kv);
             const int batch = static_cast<int>(task / chunks / p->heads_kv % p->batch);
             const int tile = query_tile(walk, static_cast<int>(task / heads));
-            run(p, tile, batch, head_kv * group + first, min(chunk, group - first), s);
+            forward_task(p, tile, batch, head_kv * group + first, min(chunk, group - first), s);
         }
     }
 }

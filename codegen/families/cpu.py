@@ -162,7 +162,7 @@ def _forward_scratch(spec: Spec, t: CpuForward) -> int:
 
 
 def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
-    """sizeof(Scratch) of templates/cpu/backward_task.h.jinja."""
+    """sizeof(Scratch) of templates/cpu/backward.cpp.jinja."""
     dims = (spec.problem.head_dim, spec.problem.head_dim_v)
     width, pairs = t.lanes * t.cols, int(t.pairs)
     words, columns = (sum(size(dim, t) for dim in dims) for size in (_words, _columns))
