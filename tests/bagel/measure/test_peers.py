@@ -54,7 +54,7 @@ def test_peers_see_a_dense_mask() -> None:
     row, zero = torch.arange(512), torch.tensor(0)
     assert torch.equal(mod(zero, zero, row[:, None], row[None]), case.mask.mask)
     planes = replace(case, mask=DenseMask(torch.stack([case.mask.mask, ~case.mask.mask])[None]))
-    with pytest.raises(Unavailable, match="each batch entry or head"):
+    with pytest.raises(Unavailable, match="differ between batch entries or heads"):
         attention_of("flex", planes)
 
 
