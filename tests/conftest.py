@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
@@ -19,7 +18,7 @@ import pytest
 from attnforge.codegen.spec import Arch, Spec
 from attnforge.runtime.build.errors import NoCompilerError
 from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, TABLES
-from attnforge.runtime.build.toolchain import find_host_compiler, toolchain
+from attnforge.runtime.build.toolchain import toolchain
 
 if TYPE_CHECKING:  # a run that is all skipped does without
     import torch
@@ -44,22 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[TABLES] = str(directory / "tables")  # never filled: winners of tests go elsewhere
     for name in (COMPILER, NO_JIT):
         os.environ.pop(name, None)
-    quick_compiler(directory)
-
-
-def quick_compiler(directory: Path) -> None:
-    """Set CXX to the C++ compiler with less optimisation: most of its results run for less time than -O3 takes.
-
-    tests/kernels/test_cpu_kernels.py compiles CPU kernels as they are by default.
-    """
-    script, compiler = directory / "g++", find_host_compiler(os.environ)
-    if compiler is None or compiler == script:  # set already, for a worker
-        return
-    aside = script.with_suffix(f".{os.getpid()}")
-    aside.write_text(f'#!/bin/sh\nexec {shlex.quote(str(compiler))} "$@" -O1 -g0\n')
-    aside.chmod(0o755)
-    aside.rename(script)
-    os.environ["CXX"] = str(script)
 
 
 def pytest_collection_finish() -> None:
