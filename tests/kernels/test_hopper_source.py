@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jinja2 import meta
+from jinja2 import Environment, FileSystemLoader
 from strict_nvcc import strict_cubin
 
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.render import Source, render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import compilation, toolchain
@@ -49,17 +51,25 @@ def test_the_main_loop_fits_on_a_page(mask: Mask) -> None:
             assert loop.count(step) == 1, step
 
 
-def test_few_files_make_a_kernel() -> None:
-    environment, found, open_names = rendering.environment(), set(), ["sm90a/forward.cu.jinja"]
-    while open_names:
-        name = open_names.pop()
-        if name not in found:
-            found.add(name)
-            tree = environment.parse((rendering.TEMPLATES / name).read_text())
-            named = list(meta.find_referenced_templates(tree))
-            assert None not in named, f"{name} computes the name of an include"
-            open_names += [each for each in named if each]
-    assert len(found) <= CLOSURE, sorted(found)
+@pytest.mark.parametrize(
+    ("score", "most"), [("", CLOSURE), ("softcap: 50.0 * tanh(score / 50.0)", CLOSURE + 2)]
+)
+def test_few_files_make_a_kernel(score: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as they are read: an include under a condition that is false is none."""
+    loader = FileSystemLoader(rendering.TEMPLATES)
+    read: list[str] = []
+
+    def recorded(environment: Environment, name: str) -> tuple[str, str, Callable[[], bool]]:
+        read.append(name)
+        return FileSystemLoader.get_source(loader, environment, name)
+
+    monkeypatch.setattr(loader, "get_source", recorded)
+    environment = rendering.environment().overlay(loader=loader, cache_size=0)
+    monkeypatch.setattr(rendering, "environment", lambda: environment)
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS, score=ScoreMod(score))
+    render(Spec(problem, FLAGSHIP if not score else PLAIN))
+    assert "sm90a/forward.cu.jinja" in read
+    assert 10 < len(set(read)) <= most, sorted(set(read))
 
 
 def disassembler() -> str:
