@@ -107,9 +107,11 @@ FIELDS: tuple[Field, ...] = (
     Field("int", "tiles_m", "ceil(seq_q / tile_m)"),
     Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
     Field("int", "list_stride", "entries per row of tile_list"),
-    Field("int", "mask_batches", "batch if each entry has its own dense mask, else 1"),
-    Field("int", "mask_heads", "heads_q if each q head has its own dense mask, else 1"),
-    Field("int", "mask_planes", "mask_batches * mask_heads; 1 for other masks"),
+    Field("int", "mask_batches", "batch if each entry has a plane of its own, else 1"),
+    Field(
+        "int", "mask_heads", "heads if each q head (of spans also: kv head) has a plane of its own, else 1"
+    ),
+    Field("int", "mask_planes", "mask_batches * mask_heads; 1 without planes"),
     Field("int", "mask_words", "words per row of mask_bits, ceil(seq_k / 32)"),
     Field("int", "bits_row", "words per row of bits"),
     Field("int", "padded_q", "tiles_m * tile_m"),

@@ -43,8 +43,8 @@ struct Params {
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
     int list_stride;  // entries per row of tile_list
-    int mask_batches;  // batch if each entry has its own dense mask, else 1
-    int mask_heads;  // heads_q if each q head has its own dense mask, else 1
+    int mask_batches;  // batch if each entry has a plane of its own, else 1
+    int mask_heads;  // heads if each q head (of spans also: kv head) has a plane of its own, else 1
     int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
     int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m

@@ -50,10 +50,11 @@ def search(
     """
     from attnforge.bagel.commands.search_screen import Options, run_search
     from attnforge.bagel.measure.bench import machine
+    from attnforge.bagel.measure.tuning_set import search_seconds
     from attnforge.runtime.search.search import Budget
 
     if seconds is None and variants is None:
-        seconds = 50.0 if selection.device.type == "cpu" else 180.0
+        seconds = search_seconds(selection.device)
     options = Options(Budget(seconds, variants), log, table_out, workers, not no_peers)
     facts = machine(selection.device)
     console.print(facts_line(facts), style="dim")

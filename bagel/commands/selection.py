@@ -12,11 +12,10 @@ import torch
 
 from attnforge.bagel.measure.cases import SUITES, make_case, model_of, with_batch
 from attnforge.bagel.measure.mask_files import is_mask_file
+from attnforge.bagel.measure.tuning_set import archs_of
 from attnforge.bagel.models import MODELS
 from attnforge.bagel.workloads import recorded
-from attnforge.codegen.families import FAMILIES
-from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, DType, Mask, Problem, plain
-from attnforge.runtime import kernels
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, DType, plain
 from attnforge.runtime.inputs import MAX_HEAD_DIM
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.tables import device_name
@@ -74,7 +73,7 @@ class Selection:
 
     def target(self, direction: Direction) -> tuple[Arch, str]:
         """Architecture and device name, as `search` takes them."""
-        known = self._archs(direction)
+        known = archs_of(self.device, self.dtype, direction)
         if self.arch is not None and self.arch not in known:
             names = ", ".join(arch.value for arch in known)
             raise ValueError(
@@ -86,13 +85,7 @@ class Selection:
         """The targets to search. In float32 all of them: none is always the fastest, and dispatch compares them."""
         if self.arch is not None or self.dtype is not DType.FLOAT32:
             return [self.target(direction)]
-        return [(arch, device_name(self.device)) for arch in self._archs(direction)]
-
-    def _archs(self, direction: Direction) -> list[Arch]:
-        """Architectures with a kernel family for the dtype, best first."""
-        archs = kernels.targets(self.device)
-        families = {arch: Problem(direction, arch, self.dtype, 64, Mask.FULL).family for arch in archs}
-        return [arch for arch in archs if (families[arch], direction) in FAMILIES]
+        return [(arch, device_name(self.device)) for arch in archs_of(self.device, self.dtype, direction)]
 
 
 def select(request: Request) -> Selection:

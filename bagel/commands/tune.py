@@ -159,6 +159,7 @@ class Run:
     def _search(self, problem: TuningProblem) -> dict[str, Any]:
         """The note of a problem: the winner, what was in its place, or why there is none."""
         from attnforge.bagel.measure.cases import make_case
+        from attnforge.bagel.measure.tuning_set import search_seconds
         from attnforge.codegen.plan import Infeasible
         from attnforge.runtime import tables
         from attnforge.runtime.native.launcher import launcher
@@ -168,8 +169,7 @@ class Run:
 
         launcher()
         device_name = tables.device_name(self.device)
-        default = 50.0 if self.device.type == "cpu" else 180.0
-        budget = Budget(default if self.seconds is None else self.seconds)
+        budget = Budget(search_seconds(self.device) if self.seconds is None else self.seconds)
         try:
             case = make_case(problem.pack, problem.model, problem.dtype, self.device)
             log = self.folder / f"{problem.slug}.jsonl"

@@ -55,7 +55,7 @@ def chosen(
     """
     for dtype in dtypes:
         for direction in directions:
-            archs = _archs(device, dtype, direction)
+            archs = archs_of(device, dtype, direction)
             for model in models or BAGELS:
                 for pack in packs or (IMAGES if model == "vit" else PACKS)[device.type]:
                     for arch in archs if dtype is DType.FLOAT32 else archs[:1]:
@@ -68,11 +68,16 @@ def measured(device: torch.device) -> Iterator[TuningProblem]:
         for entry in tables.known(name):
             pack, _, model = str(entry.notes.get("case", "")).rpartition(" ")
             problem = entry.spec.problem
-            if pack and problem.arch in _archs(device, problem.dtype, problem.direction):
+            if pack and problem.arch in archs_of(device, problem.dtype, problem.direction):
                 yield TuningProblem(pack, model, problem.dtype, problem.direction, problem.arch)
 
 
-def _archs(device: torch.device, dtype: DType, direction: Direction) -> list[Arch]:
+def archs_of(device: torch.device, dtype: DType, direction: Direction) -> list[Arch]:
     """Architectures of the device with a kernel family for the dtype and pass, best first."""
     families = {a: Problem(direction, a, dtype, 64, Mask.FULL).family for a in kernels.targets(device)}
     return [arch for arch, family in families.items() if (family, direction) in FAMILIES]
+
+
+def search_seconds(device: torch.device) -> float:
+    """Time of the search of one problem, unless it is given."""
+    return 50.0 if device.type == "cpu" else 180.0
