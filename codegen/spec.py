@@ -190,8 +190,12 @@ class Problem:
     @property
     def family(self) -> str:
         """Kernels that share templates and knobs: with the direction, the key of `families.FAMILIES`."""
-        fp32 = self.dtype is DType.FLOAT32 and self.arch.is_gpu
-        return self.arch.family + ("_fp32" if fp32 else "")
+        if self.dtype is DType.FLOAT32 and self.arch.is_gpu:
+            return f"{self.arch.family}_fp32"
+        wide = self.head_dim > 128 or self.dim_v != 0
+        if wide and self.arch is Arch.SM90A and self.direction is Direction.BACKWARD:
+            return f"{self.arch.family}_wide"
+        return self.arch.family
 
     def named_fields(self) -> list[tuple[ProblemField, str | int]]:
         """Fields that names mention, in the order of names, with their plain values."""

@@ -27,7 +27,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from attnforge.codegen.families import cpu, sm80, sm80_backward, sm80_fp32, sm90, sm90_backward, sm90_fp32
+from attnforge.codegen.families import (
+    cpu,
+    sm80,
+    sm80_backward,
+    sm80_fp32,
+    sm90,
+    sm90_backward,
+    sm90_backward_wide,
+    sm90_fp32,
+)
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.plan import Infeasible, Plan
 from attnforge.codegen.spec import Direction, Problem, Spec, Tuning
@@ -42,6 +51,7 @@ FAMILIES: dict[tuple[str, Direction], Family] = {
     ("sm80_fp32", Direction.BACKWARD): sm80_fp32.BACKWARD,
     ("sm90a", Direction.FORWARD): sm90.FORWARD,
     ("sm90a", Direction.BACKWARD): sm90_backward.BACKWARD,
+    ("sm90a_wide", Direction.BACKWARD): sm90_backward_wide.BACKWARD,
     ("sm90a_fp32", Direction.FORWARD): sm90_fp32.FORWARD,
 }
 

@@ -196,6 +196,12 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "uneven": not t.lag and 2 * dq_part != head_dim,
         "dq_by_step": _dq_by_step(t),
         "loaders": 2 if t.lag or t.deterministic else 1,  # warps
+        "parted_dq": not t.lag,  # sums of dQ of one consumer lie before those of the other
+        "bulk_dq": True,  # dQ is added by bulk copies from shared memory
+        "adds_quads": t.split_heads,  # threads add fragments to dkv_accum
+        "keys_in_regs": t.in_regs > 0,
+        "arrives_named": False,
+        "columns_of_out": "kHeadDim",
         "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "helper_threads": HELPER_THREADS,
     }

@@ -39,6 +39,7 @@ PROBLEMS = [
     Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 41, Mask.DENSE, 4, 100),
     Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.CAUSAL),
+    Problem(BACKWARD, Arch.SM90A, DType.FLOAT16, 192, Mask.SPANS, 16, 128),
     Problem(FORWARD, Arch.SM80, DType.FLOAT32, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM89, DType.FLOAT32, 41, Mask.DENSE, 4, 200),
     Problem(BACKWARD, Arch.SM90, DType.FLOAT32, 64, Mask.SPANS),
@@ -46,6 +47,7 @@ PROBLEMS = [
 ]
 # Knobs with one feasible value so far.
 ONE_VALUE = {("sm90a", Direction.BACKWARD, name) for name in ("tile_m", "tile_n")}
+ONE_VALUE |= {("sm90a_wide", Direction.BACKWARD, "tile_m")}
 RENDERED = 40  # of a problem's candidates, evenly spread
 
 
@@ -171,15 +173,17 @@ def test_the_command_line_has_an_option_for_each_field() -> None:
 # ---- What a family does not honour
 
 
-@pytest.mark.parametrize(("change", "name"), [({"align": 4}, "align 4"), ({"dim_v": 32}, "head_dim_v 32")])
+@pytest.mark.parametrize(("change", "name"), [({"align": 4}, "align 4"), ({"dim_v": 128}, "head_dim_v 128")])
 @pytest.mark.parametrize(("family", "direction"), FAMILIES, ids=lambda part: getattr(part, "value", part))
 def test_a_field_is_honoured_or_refused_by_name(
     family: str, direction: Direction, change: dict[str, int], name: str
 ) -> None:
     """Problems that differ in one optional field: either a kernel of another name, or a sentence about the value."""
     problem = next(p for p in PROBLEMS if (p.family, p.direction) == (family, direction))
-    usual = replace(problem, head_dim=64, align=16, dim_v=0)
+    usual = replace(problem, head_dim=192 if family.endswith("_wide") else 64, align=16, dim_v=0)
     other = replace(usual, **change)  # type: ignore[arg-type]
+    if other.family != family:
+        pytest.skip("the value makes it a problem of another family")
     (field,) = change
     if field in FAMILIES[family, direction].honours:
         assert next(candidates(other)).slug != next(candidates(usual)).slug

@@ -76,6 +76,7 @@ def test_every_template_is_used(templates: Path) -> None:
                 for direction in Direction
                 for score in scores
             ]
+            problems.append(Problem(Direction.BACKWARD, arch, dtype, 192, mask))  # Hopper's wide heads
             specs = [spec for problem in problems for spec in kinds(problem)]
             for spec in specs:
                 render(spec)

@@ -1,0 +1,212 @@
+"""The Hopper backward in 16 bits for wide heads: head dims above 128, and a head_dim of V that differs from that of Q.
+
+Sums of dK and dV of 64 keys no longer fit beside each other in a warpgroup's registers, as in `sm90_backward`. Here two
+warpgroups share a key tile: one sums dV, the other dK, both transposed (columns x keys), so that tiles may have any
+number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products for head_dim 192 and 256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.hopper import (
+    REASONS,
+    REGISTERS,
+    SWIZZLE_CODE,
+    require_hopper,
+    require_shared,
+    wgmma_type,
+)
+from attnforge.codegen.families.limits import HEAD_DIM_LIMIT
+from attnforge.codegen.families.schedule import schedule_launches
+from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
+from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
+
+CONSUMERS = 2  # warpgroups: the first sums dV, the second dK
+COLUMNS = 64  # of a panel: 128 bytes, the widest swizzle; and the rows of a transposed product
+ROW_STATS = 2  # floats of row_stats: lse and delta
+HELPER_THREADS = 256  # of a block of _preprocess and _postprocess
+# Registers of a consumer thread beyond its tiles: addresses, counters, row_stats. An estimate; the tests compile the
+# first guesses and assert that none spills.
+REGISTERS_BESIDES = 28
+
+
+@dataclass(frozen=True)
+class Sm90BackwardWide(Tuning):
+    """Tuning of the Hopper backward for wide heads (one block owns a key tile and walks the query tiles)."""
+
+    tile_m: int = knob("m", "query rows per step of the main loop; always 64, the rows of a product for dQ")
+    tile_n: int = knob(
+        "n", "keys per block, a multiple of 16; each consumer computes S and dP of half of them"
+    )
+    stages: int = knob("s", "shared-memory buffers for Q")
+    stages_dout: int = knob("t", "shared-memory buffers for dO")
+    deterministic: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
+    descending: bool = knob(
+        "d", "blocks start with the last key tile, not the one with most work (deterministic ones always do)"
+    )
+
+
+# ---- Plan
+
+
+def dq_units(p: Problem) -> tuple[int, int]:
+    """Units of 64 columns of dQ that each consumer computes, so that both have about the same work in a step."""
+    units, units_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
+    first = min(units, max(0, (2 * units - units_v + 1) // 2))
+    return first, units - first
+
+
+def plan(spec: Spec) -> Plan:
+    """Plan of a wide Hopper backward spec, or `Infeasible`."""
+    p, t = spec.problem, spec.tuning
+    assert isinstance(t, Sm90BackwardWide)
+    require_hopper(p, "backward", HEAD_DIM_LIMIT)
+    for name, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
+        if dim % COLUMNS or not COLUMNS <= dim <= HEAD_DIM_LIMIT:
+            raise Infeasible(
+                f"{name} {dim}: the wide sm90a backward takes multiples of {COLUMNS} up to {HEAD_DIM_LIMIT}; "
+                "sm90 takes this call"
+            )
+    if p.in_planes:
+        raise Infeasible(
+            f"{p.mask.value} mask in planes: the wide sm90a backward takes one mask for all heads; sm90 takes this call"
+        )
+    _require_tuning(p, t)
+    shared = _shared_bytes(p, t)
+    require_shared(shared)
+    producer_registers, consumer_registers = REGISTERS[CONSUMERS]
+    live = live_registers(p, t)
+    over = live + REGISTERS_BESIDES - consumer_registers
+    if over > 0:
+        raise Infeasible(f"registers: the tiles take {live} of a consumer thread, {over} more than fit")
+    descending = t.descending or (t.deterministic and p.mask is not Mask.FULL)
+    return Plan(
+        spec=spec,
+        template="sm90a/backward_wide.cu.jinja",
+        suffix=".cu",
+        launches=_launches(spec, shared),
+        schedule=schedule_launches(spec, "tiles_n", t.deterministic, descending),
+        owner="n",
+        registers=live + REGISTERS_BESIDES,
+        row_stats=ROW_STATS,
+        dq_accum=True,
+        dq_semaphore=t.deterministic,
+        descending=descending,
+        deterministic=t.deterministic,
+        tensor_maps=_tensor_maps(p, t),
+        constants=_constants(p, t)
+        | {
+            "shared_bytes": shared,
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+        },
+    )
+
+
+def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
+    """Constants about the tiles, who computes what, and which shared pieces of templates/sm90a/ take part."""
+    first, second = dq_units(p)
+    return {
+        "type": wgmma_type(p.dtype),
+        "columns": COLUMNS,
+        "panels": p.head_dim // COLUMNS,
+        "tail": 0,
+        "copies": 1,
+        "swizzle": SWIZZLE_CODE[COLUMNS * 2],
+        "s_early": s_early(p, t),
+        "units_of_values": first,
+        "units_of_keys": second,
+        "parted_dq": False,
+        "bulk_dq": False,
+        "adds_quads": True,
+        "keys_in_regs": False,
+        "arrives_named": True,  # consumers arrive at named barriers without waiting
+        "columns_of_out": "kHeadDimV",
+        "row_lanes": 1 << (p.head_dim_v // 8 - 1).bit_length(),
+        "helper_threads": HELPER_THREADS,
+    }
+
+
+def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
+    if t.tile_m != 64:
+        raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
+    if t.tile_n % 16 or not 32 <= t.tile_n <= 128:
+        raise Infeasible(f"tile_n {t.tile_n}: must be a multiple of 16 from 32 to 128")
+    for name in ("stages", "stages_dout"):
+        if not 1 <= getattr(t, name) <= 4:
+            raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
+    if t.descending and p.mask is Mask.FULL:
+        raise Infeasible("descending: without a mask all key tiles have the same work")
+
+
+def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
+    """Registers of a consumer thread that tiles take where most are live: a sum, and S or P beside dP, or some dQ."""
+    scores = t.tile_n // 4
+    return _sums(p, t) + max(2 * scores, COLUMNS // 2, scores + COLUMNS // 2 if s_early(p, t) else 0)
+
+
+def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
+    """Are there registers for the next S beside the last 64 columns of dQ, which are added while its product runs?"""
+    live = _sums(p, t) + t.tile_n // 4 + COLUMNS // 2
+    return live + REGISTERS_BESIDES <= REGISTERS[CONSUMERS][1]
+
+
+def _sums(p: Problem, t: Sm90BackwardWide) -> int:
+    return max(p.head_dim, p.head_dim_v) // COLUMNS * t.tile_n // 2
+
+
+def _shared_bytes(p: Problem, t: Sm90BackwardWide) -> int:
+    """Shared memory of a block, in the order in which it lies there."""
+    row, row_v = p.head_dim * 2, p.head_dim_v * 2
+    tiles = t.tile_n * (row + row_v) + t.tile_m * (t.stages * row + t.stages_dout * row_v)
+    scores = 3 * t.tile_n * t.tile_m * 2
+    spans = p.intervals * t.tile_n * 8 if p.mask is Mask.SPANS else 0
+    stats = t.stages * (t.tile_m * ROW_STATS * 4 + 8)  # the visit, too
+    return tiles + scores + spans + stats + 8 * (2 + 2 * (t.stages + t.stages_dout))
+
+
+def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:
+    panels, panels_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
+    rows = (
+        ("q", t.tile_m, panels),
+        ("dout", t.tile_m, panels_v),
+        ("k", t.tile_n, panels),
+        ("v", t.tile_n, panels_v),
+        ("dk", t.tile_n, panels),
+        ("dv", t.tile_n, panels_v),
+    )
+    return tuple(TensorMap(name, COLUMNS, count, whole) for name, count, whole in rows)
+
+
+def _launches(spec: Spec, shared: int) -> tuple[Launch, ...]:
+    queries = ("tiles_m", "batch", "heads_q")
+    threads = 128 * (CONSUMERS + 1)
+    return (
+        Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
+        Launch(spec.symbol, ("tiles_n", "batch", "heads_kv"), threads, shared, overlaps=True),
+        Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
+    )
+
+
+# ---- Space
+
+
+def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
+    """What a search tries, best guess first: tiles with most keys, for dQ is added in memory once a tile."""
+    for deterministic in (False, True):
+        for tile_n in (128, 112, 96, 80, 64):
+            for stages, stages_dout in ((2, 2), (2, 1), (1, 1)):
+                for descending in (False,) if deterministic else (False, True):
+                    yield Sm90BackwardWide(64, tile_n, stages, stages_dout, deterministic, descending)
+
+
+BACKWARD = Family(
+    Sm90BackwardWide,
+    plan,
+    tunings,
+    honours=frozenset({"intervals", "dim_v"}),
+    reasons=REASONS | {"score": "the wide sm90a backward takes none; sm90 takes this call"},
+)

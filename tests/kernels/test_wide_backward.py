@@ -1,0 +1,138 @@
+"""The Hopper backward for wide heads: what it takes, that it compiles without spills, and gradients on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Shape, draw, make_mask
+from strict_nvcc import SERIALISED, check_resources
+
+import attnforge
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide, dq_units
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import kernels, ops
+from attnforge.runtime.search.reference import reference
+
+DIMS = [(256, 256), (192, 192), (192, 128), (128, 192), (64, 128), (128, 64), (256, 64)]
+MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
+LIMIT = 2e-2  # of the rms error, as a share of the gradients' own: bfloat16 of all that goes in and out
+SHAPES = [
+    Shape(seq_q=64, seq_k=64, heads_kv=1),
+    Shape(seq_q=300, seq_k=190, heads_kv=2, group=3),
+    Shape(seq_q=129, seq_k=640, heads_kv=1, group=7),
+    Shape(seq_q=700, seq_k=700, heads_kv=4, group=2, batch=3),
+]
+
+
+def problem(dims: tuple[int, int], mask: Mask, dtype: DType = DType.BFLOAT16) -> Problem:
+    head_dim, head_dim_v = dims
+    dim_v = 0 if head_dim == head_dim_v else head_dim_v
+    return Problem(Direction.BACKWARD, Arch.SM90A, dtype, head_dim, mask, dim_v=dim_v)
+
+
+def first(dims: tuple[int, int], mask: Mask, deterministic: bool = False) -> Spec:
+    """The first guess."""
+    return next(
+        spec
+        for spec in candidates(problem(dims, mask))
+        if isinstance(spec.tuning, Sm90BackwardWide) and spec.tuning.deterministic == deterministic
+    )
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_columns_of_dq_are_shared(dims: tuple[int, int]) -> None:
+    """Both consumers' units make head_dim; none has a negative number."""
+    shared = dq_units(problem(dims, Mask.FULL))
+    assert sum(shared) * 64 == dims[0]
+    assert min(shared) >= 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"head_dim": 200}, "head_dim 200: the wide sm90a backward takes multiples of 64"),
+        ({"dim_v": 96}, "head_dim_v 96"),
+        ({"mask": Mask.DENSE}, "one mask for all heads"),
+        ({"align": 8}, "TMA needs rows"),
+    ],
+)
+def test_refusals(changed: dict[str, object], reason: str) -> None:
+    """What the kernels cannot do is refused in words, and the mma.sync family takes it."""
+    refused = replace(problem((256, 256), Mask.FULL), **changed)  # type: ignore[arg-type]
+    with pytest.raises(Infeasible, match=reason):
+        make_plan(Spec(refused, first((256, 256), Mask.FULL).tuning))
+    assert not list(candidates(refused))
+    assert list(candidates(replace(refused, arch=Arch.SM90)))
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(
+    ("dims", "mask"), [((256, 256), Mask.CAUSAL), ((192, 128), Mask.SPANS), ((192, 192), Mask.FULL)]
+)
+def test_first_guesses_do_not_spill(dims: tuple[int, int], mask: Mask, tmp_path: Path) -> None:
+    log = check_resources(render(first(dims, mask)), tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.value)
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool) -> None:
+    """Against float64; deterministic ones give the same bits again."""
+    device = torch.device("cuda")
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("wgmma is Hopper's")
+    handle = kernels.load(first(dims, mask, deterministic), device)
+    for seed, shape in enumerate(SHAPES):
+        sizes = replace(shape, head_dim=dims[0], dim_v=dims[1])
+        x = draw(sizes, torch.bfloat16, "cuda", seed=seed)
+        q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
+        visible = make_mask(mask.value, shape.seq_q, shape.seq_k, "cuda", seed)
+        exact = reference(q, k, v, visible, None, x.dout)
+        out, lse = exact.out.to(q.dtype), exact.lse.float()
+        runs = [
+            ops.backward(x.dout, q, k, v, out, lse, visible, None, deterministic, handle) for _ in range(3)
+        ]
+        for name, got, expected in zip(
+            ("dq", "dk", "dv"), runs[-1], (exact.dq, exact.dk, exact.dv), strict=True
+        ):
+            assert expected is not None
+            size = expected.pow(2).mean().sqrt().item()
+            error = (got - expected).pow(2).mean().sqrt().item()
+            assert error <= LIMIT * size, f"{name}: rms error {error:.3g} of {size:.3g}"  # false for NaN
+        if deterministic:
+            assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True))
+
+
+@pytest.mark.gpu
+def test_unions_and_unseen_keys() -> None:
+    """Two intervals a key; keys that nobody sees get zeros."""
+    device = torch.device("cuda")
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("wgmma is Hopper's")
+    length = 500
+    starts = torch.zeros(2, length, dtype=torch.int32, device=device)
+    ends = torch.zeros_like(starts)
+    ends[0, :300], starts[1, :300], ends[1, :300] = 100, 230, length
+    mask = attnforge.Spans(starts, ends)
+    spec = next(candidates(replace(problem((192, 128), Mask.SPANS), intervals=2)))
+    handle = kernels.load(spec, device)
+    shape = Shape(seq_q=length, seq_k=length, heads_kv=2, group=2, head_dim=192, dim_v=128)
+    x = draw(shape, torch.bfloat16, "cuda")
+    q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
+    exact = reference(q, k, v, mask, None, x.dout)
+    grads = ops.backward(x.dout, q, k, v, exact.out.to(q.dtype), exact.lse.float(), mask, None, False, handle)
+    for got, expected in zip(grads, (exact.dq, exact.dk, exact.dv), strict=True):
+        assert expected is not None
+        size = expected.pow(2).mean().sqrt().item()
+        assert (got - expected).pow(2).mean().sqrt().item() <= LIMIT * size
+    assert not grads[1][:, :, 300:].any()
+    assert not grads[2][:, :, 300:].any()
