@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gxx
 import pytest
@@ -48,7 +49,7 @@ ASM = {
 }
 
 
-def hopper(head_dim: int, mask: Mask, *knobs: int, **more: int) -> Source:
+def hopper(head_dim: int, mask: Mask, *knobs: int, **more: Any) -> Source:
     stages, stages_dout, lag, in_regs, split, deterministic, descending = knobs
     flags = (bool(split), bool(deterministic), bool(descending))
     tuning = Sm90Backward(64, 128, stages, stages_dout, bool(lag), in_regs, *flags)

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import gxx
 import pytest
@@ -174,7 +174,7 @@ def attach_unions(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tens
 
 
 def hopper(
-    head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 1, planes: int = 0, **more: int
+    head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 1, planes: int = 0, **more: Any
 ) -> Source:
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, cluster, *counter = knobs
     flags = (bool(ping_pong), bool(persistent), bool(counter), bool(q_in_regs))
