@@ -37,7 +37,8 @@ NAMES = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
 
 def scope_of(direction: Direction) -> Scope:
     """What is measured of a pass: 472 of 5137 variants forward, 408 of 1635 backward."""
-    return Scope({name: frozenset(values) for name, values in SCOPES[direction].items()}, "exhaustive")
+    # All of them in random order: what a chip does while it warms up must not look like a knob's effect.
+    return Scope({name: frozenset(values) for name, values in SCOPES[direction].items()}, "random")
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from attnforge.bagel.report.read import Subject, read
 from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.search.strategies import FIRST, STRATEGIES, Strategy
 
@@ -30,12 +31,15 @@ SHARE = 0.1  # of the space, in which a good strategy is close
 
 
 def times_of(subject: Subject) -> dict[Spec, float]:
-    """Milliseconds of the trials of a problem in the order of its log, infinite for failures."""
-    times: dict[Spec, float] = {}
-    for run in subject.runs:
-        for variant in run.variants:
-            times[variant.spec] = variant.ms if variant.status == "ok" else math.inf
-    return times
+    """Milliseconds of the trials of a problem, infinite for failures, in the order in which a search lists them.
+
+    The incumbents come first, then the space from its best guesses on. What is no longer in the space comes last.
+    """
+    variants = [variant for run in subject.runs for variant in run.variants]
+    times = {v.spec: v.ms if v.status == "ok" else math.inf for v in variants}
+    incumbents = (run.incumbent for run in subject.runs if run.incumbent)
+    listed = dict.fromkeys((*incumbents, *candidates(variants[0].spec.problem), *times))
+    return {spec: times[spec] for spec in listed if spec in times}
 
 
 def shuffled(space: Sequence[Spec], seed: int) -> list[Spec]:

@@ -225,7 +225,7 @@ def hopper(
         hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, planes=1),
         hopper(64, 128, 128, 2, 0, 1, 1, 1, mask=Mask.SPANS, intervals=3, planes=1),
         hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, stages_v=2, hand_over=1, order=1),
-        hopper(64, 192, 96, 2, 1, 1, 1, 1, mask=Mask.SPANS, stages_v=3, hand_over=2, q_buffers=1, order=2),
+        hopper(64, 192, 96, 2, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=3, hand_over=2, q_buffers=1, order=2),
         hopper(128, 128, 112, 3, 0, 1, 0, 1, mask=Mask.FULL, stages_v=2, heads_together=2),
         hopper(64, 192, 128, 3, 1, 1, 0, 1, mask=Mask.CAUSAL, stages_v=2, hand_over=2),
         hopper(64, 192, 64, 4, 1, 0, 0, 1, mask=Mask.CAUSAL, stages_v=3, hand_over=1, exact_visits=0),
