@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -88,11 +87,8 @@ def operands(numbers: Iterable[int]) -> str:
 
 
 def knobs(spec: Spec) -> list[tuple[str, int, str]]:
-    """(name, value, meaning) of each tuning field, for the provenance header."""
-    return [
-        (f.name, int(getattr(spec.tuning, f.name)), f.metadata["text"])
-        for f in dataclasses.fields(spec.tuning)
-    ]
+    """(name, value, meaning) of each knob that names mention, for the provenance header."""
+    return [(f.name, value, f.metadata["text"]) for f, value in spec.tuning.named_knobs()]
 
 
 def render(spec: Spec, chaos: int = 0) -> Source:

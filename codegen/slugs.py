@@ -34,12 +34,17 @@ def parse(name: str) -> Spec:
     except Infeasible as reason:
         raise ValueError(f"{name!r}: {reason}") from None
     fields = dataclasses.fields(cls)
-    knobs = re.fullmatch("".join(rf"_{f.metadata['code']}(\d+)" for f in fields), slug[match.end() :])
+    knobs = re.fullmatch("".join(map(_knob, fields)), slug[match.end() :])
     if knobs is None:
-        expected = "_".join(f"{f.metadata['code']}N" for f in fields)
+        expected = "_".join(f"{f.metadata['code']}N" for f in fields if not f.metadata["quiet"])
         raise ValueError(f"{name!r}: the knobs are {slug[match.end() + 1 :]!r}, expected {expected}")
-    values = zip((f.name for f in fields), map(int, knobs.groups()), strict=True)
-    return Spec(problem, make_tuning(problem, dict(values)))
+    values = {f.name: int(x) for f, x in zip(fields, knobs.groups(), strict=True) if x is not None}
+    return Spec(problem, make_tuning(problem, values))
+
+
+def _knob(f: dataclasses.Field[Any]) -> str:
+    part = rf"_{f.metadata['code']}(\d+)"
+    return f"(?:{part})?" if f.metadata["quiet"] else part
 
 
 @cache

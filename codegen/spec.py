@@ -279,13 +279,14 @@ PROBLEM_FIELDS = _problem_fields()
 # ---- The tuning
 
 
-def knob(code: str, text: str, default: Any = MISSING, was: str = "") -> Any:
+def knob(code: str, text: str, default: Any = MISSING, was: str = "", quiet: bool = False) -> Any:
     """A tuning field: `code` is its short name in slugs, `text` its one-line meaning.
 
     `default` is what tables and logs that were written before there was such a knob mean; `was` is the knob's name in
-    those that were written before it was renamed.
+    those that were written before it was renamed. `quiet`: slugs, JSON, command lines and headers mention it only
+    where it differs from its default, so that a new knob changes no name and no text that exists.
     """
-    return field(default=default, metadata={"code": code, "text": text, "was": was})
+    return field(default=default, metadata={"code": code, "text": text, "was": was, "quiet": quiet})
 
 
 @dataclass(frozen=True)
@@ -296,8 +297,13 @@ class Tuning:
     tile_n: int  # keys of a tile
 
     def to_json(self) -> dict[str, int]:
-        """Whole numbers by knob."""
+        """Whole numbers by knob, of all knobs."""
         return {f.name: int(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def named_knobs(self) -> list[tuple[dataclasses.Field[Any], int]]:
+        """The knobs that names mention, and their values: all but quiet ones at their defaults."""
+        values = [(f, int(getattr(self, f.name))) for f in dataclasses.fields(self)]
+        return [(f, x) for f, x in values if not f.metadata.get("quiet") or x != f.default]
 
 
 @dataclass(frozen=True)
@@ -316,10 +322,7 @@ class Spec:
         head = "".join(
             f"{'' if f.after else '_'}{f.code}{_word(f, value)}" for f, value in self.problem.named_fields()
         )
-        knobs = (
-            f"{f.metadata['code']}{int(getattr(self.tuning, f.name))}"
-            for f in dataclasses.fields(self.tuning)
-        )
+        knobs = (f"{f.metadata['code']}{value}" for f, value in self.tuning.named_knobs())
         return "_".join((head.removeprefix("_"), *knobs))
 
     @property
@@ -330,9 +333,10 @@ class Spec:
     def to_cli(self) -> str:
         """Arguments of `cli.py render` that reproduce this spec."""
         words = [f"{f.option} {shlex.quote(str(value))}" for f, value in self.problem.named_fields()]
-        words += [f"--set {name}={value}" for name, value in self.tuning.to_json().items()]
+        words += [f"--set {f.name}={value}" for f, value in self.tuning.named_knobs()]
         return " ".join(words)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `families.spec_from_json` inverts it."""
-        return {**self.problem.to_json(), "tuning": self.tuning.to_json()}
+        tuning = {f.name: value for f, value in self.tuning.named_knobs()}
+        return {**self.problem.to_json(), "tuning": tuning}

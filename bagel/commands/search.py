@@ -14,6 +14,26 @@ if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection
 
 
+# Of runtime/search/strategies.py, which is not imported for its names alone.
+STRATEGIES = ("additive", "alternate", "exhaustive", "forest", "greedy", "random")
+
+
+def _values(
+    context: click.Context, parameter: click.Parameter, words: tuple[str, ...]
+) -> dict[str, frozenset[int]]:
+    """Values by knob."""
+    found: dict[str, frozenset[int]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        try:
+            found[name] = frozenset(map(int, values.split(",")))
+        except ValueError:
+            raise click.BadParameter(
+                f"got {word!r}, expected a name and whole numbers, as tile_m=128,192"
+            ) from None
+    return found
+
+
 @click.command(short_help="Find the fastest kernels for a pack.")
 @selecting
 @click.option(
@@ -22,7 +42,22 @@ if TYPE_CHECKING:
     metavar="S",
     help="Time per pack and pass.  [default: 50 on a CPU, 180 on a GPU]",
 )
-@click.option("--variants", **number(), help="At most N variants per pack and pass.")
+@click.option("--variants", "--trials", "variants", **number(), help="At most N variants per pack and pass.")
+@click.option(
+    "--strategy",
+    type=click.Choice(STRATEGIES),
+    default="greedy",
+    metavar="NAME",
+    help=f"How to choose variants: {', '.join(STRATEGIES)}. exhaustive tries all.  [default: greedy]",
+)
+@click.option(
+    "--knob",
+    "knobs",
+    multiple=True,
+    metavar="NAME=V,...",
+    callback=_values,
+    help="Only variants in which the knob has one of these values. May be repeated.",
+)
 @file_option("--log", help="Append each result to this JSONL file, and resume from it.")
 @click.option(
     "--table-out",
@@ -37,6 +72,8 @@ def search(
     selection: Selection,
     seconds: float | None,
     variants: int | None,
+    strategy: str,
+    knobs: dict[str, frozenset[int]],
     log: Path | None,
     table_out: Path | None,
     no_peers: bool,
@@ -51,11 +88,12 @@ def search(
     from attnforge.bagel.commands.search_screen import Options, run_search
     from attnforge.bagel.measure.bench import machine
     from attnforge.bagel.measure.tuning_set import search_seconds
-    from attnforge.runtime.search.search import Budget
+    from attnforge.runtime.search.search import Budget, Scope
 
-    if seconds is None and variants is None:
+    if seconds is None and variants is None and strategy != "exhaustive":
         seconds = search_seconds(selection.device)
-    options = Options(Budget(seconds, variants), log, table_out, workers, not no_peers)
+    scope = Scope(knobs, strategy)
+    options = Options(Budget(seconds, variants), log, table_out, workers, not no_peers, scope)
     facts = machine(selection.device)
     console.print(facts_line(facts), style="dim")
     found = []

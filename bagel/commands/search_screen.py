@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,16 @@ from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.journal import Journal, Result, environment
-from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started, search, varying_knobs
+from attnforge.runtime.search.search import (
+    Budget,
+    Event,
+    Finished,
+    Measured,
+    Scope,
+    Started,
+    search,
+    varying_knobs,
+)
 
 SHOWN = 12  # variants in the table at the end of a search
 
@@ -41,6 +50,7 @@ class Options:
     out: Path | None = None  # of tables; None: the first folder that is read
     workers: int | None = None  # parallel compilations; None: one per CPU
     peers: bool = True  # also time torch's attention
+    scope: Scope = field(default_factory=Scope)  # values of knobs, strategy
 
 
 def run_search(
@@ -55,7 +65,7 @@ def run_search(
     log = options.log or out / "logs" / tables.table_path(device_name, out).with_suffix(".jsonl").name
     with console.status("loading the launcher"):
         launcher()
-    events = search(case, direction, target, options.budget, log, options.workers)
+    events = search(case, direction, target, options.budget, log, options.workers, options.scope)
     with closing(events), sigterm_as_interrupt():
         screen = Screen(case, direction, options.budget)
         try:

@@ -9,6 +9,15 @@ from attnforge.codegen.plan import Infeasible, Plan
 from attnforge.codegen.spec import Problem, Spec, Tuning, plain
 
 
+def is_feasible(problem: Problem, tuning: Tuning, plan: Callable[[Spec], Plan]) -> bool:
+    """Whether `plan` accepts the tuning: for spaces that vary knobs on which this does not depend."""
+    try:
+        plan(Spec(problem, tuning))
+    except Infeasible:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Family:
     """The kernels of one family and pass.

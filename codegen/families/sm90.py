@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.family import Family, is_feasible
 from attnforge.codegen.families.hopper import (
     REASONS,
     REGISTERS,
@@ -45,6 +45,29 @@ class Sm90Forward(Tuning):
     cluster: int = knob(
         "c", "blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V", 1
     )
+    # Knobs that earlier tables and names do not have.
+    stages_v: int = knob("v", "shared-memory buffers for V alone; 0: as many as for K", 0, quiet=True)
+    q_buffers: int = knob(
+        "b", "buffers for Q: 0 two where they fit, so that O leaves beside the next S; 1 one", 0, quiet=True
+    )
+    hand_over: int = knob(
+        "h",
+        "the ordering barrier is passed on 0 behind both products, 1 behind Q K^T, 2 once S is there",
+        0,
+        quiet=True,
+    )
+    exact_visits: int = knob(
+        "e", "first visits of a work tile with exact row maxima, later ones if P grows; 0: all", 3, quiet=True
+    )
+    polynomial: int = knob(
+        "x", "one of so many powers of two by a polynomial on FP32 cores; 0: none", 0, quiet=True
+    )
+    order: int = knob(
+        "o", "work tiles start with 0 those with most work, 1 the first ones, 2 the last ones", 0, quiet=True
+    )
+    heads_together: int = knob(
+        "g", "kv heads in work at least; 0: as many as fit the L2 cache", 0, quiet=True
+    )
 
 
 # ---- Plan
@@ -68,7 +91,30 @@ def plan(spec: Spec) -> Plan:
             f"intervals {p.intervals}: their bounds take registers that {consumers} consumer warpgroups do not have; "
             "tile_m 128 fits"
         )
+    _require_knobs(p, t)
     return _forward(spec, t, consumers)
+
+
+def _require_knobs(p: Problem, t: Sm90Forward) -> None:
+    """Infeasible for values of a knob that mean nothing here, or the same as another value."""
+    if t.stages_v and (t.stages_v == t.stages or not 1 <= t.stages_v <= 4):
+        raise Infeasible(f"stages_v {t.stages_v}: must be 1 to 4, and 0 where it is that of K ({t.stages})")
+    if t.q_buffers not in (0, 1) or (t.q_buffers and not t.persistent):
+        raise Infeasible(
+            f"q_buffers {t.q_buffers}: must be 0, or 1 if persistent; other blocks have one anyway"
+        )
+    if not 0 <= t.hand_over <= 2 or (t.hand_over and not t.ping_pong):
+        raise Infeasible(f"hand_over {t.hand_over}: must be 0 to 2, and 0 without ping_pong")
+    if not 0 <= t.exact_visits <= 9:
+        raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
+    if t.polynomial not in (0, 2, 4, 8, 16, 32):
+        raise Infeasible(f"polynomial {t.polynomial}: must be 0, 2, 4, 8, 16 or 32")
+    if not 0 <= t.order <= 2 or (t.order and not p.mask.listed):
+        raise Infeasible(
+            f"order {t.order}: must be 0 to 2, and 0 for mask {p.mask.value}, whose order is fixed"
+        )
+    if not 0 <= t.heads_together <= 64:
+        raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
 
 
 @dataclass(frozen=True)
@@ -119,8 +165,9 @@ def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
         "from_end": causal,
         # Hidden tiles are released while the last P V of the previous work tile still holds its buffer: the first
         # visible tile needs another one.
-        "staggered": causal and 0 < _hidden(t) < t.stages,
+        "staggered": causal and 0 < _hidden(t) < min(t.stages, t.stages_v or t.stages),
         "alternating": causal and t.persistent,
+        "order": t.order,
     }
 
 
@@ -131,6 +178,9 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     busy = broadcast or t.cluster > 1
     producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
+    # What spills with Q in registers: a second place in a ring; consumers that find their work tiles in lists.
+    live += 4 if t.stages_v else 0
+    live += 12 if t.q_in_regs and mask.listed and not t.dynamic else 0
     require_registers(live, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
     grid = ("tiles_m", "batch", "heads_q")
@@ -156,6 +206,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "q_buffers": q_buffers,
             "broadcast": broadcast,
             "hidden": _hidden(t),
+            "v_apart": t.stages_v > 0,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
@@ -168,9 +219,14 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool
     q_bytes, kv_bytes = t.tile_m * row, t.tile_n * row
     require_tiles(64 * row, kv_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
-    shared = 2 * t.stages * kv_bytes + bounds + 8 * 4 * t.stages
+    buffers = t.stages + (t.stages_v or t.stages)  # of K and V
+    shared = buffers * kv_bytes + bounds + 8 * 2 * buffers
     # With two buffers, Q of the next work tile arrives before O of this one is stored.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
+    if t.q_buffers:
+        if q_buffers == 1:
+            raise Infeasible("q_buffers 1: two do not fit anyway")
+        q_buffers = 1
     shared += q_buffers * (q_bytes + 16)
     if t.dynamic and (q_buffers < 2 or mask is not Mask.SPANS):
         raise Infeasible(
@@ -290,6 +346,33 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
         (True, False),
     ):
         yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs, cluster)
+    yield from _wider(problem)
+
+
+# Of the later knobs: what the softmax does, and which work tiles run side by side. The space has one change of each.
+SOFTMAX: tuple[dict[str, Any], ...] = ({}, {"exact_visits": 1}, {"exact_visits": 0})
+SCHEDULE: tuple[dict[str, Any], ...] = ({}, {"heads_together": 2}, {"order": 1}, {"order": 2})
+NARROW_TILES = [*product((192,), (128, 112, 96)), *product((128,), (128, 96))]
+WIDE_TILES = [*product((192,), (80, 64)), *product((128,), (176, 160, 144, 128, 112, 96))]
+# One of 8 lost on an H200 (docs/experiments.md, 16), so fewer, and with nothing else.
+POLYNOMIAL: dict[str, Any] = {"polynomial": 16}
+
+
+def _wider(problem: Problem) -> Iterator[Sm90Forward]:
+    """The rest of the space: tiles that may win, persistent, with all buffers and the values of the later knobs."""
+    tiles = NARROW_TILES if problem.head_dim <= 96 else WIDE_TILES
+    buffers = ((3, 0), (2, 0), (3, 2), (2, 3), (4, 0))  # of K, of V
+    ordering = ((True, 0), (True, 1), (True, 2), (False, 0))  # ping_pong, hand_over
+    walks = ((True, 0), (False, 0), (False, 1))  # dynamic, q_buffers
+    schedules = SCHEDULE if problem.mask.listed else SCHEDULE[:2]
+    later = [softmax | schedule for softmax, schedule in product(SOFTMAX, schedules)] + [POLYNOMIAL]
+    for (tile_m, tile_n), (stages, stages_v), (dynamic, q_buffers), q_in_regs in product(
+        tiles, buffers, walks, (False, True)
+    ):
+        core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs, 1, stages_v, q_buffers)
+        if is_feasible(problem, core, plan):
+            for (ping_pong, hand_over), values in product(ordering, later):
+                yield replace(core, ping_pong=ping_pong, hand_over=hand_over, **values)
 
 
 FORWARD = Family(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.family import Family, is_feasible
 from attnforge.codegen.families.hopper import (
     REASONS,
     REGISTERS,
@@ -25,7 +25,6 @@ from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 CONSUMERS = 2  # warpgroups, 64 keys each
 ROW_STATS = 8  # floats of row_stats: lse and delta, as 8 bf16 each
-HELPER_THREADS = 256  # of a block of _preprocess, _postprocess and _postprocess_dkv
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,17 @@ class Sm90Backward(Tuning):
     descending: bool = knob(
         "d", "blocks start with the last key tile, not the one with most work (deterministic ones always do)"
     )
+    # Knobs that earlier tables and names do not have.
+    heads_together: int = knob(
+        "g", "heads in work at least; 0: as many as fit the L2 cache, some more if descending", 0, quiet=True
+    )
+    loaders: int = knob(
+        "w", "warps that load, 1 or 2; 0: 2 with lag or deterministic sums, else 1", 0, quiet=True
+    )
+    dq_red: bool = knob(
+        "a", "dQ is added to memory from registers, not through shared memory", False, quiet=True
+    )
+    helper_threads: int = knob("p", "threads of a block of the pre- and postprocess kernels", 256, quiet=True)
 
 
 # ---- Plan
@@ -85,7 +95,36 @@ def plan(spec: Spec) -> Plan:
         )
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: without a mask all key tiles have the same work")
+    _require_knobs(p, t)
     return _plan(spec, t)
+
+
+def _require_knobs(p: Problem, t: Sm90Backward) -> None:
+    """Infeasible for values of a knob that mean nothing here, or the same as another value."""
+    if not 0 <= t.heads_together <= 64:
+        raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
+    if t.loaders not in (0, 1, 2):
+        raise Infeasible(f"loaders {t.loaders}: must be 1 or 2, or 0, which chooses")
+    if t.loaders == _loaders(replace(t, loaders=0)):
+        raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here")
+    if t.helper_threads not in (128, 256, 512):
+        raise Infeasible(f"helper_threads {t.helper_threads}: must be 128, 256 or 512")
+    if t.dq_red and (t.lag or t.deterministic):
+        raise Infeasible(
+            "dq_red: with lag registers do not suffice, deterministic sums take a warp that waits"
+        )
+    if t.dq_red and _uneven(t, p.head_dim):
+        raise Infeasible(f"dq_red: with head_dim {p.head_dim} consumers have different shares of dQ")
+
+
+def _loaders(t: Sm90Backward) -> int:
+    """Warps that load tiles."""
+    return t.loaders or (2 if t.lag or t.deterministic else 1)
+
+
+def _uneven(t: Sm90Backward, head_dim: int) -> bool:
+    """Do the two consumers compute different numbers of columns of dQ?"""
+    return not t.lag and 2 * dq_columns(head_dim) != head_dim
 
 
 def dq_columns(head_dim: int) -> int:
@@ -164,9 +203,10 @@ def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     require_tiles(q_bytes, kv_bytes)
     ds_bytes = t.tile_m * t.tile_n * 2
-    dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
+    dq_bytes = 0 if t.dq_red else t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
     stat_bytes = t.tile_m * ROW_STATS * 4 + 8  # of each row; the visit
-    barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_step(t) else 2) * CONSUMERS
+    barriers = 3 + 2 * (t.stages + t.stages_dout)
+    barriers += 0 if t.dq_red else (3 if _dq_by_step(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers
 
@@ -193,30 +233,31 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "swizzle": SWIZZLE_CODE[columns * 2],
         "dq_columns": dq_part,
         "buffers_ds": _buffers_ds(t),
-        "uneven": not t.lag and 2 * dq_part != head_dim,
+        "uneven": _uneven(t, head_dim),
         "dq_by_step": _dq_by_step(t),
-        "loaders": 2 if t.lag or t.deterministic else 1,  # warps
+        "loaders": _loaders(t),  # warps
+        "first_dq_columns": "kDqColumns",  # whose sums lie in front
         "parted_dq": not t.lag,  # sums of dQ of one consumer lie before those of the other
-        "bulk_dq": True,  # dQ is added by bulk copies from shared memory
-        "adds_quads": t.split_heads,  # threads add fragments to dkv_accum
+        "bulk_dq": not t.dq_red,  # dQ is added by bulk copies from shared memory
+        "adds_quads": t.split_heads or t.dq_red,  # threads add fragments to sums
         "keys_in_regs": t.in_regs > 0,
         "arrives_named": False,
         "columns_of_out": "kHeadDim",
         "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
-        "helper_threads": HELPER_THREADS,
+        "helper_threads": t.helper_threads,
     }
 
 
 def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     launches = [
-        Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
+        Launch(f"{spec.symbol}_preprocess", queries, t.helper_threads),
         Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
-        Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
+        Launch(f"{spec.symbol}_postprocess", queries, t.helper_threads, overlaps=True),
     ]
     if t.split_heads:
         keys = ("tiles_n", "batch", "heads_kv")
-        launches.append(Launch(f"{spec.symbol}_postprocess_dkv", keys, HELPER_THREADS, overlaps=True))
+        launches.append(Launch(f"{spec.symbol}_postprocess_dkv", keys, t.helper_threads, overlaps=True))
     return tuple(launches)
 
 
@@ -237,6 +278,28 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
     ):
         for descending in (False,) if deterministic else (False, True):
             yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending)
+    yield from _wider(problem)
+
+
+def _wider(problem: Problem) -> Iterator[Sm90Backward]:
+    """The rest of the space: all buffers and all values of the later knobs with each other, not deterministic."""
+    narrow = problem.head_dim <= 80
+    for lag, in_regs, of_q, of_dout, split, descending, loaders, dq_red in product(
+        (True, False) if narrow else (False,),
+        (2, 1) if narrow else (0, 1),
+        (4, 3) if narrow else (4, 3, 2),
+        (4, 3, 2) if narrow else (4, 3, 2, 1),
+        (True, False),
+        (False, True),
+        (0, 1, 2),
+        (False, True),
+    ):
+        core = Sm90Backward(
+            64, 128, of_q, of_dout, lag, in_regs, split, False, descending, 0, loaders, dq_red
+        )
+        if is_feasible(problem, core, plan):
+            for heads, threads in product((0, 2, 4, 8), (256, 128, 512)):
+                yield replace(core, heads_together=heads, helper_threads=threads)
 
 
 BACKWARD = Family(

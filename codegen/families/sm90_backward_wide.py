@@ -119,6 +119,7 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "s_early": s_early(p, t),
         "units_of_values": first,
         "units_of_keys": second,
+        "first_dq_columns": "kHeadDim",
         "parted_dq": False,
         "bulk_dq": False,
         "adds_quads": True,

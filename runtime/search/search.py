@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from os import sched_getaffinity
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ from attnforge.runtime.dispatch import check_dtype
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.conditions import Summary, watch
 from attnforge.runtime.search.journal import Journal, Result, environment, source_key
+from attnforge.runtime.search.strategies import DEFAULT, STRATEGIES, UNGUIDED
 from attnforge.runtime.search.timing import Timing
 from attnforge.runtime.search.worker import Worker
 
@@ -40,6 +42,19 @@ class Budget:
 
     seconds: float | None = None
     variants: int | None = None
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where to look and in which order: the values that knobs may have (of others all), and the strategy's name."""
+
+    values: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    strategy: str = DEFAULT
+
+    def allows(self, spec: Spec) -> bool:
+        """Whether the values of the spec's knobs are among those."""
+        knobs = spec.tuning.to_json()
+        return all(knobs[name] in allowed for name, allowed in self.values.items())
 
 
 @dataclass(frozen=True)
@@ -105,19 +120,18 @@ def search(
     budget: Budget,
     log_path: Path | None = None,
     workers: int | None = None,
+    scope: Scope | None = None,
 ) -> Generator[Event, None, None]:
     """Search the kernels of one case; `target` is (architecture, device name).
 
-    Failures of variants are results. Raises ValueError for a dtype that the target has no kernels for,
-    Infeasible if the problem has no candidate at all, NoCompilerError, CacheError, and RuntimeError if the
-    measurement itself cannot be prepared.
+    Failures of variants are results. Raises ValueError for a dtype that the target has no kernels for, and for a
+    `scope` with an unknown knob or strategy, Infeasible if the problem has no candidate at all, NoCompilerError,
+    CacheError, and RuntimeError if the measurement itself cannot be prepared.
     """
-    run = _Run(
-        case, direction, target, budget, log_path, workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
-    )
-    run.journal.note(
-        "search", {"space": run.space, "planned": run.planned, "incumbent": run.incumbent.to_json()}
-    )
+    workers = workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
+    run = _Run(case, direction, target, budget, log_path, workers, scope or Scope())
+    facts = {"space": run.space, "planned": run.planned, "strategy": run.scope.strategy}
+    run.journal.note("search", {**facts, "incumbent": run.incumbent.to_json()})
     yield Started(case, direction, run.space, run.planned, run.varying)
     try:
         yield from run.measure()
@@ -140,18 +154,23 @@ class _Run:
         budget: Budget,
         log_path: Path | None,
         workers: int,
+        scope: Scope,
     ) -> None:
         arch, device_name = target
         problem = case.problem(direction, arch)
         check_dtype(problem)
-        self.case, self.direction, self.budget = case, direction, budget
-        self.pending = _with_incumbent(list(candidates(problem)), case, device_name)
-        if not self.pending:
+        self.case, self.direction, self.budget, self.scope = case, direction, budget, scope
+        space = _with_incumbent(list(candidates(problem)), case, device_name)
+        if not space:
             raise Infeasible(f"{case.name}: no kernel can do it: {why_infeasible(problem)}")
-        self.incumbent = self.pending[0]
-        self.space = len(self.pending)
-        self.varying = varying_knobs(self.pending)
+        self.incumbent = space[0]
+        space = _allowed(space, scope)
+        self.space = len(space)
+        self.varying = varying_knobs(space)
         self.planned = min(self.space, budget.variants or self.space)
+        if scope.strategy not in STRATEGIES:
+            raise ValueError(f"strategy: got {scope.strategy!r}, expected one of {', '.join(STRATEGIES)}")
+        self.strategy = STRATEGIES[scope.strategy](space, 0)
         self.journal = Journal(log_path, case.name, direction.value, environment(device_name, arch))
         self.worker = Worker(case, direction)
         self.pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
@@ -161,7 +180,9 @@ class _Run:
         self.taken = 0
         # On the CPU the compilers would disturb the timing: a batch is compiled, then measured.
         self.batches = not arch.is_gpu
-        self.lookahead = workers if self.batches else 2 * workers
+        # What is on its way was chosen without the latest times: a strategy that uses them is asked late, for few.
+        ahead = 2 * workers if scope.strategy in UNGUIDED and not self.batches else workers
+        self.lookahead, self.refill = ahead, 0 if self.batches else ahead // 2
 
     def close(self) -> None:
         self.conditions.close()
@@ -181,7 +202,8 @@ class _Run:
         """Keep compilers busy and measure what they deliver, until the budget or the space ends."""
         compiling: dict[Future[Entry], Source] = {}
         while True:
-            while len(compiling) < self.lookahead and (spec := self.take()) is not None:
+            taken = self.take(self.lookahead - len(compiling)) if len(compiling) <= self.refill else []
+            for spec in taken:
                 source = self.render(spec)
                 if isinstance(source, Result):
                     yield Measured(source, resumed=False)
@@ -191,6 +213,8 @@ class _Run:
                 else:
                     compiling[self.pool.submit(obtain, source)] = source
             if not compiling:
+                if taken:
+                    continue  # all of them had been measured before, or cannot be rendered
                 return
             done, _ = wait(compiling, return_when=ALL_COMPLETED if self.batches else FIRST_COMPLETED)
             for future in done:
@@ -202,16 +226,14 @@ class _Run:
                 self.journal.add(source_key(source.text), result)
                 yield Measured(result, resumed=False)
 
-    def take(self) -> Spec | None:
-        """The next spec: alternately the first of the list and the nearest to the best so far."""
-        if not self.pending or self.taken >= self.planned or self.expired():
-            return None
-        self.taken += 1
-        best = self.best
-        if best is None or self.taken % 2:
-            return self.pending.pop(0)
-        nearest = min(range(len(self.pending)), key=lambda i: _distance(self.pending[i], best.spec))
-        return self.pending.pop(nearest)
+    def take(self, count: int) -> list[Spec]:
+        """The next specs, at most so many, none if the budget is spent."""
+        if self.expired():
+            return []
+        times = {r.spec: r.ms if r.status == "ok" else math.inf for r in self.results}
+        taken = self.strategy.suggest(times, min(count, self.planned - self.taken))
+        self.taken += len(taken)
+        return taken
 
     def render(self, spec: Spec) -> Source | Result:
         try:
@@ -322,9 +344,16 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     return first + [spec for spec in specs if spec not in first]
 
 
-def _distance(a: Spec, b: Spec) -> int:
-    """Number of knobs that differ."""
-    return sum(getattr(a.tuning, f.name) != getattr(b.tuning, f.name) for f in fields(a.tuning))
+def _allowed(specs: Sequence[Spec], scope: Scope) -> list[Spec]:
+    """Those that the scope allows. ValueError for knobs that there are not, Infeasible if none is left."""
+    unknown = scope.values.keys() - specs[0].tuning.to_json().keys()
+    if unknown:
+        knobs = ", ".join(specs[0].tuning.to_json())
+        raise ValueError(f"knob: there is no {', '.join(sorted(unknown))}; the knobs are {knobs}")
+    allowed = [spec for spec in specs if scope.allows(spec)]
+    if not allowed:
+        raise Infeasible("knob: no feasible variant has all of these values")
+    return allowed
 
 
 def _resources(source: Source, entry: Entry) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from functools import cache
 from itertools import islice, product
 from typing import Any
 
@@ -58,6 +59,7 @@ def name(problem: Problem) -> str:
 problems = pytest.mark.parametrize("problem", PROBLEMS, ids=name)
 
 
+@cache
 def specs(problem: Problem) -> list[Spec]:
     if (problem.family, problem.direction) not in FAMILIES:
         pytest.skip(f"{problem.arch.value} has no {problem.direction.value} kernel")
@@ -79,9 +81,10 @@ def test_every_candidate_renders_under_a_name_of_its_own(problem: Problem) -> No
 
 @problems
 def test_specs_survive_json_and_the_command_line(problem: Problem) -> None:
-    for spec in specs(problem):
+    space = specs(problem)
+    for spec in space[:: -(-len(space) // 200)]:
         assert spec_from_json(json.loads(json.dumps(spec.to_json()))) == spec
-        assert spec.to_cli().count("--set ") == len(fields(spec.tuning))
+        assert spec.to_cli().count("--set ") == len(spec.tuning.named_knobs())
 
 
 @pytest.mark.parametrize(("family", "direction"), FAMILIES, ids=lambda part: getattr(part, "value", part))
@@ -243,9 +246,8 @@ def test_older_names_of_knobs_are_read(slug: str) -> None:
         Direction(direction), Arch(arch), DType(dtype), int(head_dim[1:]), Mask(mask), int(align[1:])
     )
     old, new = OLDER[slug]
-    names = [
-        old if f.name == new else f.name for f in fields(FAMILIES[problem.family, problem.direction].tuning)
-    ]
+    knobs = [f for f in fields(FAMILIES[problem.family, problem.direction].tuning) if not f.metadata["quiet"]]
+    names = [old if f.name == new else f.name for f in knobs]
     tuning = {name: int(code[1:]) for name, code in zip(names, codes, strict=True)}
     spec = spec_from_json({**problem.to_json(), "tuning": tuning})
     assert spec.slug == slug

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -107,7 +108,9 @@ def test_hopper_panels_by_hand(head_dim: int, maps: list[tuple[int, int]]) -> No
 def test_both_consumers_share_all_columns_of_dq(head_dim: int) -> None:
     """The first has `dq_columns` of them, a multiple of 8, the second the rest, which are no more."""
     problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL)
-    shares = {make_plan(spec).constants["dq_columns"] for spec in candidates(problem) if not lags(spec)}
+    shares = {
+        make_plan(spec).constants["dq_columns"] for spec in islice(candidates(problem), 100) if not lags(spec)
+    }
     assert shares
     for first in shares:
         assert first % 8 == 0

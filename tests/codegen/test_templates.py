@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from jinja2 import Environment, FileSystemLoader, UndefinedError, meta
+from spaces import sample
 
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families import make_plan
@@ -32,7 +33,7 @@ def first(direction: Direction, arch: Arch, dtype: DType, mask: Mask) -> Spec:
 def kinds(problem: Problem) -> list[Spec]:
     """Candidates in which every template and every value of every knob occurs."""
     found, seen = [], set[tuple[str, int | str]]()
-    for spec in candidates(problem):
+    for spec in sample(problem):
         new = {("template", make_plan(spec).template), *spec.to_json()["tuning"].items()} - seen
         if new:
             seen |= new

@@ -56,6 +56,24 @@ static void store_ds(unsigned ds, const F& frags, int group) {
     const unsigned from = (group * 64 + warp() % 4 * 16 + half() * 8) * kDsRowBytes;
     fill(blockIdx.x, {ds + from, ds + from + 8 * kDsRowBytes}, write, from);
 }
+#ifdef DQ_RED
+// From the registers of each half of a warp; the first one of a consumer stands for all of them in the sums.
+template <class D>
+static void add_dq(const float* target, const D& dq) {
+    give_way();
+    require_before_ended();
+    const Value value = use(dq);
+    const int tile = kTileM * kHeadDim, block = here().number;
+    const long long at = target - params->dq_accum, plane = at / (params->padded_q * kHeadDim);
+    const int rest = at % (params->padded_q * kHeadDim);
+    const Rows rows = rows_of(rest / tile * kTileM, plane, params->heads_q);
+    require(rest % tile == group_of() * kDqFloats, "a wrong part of dQ");
+    require(value.kind == kDq && value.queries == rows, "what is added is not dQ of this tile");
+    if (threadIdx.x % 128 == 0) {
+        dq_sums[{rows, group_of()}].push_back({block, {value.keys}});
+    }
+}
+#else
 static int part_bytes(int group) {
     return kDqParts == 1 || group == 0 ? kDqBytes : 64 * 4 * (kHeadDim - kDqColumns);
 }
@@ -87,6 +105,7 @@ static void bulk_store(const float* target, unsigned part, int bytes) {
     require(dq_sums[{rows, (part - kOffsetDq) / kDqBytes % kDqParts}].empty(), "sums of dQ are overwritten");
     bulk_reduce(target, part, bytes);
 }
+#endif
 
 template <class S>
 static void add_dkv(const float* target, const S& x) {

@@ -11,11 +11,13 @@ import platform
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gxx
 import pytest
-from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, Break
+from backward_breaks import BREAKS, BY_TURNS, FROM_REGISTERS, LAGGING, ORDERED, PLAIN, Break
 from cpu_kernel import Params, full_params
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
@@ -47,10 +49,11 @@ ASM = {
 }
 
 
-def hopper(head_dim: int, mask: Mask, *knobs: int) -> Source:
+def hopper(head_dim: int, mask: Mask, *knobs: int, **more: Any) -> Source:
     stages, stages_dout, lag, in_regs, split, deterministic, descending = knobs
     flags = (bool(split), bool(deterministic), bool(descending))
     tuning = Sm90Backward(64, 128, stages, stages_dout, bool(lag), in_regs, *flags)
+    tuning = replace(tuning, **more)
     return render(Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
 
 
@@ -131,7 +134,8 @@ class Simulated:
         self.plan = source.plan
         path = directory / "kernel.cpp"
         path.write_text(translate(source, breaks))
-        self.library = gxx.library(path, *FLAGS)
+        words = ["-DDQ_RED"] if source.spec.to_json()["tuning"].get("dq_red") else []
+        self.library = gxx.library(path, *FLAGS, *words)
         self.library.run.restype = ctypes.c_char_p
         self.words = (ctypes.c_ulonglong * (16 * len(self.plan.tensor_maps) + 8))()
         start = -ctypes.addressof(self.words) % 64 // 8
@@ -186,6 +190,9 @@ class Simulated:
         hopper(128, Mask.FULL, 3, 2, 0, 0, 0, 1, 0),
         hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 0, 0, 0),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1),
+        hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, loaders=2, heads_together=2),
+        hopper(128, Mask.SPANS, 3, 3, 0, 0, 0, 0, 1, dq_red=True),
+        hopper(64, Mask.CAUSAL, 4, 2, 0, 2, 1, 0, 0, dq_red=True, loaders=2, heads_together=3),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -200,8 +207,9 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | LAGGING | ORDERED),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 1, 0), BREAKS | ORDERED | BY_TURNS),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
+        (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0, dq_red=True), FROM_REGISTERS),
     ],
-    ids=["lagging", "lagging deterministic", "deterministic", "plain"],
+    ids=["lagging", "lagging deterministic", "deterministic", "plain", "from registers"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     kernel = Simulated(source, tmp_path, breaks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -47,12 +48,12 @@ PROBLEM = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.CAUSAL
 
 def test_who_begins_later() -> None:
     """Only where a buffer is left for the tiles that are handed back while the last product runs."""
-    for spec in candidates(PROBLEM):
+    for spec in islice(candidates(PROBLEM), 300):
         plan, tuning = make_plan(spec), spec.tuning
         assert isinstance(tuning, Sm90Forward)
         hidden = -(-(tuning.tile_m - 64) // tuning.tile_n)
         assert plan.from_end
-        assert plan.staggered == (0 < hidden < tuning.stages), spec.to_cli()
+        assert plan.staggered == (0 < hidden < min(tuning.stages, tuning.stages_v or 4)), spec.to_cli()
     others = [replace(PROBLEM, mask=mask) for mask in Mask if mask is not Mask.CAUSAL]
     plans = [make_plan(next(candidates(problem))) for problem in others]
     assert not any(plan.from_end or plan.staggered or plan.alternating for plan in plans)

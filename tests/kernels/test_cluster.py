@@ -79,7 +79,7 @@ def test_what_it_does_not_take(change: dict[str, int], mask: Mask, message: str)
 def test_a_short_search_tries_two(head_dim: int) -> None:
     """Eight variants, none of them the first, which is taken where nothing was measured; other masks have none."""
     for mask in Mask:
-        space = list(candidates(spec_of(head_dim, VARIANTS[0][1], mask).problem))
+        space = list(islice(candidates(spec_of(head_dim, VARIANTS[0][1], mask).problem), 100))
         clusters = [spec.tuning.cluster for spec in space]  # type: ignore[attr-defined]
         if mask is Mask.FULL:
             assert clusters[0] == 1

@@ -8,6 +8,7 @@ import math
 import platform
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gxx
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers a
 
 PRELUDE = """#include "emulator.h"
 static float exp2_approx(float x) { return std::exp2(x); }
+static float min_or_nan(float x, float y) { return x < y || std::isnan(x) ? x : y; }
+static float max_or_nan(float x, float y) { return x > y || std::isnan(x) ? x : y; }
 static unsigned pack(float low, float high) { return narrow_pair(low, high); }
 static const int* bounds_of_keys;  // starts and ends side by side
 static void read_bounds(unsigned address, int* start, int* end) {
@@ -49,7 +52,7 @@ extern "C" void run(const float* scores, int visits, float scale_log2, float* p,
             }
             unsigned frags[kTileN / 16][4];
             float2 factor;
-            const bool exact = visit < kExact || !stats.ordinary;
+            const bool exact = EXACT;
             const bool moved = softmax_step(s, frags, stats, exact, scale_log2, factor);
             for (int earlier = 0; moved && earlier < visit; ++earlier) {
                 for (int i = 0; i < kTileN / 2; ++i) {
@@ -133,11 +136,16 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     return gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
 
-@pytest.fixture(scope="module")
-def forward(tmp_path_factory: pytest.TempPathFactory) -> tuple[ctypes.CDLL, int]:
+@pytest.fixture(scope="module", params=[{}, {"exact_visits": 0}, {"polynomial": 2}], ids=str)
+def forward(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ctypes.CDLL, int]:
     """The library, and keys a visit."""
     spec = next(candidates(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.FULL)))
-    return build(render(spec), FORWARD, tmp_path_factory.mktemp("forward")), spec.tuning.tile_n
+    spec = replace(spec, tuning=replace(spec.tuning, **request.param))
+    exact = "true" if request.param.get("exact_visits") == 0 else "visit < kExact || !stats.ordinary"
+    harness = FORWARD.replace("EXACT;", f"{exact};")
+    return build(render(spec), harness, tmp_path_factory.mktemp("forward")), spec.tuning.tile_n
 
 
 def ordinary(visits: int, keys: int) -> Tensor:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import gxx
 import pytest
@@ -173,10 +173,12 @@ def attach_unions(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tens
     return list(held.values())
 
 
-def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 1, planes: int = 0) -> Source:
+def hopper(
+    head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 1, planes: int = 0, **more: Any
+) -> Source:
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, cluster, *counter = knobs
     flags = (bool(ping_pong), bool(persistent), bool(counter), bool(q_in_regs))
-    tuning = Sm90Forward(tile_m, tile_n, stages, *flags, cluster)
+    tuning = Sm90Forward(tile_m, tile_n, stages, *flags, cluster, **more)
     problem = Problem(
         Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, intervals=intervals, planes=planes
     )
@@ -222,6 +224,12 @@ def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 
         hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, intervals=2),
         hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, planes=1),
         hopper(64, 128, 128, 2, 0, 1, 1, 1, mask=Mask.SPANS, intervals=3, planes=1),
+        hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, stages_v=2, hand_over=1, order=1),
+        hopper(64, 192, 96, 2, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=3, hand_over=2, q_buffers=1, order=2),
+        hopper(128, 128, 112, 3, 0, 1, 0, 1, mask=Mask.FULL, stages_v=2, heads_together=2),
+        hopper(64, 192, 128, 3, 1, 1, 0, 1, mask=Mask.CAUSAL, stages_v=2, hand_over=2),
+        hopper(64, 192, 64, 4, 1, 0, 0, 1, mask=Mask.CAUSAL, stages_v=3, hand_over=1, exact_visits=0),
+        hopper(64, 128, 64, 2, 1, 1, 1, 2, mask=Mask.FULL, stages_v=1, hand_over=1, q_buffers=1),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -308,6 +316,23 @@ OF_SPANS: dict[str, Break] = {
     "all-warps": ({ALL_WARPS: f"if (broken != n) {ALL_WARPS}"}, "before all warps have written it"),
     "fence": ({"proxy_fence();": "if (broken != n) proxy_fence();"}, "O is stored without a fence"),
 }
+OF_V_APART: dict[str, Break] = {
+    "v-lags": (
+        {
+            "v_pipe.advance();\n                    const bool exact": "if (broken != n) v_pipe.advance();\n"
+            "                    const bool exact"
+        },
+        "a wrong tile",
+    ),
+    "skipped-v": (
+        {
+            "k_pipe.advance();\n            v_pipe.advance();": "k_pipe.advance();\n"
+            "            if (broken != n) v_pipe.advance();"
+        },
+        "a copy overwrites",
+    ),
+    "barriers-of-v": ({"i < kStagesV; ++i": "i < (broken == n ? kStages : kStagesV); ++i"}, "barrier"),
+}
 
 
 @pytest.mark.parametrize(
@@ -316,8 +341,9 @@ OF_SPANS: dict[str, Break] = {
         (hopper(64, 128, 64, 1, 1, 1, 0, 2), OF_CLUSTERS),
         (hopper(64, 192, 128, 2, 1, 1, 0, 1, mask=Mask.CAUSAL), OF_CAUSAL),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS), OF_SPANS),
+        (hopper(64, 192, 96, 2, 1, 1, 0, 1, 1, mask=Mask.SPANS, stages_v=3), OF_V_APART),
     ],
-    ids=["clusters", "causal", "spans"],
+    ids=["clusters", "causal", "spans", "v-apart"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""

@@ -30,7 +30,7 @@ COMPILE_ERROR = (
 
 
 def write_log(
-    path: Path, direction: Direction, count: int = 1000, torch: str = "2.11.0", gain: float = 1.0
+    path: Path, direction: Direction, count: int = 240, torch: str = "2.11.0", gain: float = 1.0
 ) -> None:
     """Write the log of a search over up to `count` variants, `gain` times as fast as the usual one."""
     draw = random.Random(f"{direction} {torch}")

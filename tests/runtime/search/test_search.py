@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -28,7 +29,8 @@ from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case, causal_case
 from attnforge.runtime.search.conditions import Summary
 from attnforge.runtime.search.journal import Result
-from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Started
+from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Scope, Started
+from attnforge.runtime.search.strategies import STRATEGIES, Greedy, Times
 from attnforge.runtime.search.timing import Timing
 from attnforge.runtime.search.worker import Outcome, Worker
 from attnforge.runtime.tables import device_name
@@ -124,6 +126,50 @@ def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch)
     assert slugs[0] == late.slug
     assert len(set(slugs)) == 3
     assert started.space == len(list(candidates(small_case().problem(FORWARD, Arch.CPU))))
+
+
+def scoped(**values: int) -> list[dict[str, int]]:
+    """The knobs of what is measured if each of these has this value only."""
+    scope = Scope({name: frozenset({value}) for name, value in values.items()}, "exhaustive")
+    events = engine.search(small_case(), FORWARD, TARGET, Budget(), None, workers=1, scope=scope)
+    return [event.result.spec.tuning.to_json() for event in events if isinstance(event, Measured)]
+
+
+@pytest.mark.usefixtures("fakes")
+def test_knobs_restrict_the_space() -> None:
+    """An exhaustive search measures all of what is left, in the order of the list."""
+    first = a_spec().tuning.to_json()
+    space = [spec.tuning.to_json() for spec in candidates(small_case().problem(FORWARD, Arch.CPU))]
+    expected = [knobs for knobs in space if knobs["tile_m"] == first["tile_m"]]
+    assert scoped(tile_m=first["tile_m"]) == expected
+    assert 1 < len(expected) < len(space)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_scope_that_means_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="knob: there is no tile_z; the knobs are tile_m, "):
+        scoped(tile_z=1)
+    with pytest.raises(Infeasible, match="no feasible variant has all of these values"):
+        scoped(tile_m=7)
+    with pytest.raises(ValueError, match="strategy: got 'luck', expected one of additive, "):
+        list(engine.search(small_case(), FORWARD, TARGET, Budget(), scope=Scope(strategy="luck")))
+
+
+@pytest.mark.usefixtures("fakes")
+def test_later_choices_follow_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for first is known when more is asked for, failures included."""
+    seen: list[dict[str, float]] = []
+
+    class Told(Greedy):
+        def suggest(self, times: Times, count: int) -> list[Spec]:
+            seen.append({spec.slug: ms for spec, ms in times.items()})
+            return super().suggest(times, count)
+
+    monkeypatch.setitem(STRATEGIES, "greedy", Told)
+    FakeWorker.outcomes = {1: Outcome("wrong", "out: off")}
+    _, measured, _ = run(Budget(variants=4))
+    names = [event.result.spec.slug for event in measured]
+    assert seen[:3] == [{}, {names[0]: math.inf}, {names[0]: math.inf, names[1]: 12.0}]
 
 
 @pytest.mark.usefixtures("fakes")

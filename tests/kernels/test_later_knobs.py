@@ -1,0 +1,123 @@
+"""The later knobs of the Hopper kernels: what they refuse, that they compile cleanly, and results on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from strict_nvcc import SERIALISED, compile_strictly
+
+from attnforge.bagel.measure.cases import make_case
+from attnforge.codegen.families import make_plan, make_tuning
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.render import render
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import kernels
+from attnforge.runtime.build import toolchain
+from attnforge.runtime.build.settings import COMPILER
+from attnforge.runtime.search.worker import Bench
+
+FORWARD = {
+    "tile_m": 192,
+    "tile_n": 80,
+    "stages": 3,
+    "ping_pong": 1,
+    "persistent": 1,
+    "dynamic": 0,
+    "q_in_regs": 0,
+}
+BACKWARD = {
+    "tile_m": 64,
+    "tile_n": 128,
+    "stages": 3,
+    "stages_dout": 2,
+    "lag": 0,
+    "in_regs": 0,
+    "split_heads": 1,
+    "deterministic": 0,
+    "descending": 0,
+}
+VARIANTS = [
+    ("fwd", Mask.SPANS, {"dynamic": 1, "stages_v": 2, "hand_over": 2, "exact_visits": 0}),
+    ("fwd", Mask.SPANS, {"dynamic": 1, "hand_over": 1, "polynomial": 16, "order": 1}),
+    ("fwd", Mask.SPANS, {"stages_v": 2, "q_buffers": 1, "order": 2, "heads_together": 2}),
+    ("fwd", Mask.FULL, {"tile_m": 128, "tile_n": 176, "stages": 2, "ping_pong": 0, "exact_visits": 1}),
+    ("fwd", Mask.FULL, {"stages_v": 2, "hand_over": 2, "heads_together": 2}),
+    ("fwd", Mask.CAUSAL, {"stages_v": 2, "hand_over": 1}),
+    ("bwd", Mask.SPANS, {"dq_red": 1, "stages": 4, "stages_dout": 3, "heads_together": 4, "loaders": 2}),
+    ("bwd", Mask.SPANS, {"dq_red": 1, "split_heads": 0, "descending": 1, "helper_threads": 512}),
+    ("bwd", Mask.CAUSAL, {"loaders": 2, "heads_together": 2, "helper_threads": 128}),
+]
+PACKS = {Mask.SPANS: "finetune/0", Mask.FULL: "full/2x1000", Mask.CAUSAL: "causal/2x1000/1100"}
+variants = pytest.mark.parametrize(("direction", "mask", "values"), VARIANTS, ids=str)
+
+
+def spec_of(direction: str, mask: Mask, values: dict[str, int]) -> Spec:
+    problem = Problem(Direction(direction), Arch.SM90A, DType.BFLOAT16, 128, mask)
+    tiles = FORWARD if direction == "fwd" else BACKWARD
+    return Spec(problem, make_tuning(problem, tiles | values))
+
+
+@pytest.mark.nvcc
+@variants
+def test_they_compile_cleanly(
+    direction: str, mask: Mask, values: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
+        pytest.skip(toolchain.NVCC_PLACES)
+    monkeypatch.setenv(COMPILER, "nvcc")
+    log, resources = compile_strictly(render(spec_of(direction, mask, values)), tmp_path)
+    assert not SERIALISED.search(log), log
+    assert not any(used["spill_bytes"] for used in resources.values()), resources
+
+
+@pytest.mark.gpu
+@variants
+def test_results(direction: str, mask: Mask, values: dict[str, int]) -> None:
+    """Against float64, as a search checks them: raises WrongResult."""
+    device, spec = torch.device("cuda"), spec_of(direction, mask, values)
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("runs on Hopper only")
+    bench = Bench(make_case(PACKS[mask], "7B", DType.BFLOAT16, device), Direction(direction))
+    assert len(list(bench.verify(kernels.load(spec, device)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("direction", "mask", "values", "reason"),
+    [
+        ("fwd", Mask.SPANS, {"stages_v": 3}, "0 where it is that of K"),
+        ("fwd", Mask.SPANS, {"q_buffers": 1, "persistent": 0}, "other blocks have one anyway"),
+        ("fwd", Mask.SPANS, {"q_buffers": 1, "dynamic": 1}, "room for two Q"),
+        ("fwd", Mask.SPANS, {"ping_pong": 0, "hand_over": 1}, "0 without ping_pong"),
+        ("fwd", Mask.SPANS, {"polynomial": 3}, "must be 0, 2, 4"),
+        ("fwd", Mask.CAUSAL, {"order": 1}, "whose order is fixed"),
+        ("bwd", Mask.SPANS, {"loaders": 1}, "is what 0 chooses here"),
+        ("bwd", Mask.SPANS, {"dq_red": 1, "deterministic": 1}, "deterministic sums take a warp that waits"),
+        ("bwd", Mask.SPANS, {"helper_threads": 100}, "must be 128, 256 or 512"),
+    ],
+    ids=str,
+)
+def test_what_means_nothing_is_refused(
+    direction: str, mask: Mask, values: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(Infeasible, match=reason):
+        make_plan(spec_of(direction, mask, values))
+
+
+@variants
+def test_names_say_what_differs_from_the_usual(direction: str, mask: Mask, values: dict[str, int]) -> None:
+    """And of a knob at its usual value say nothing."""
+    usual, spec = spec_of(direction, mask, {}), spec_of(direction, mask, values)
+    assert set(usual.to_json()["tuning"]) == {
+        *(FORWARD if direction == "fwd" else BACKWARD),
+        *usual_too(direction),
+    }
+    assert values.items() <= spec.to_json()["tuning"].items()
+    header = render(spec).text.split("\n\n")[0]
+    assert all(f"//   {name} " in header for name in values)
+
+
+def usual_too(direction: str) -> set[str]:
+    """Knobs with a default that names mention."""
+    return {"cluster"} if direction == "fwd" else set()

@@ -1,0 +1,93 @@
+"""benchmarks/search_replay.py on logs that are made up."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import search_log
+import search_replay
+from made_up_logs import write_log
+
+from attnforge.bagel.report.read import read
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime.search.strategies import STRATEGIES
+
+COUNT = 80  # variants
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("logs") / "search.jsonl"
+    write_log(path, Direction.FORWARD, COUNT)
+    first, *lines = path.read_text().splitlines()
+    random.Random(0).shuffle(lines)  # as a search tried them
+    path.write_text("\n".join((first, *lines)) + "\n")
+    return path
+
+
+def test_times_are_those_of_the_log(log: Path) -> None:
+    (subject,) = read([log]).subjects
+    times = search_replay.times_of(subject)
+    assert len(times) == COUNT
+    space = candidates(next(iter(times)).problem)
+    assert list(times) == list(islice(space, COUNT)), "in the order of the space"
+    failed = [variant.spec for variant in subject.runs[0].variants if variant.status != "ok"]
+    assert 0 < len(failed) == sum(ms == math.inf for ms in times.values())
+    assert min(times.values()) == min(v.ms for v in subject.runs[0].variants if v.status == "ok")
+
+
+def test_a_replay_ends_with_the_best(log: Path) -> None:
+    (subject,) = read([log]).subjects
+    times = search_replay.times_of(subject)
+    exhaustive = list(search_replay.replay(STRATEGIES["exhaustive"](list(times), 0), times, 4))
+    best = [min(list(times.values())[: n + 1]) for n in range(COUNT)]
+    assert exhaustive == best
+    for name in ("greedy", "additive", "random"):
+        for curve in search_replay.curves(name, times, 3, 4):
+            assert len(curve) == COUNT
+            assert curve == sorted(curve, reverse=True)
+            assert curve[-1] == 0.0
+
+
+def test_evaluations_until_close() -> None:
+    assert search_replay.evaluations([0.5, 0.02, 0.01, 0.0]) == 3
+    assert search_replay.evaluations([0.0]) == 1
+
+
+def test_seeds_keep_the_first_guesses() -> None:
+    numbers: list[Any] = list(range(100))
+    lists = [search_replay.shuffled(numbers, seed) for seed in (1, 2)]
+    assert lists[0][:8] == lists[1][:8] == numbers[:8]
+    assert lists[0] != lists[1]
+    assert {*lists[0]} == {*numbers}
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+def test_what_is_logged_is_as_many_as_documented(direction: Direction) -> None:
+    space = list(candidates(Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
+    chosen = sum(map(search_log.scope_of(direction).allows, space))
+    assert {Direction.FORWARD: (472, 5137), Direction.BACKWARD: (408, 1635)}[direction] == (
+        chosen,
+        len(space),
+    ), "say so in docs/search.md and CHANGELOG.md, too"
+
+
+def test_the_command(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("altair")
+    picture = tmp_path / "regret.svg"
+    arguments = ["--strategies", "greedy,random", "--seeds", "3", "--workers", "4", "--picture", str(picture)]
+    monkeypatch.setattr(sys, "argv", ["search_replay", str(log), *arguments])
+    search_replay.main()
+    said = capsys.readouterr().out
+    assert f"finetune/0 7B, fwd, bf16: {COUNT} variants, 3 replays" in said
+    assert sum(line.startswith(("| greedy |", "| random |")) for line in said.splitlines()) == 2
+    assert "<svg" in picture.read_text()
