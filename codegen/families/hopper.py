@@ -20,7 +20,7 @@ ALIGNMENT = 1024  # of every tile: the period of the widest swizzle
 # Why the 16-bit kernels refuse values of fields that they do not honour.
 REASONS = {
     "align": "TMA needs rows that start at multiples of 16 bytes; sm90 takes this call",
-    "dim_v": "the sm90a kernels need the head_dim of q and k",
+    "dim_v": "the sm90a backward kernel needs the head_dim of q and k; sm90 takes this call",
     "score": "the sm90a fp32 kernels take none; sm90 takes this call",
 }
 
@@ -43,10 +43,11 @@ def require_hopper(p: Problem, name: str, limit: int) -> None:
     """Infeasible for what the mma.sync family alone computes; the pass called `name` takes head dims up to `limit`."""
     if p.dtype is DType.FLOAT32:
         raise Infeasible("dtype fp32: the sm90a kernels take bf16 or fp16")
-    if p.head_dim % 8 or not 16 <= p.head_dim <= limit:
-        raise Infeasible(
-            f"head_dim {p.head_dim}: the sm90a {name} kernel takes multiples of 8 from 16 to {limit}"
-        )
+    for tensors, dim in (("head_dim", p.head_dim), ("head_dim of v", p.head_dim_v)):
+        if dim % 8 or not 16 <= dim <= limit:
+            raise Infeasible(
+                f"{tensors} {dim}: the sm90a {name} kernel takes multiples of 8 from 16 to {limit}"
+            )
 
 
 def require_tiles(*sizes: int) -> None:

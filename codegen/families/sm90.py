@@ -144,10 +144,9 @@ def panels_of(head_dim: int) -> Panels:
     return Panels(64, whole, narrow) if whole else Panels(narrow, 1, 0)
 
 
-def tensor_maps(tensor: str, head_dim: int, rows: int, together: int) -> tuple[TensorMap, ...]:
-    """Descriptors that copy `rows` rows of `tensor`: `together` panels at once, and the tail if there is one."""
-    panels = panels_of(head_dim)
-    maps = (TensorMap(tensor, panels.columns, rows, together),)
+def _tensor_maps(tensor: str, panels: Panels, rows: int, together: bool) -> tuple[TensorMap, ...]:
+    """Descriptors that copy `rows` rows of `tensor`: a panel or all panels at once, and the tail if there is one."""
+    maps = (TensorMap(tensor, panels.columns, rows, panels.count if together else 1),)
     return (*maps, TensorMap(tensor, panels.tail, rows, 1)) if panels.tail else maps
 
 
@@ -172,12 +171,14 @@ def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
 
 
 def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
-    d, mask = spec.problem.head_dim, spec.problem.mask
+    p, mask = spec.problem, spec.problem.mask
     order = _order(mask, t)
     shared, q_buffers, broadcast = _shared(spec, t, order["row_groups"])
     busy = broadcast or t.cluster > 1
     producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
-    live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
+    live = (
+        t.tile_n // 2 + t.tile_n // 4 + p.head_dim_v // 2 + (-(-p.head_dim // 16) * 4 if t.q_in_regs else 0)
+    )
     # What spills with Q in registers: a second place in a ring; consumers that find their work tiles in lists.
     live += 4 if t.stages_v else 0
     live += 12 if t.q_in_regs and mask.listed and not t.dynamic else 0
@@ -197,11 +198,11 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         deterministic=True,
         bounds=mask is Mask.SPANS,
         bits="k" if mask is Mask.DENSE else "",
-        tensor_maps=_forward_maps(t, d),
-        constants=_panel_constants(d)
+        tensor_maps=_forward_maps(t, p),
+        constants=_panel_constants(p)
         | {
             "consumers": consumers,
-            "type": wgmma_type(spec.problem.dtype),
+            "type": wgmma_type(p.dtype),
             "shared_bytes": shared,
             "q_buffers": q_buffers,
             "broadcast": broadcast,
@@ -215,12 +216,12 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
 
 def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool]:
     """Bytes of shared memory, buffers of Q, and whether the producer broadcasts each work tile to the consumers."""
-    row, mask = panels_of(spec.problem.head_dim).row * 2, spec.problem.mask
-    q_bytes, kv_bytes = t.tile_m * row, t.tile_n * row
-    require_tiles(64 * row, kv_bytes)
+    (row, row_v), mask = (panels.row * 2 for panels in _panels(spec.problem)), spec.problem.mask
+    q_bytes, k_bytes, v_bytes = t.tile_m * max(row, row_v), t.tile_n * row, t.tile_n * row_v
+    require_tiles(64 * row, k_bytes, v_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
-    buffers = t.stages + (t.stages_v or t.stages)  # of K and V
-    shared = buffers * kv_bytes + bounds + 8 * 2 * buffers
+    stages_v = t.stages_v or t.stages
+    shared = t.stages * k_bytes + stages_v * v_bytes + bounds + 8 * 2 * (t.stages + stages_v)
     # With two buffers, Q of the next work tile arrives before O of this one is stored.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
     if t.q_buffers:
@@ -242,28 +243,47 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool
     return shared, q_buffers, broadcast
 
 
-def _together(panels: Panels, head_dim: int) -> int:
-    """Panels of one copy: all, or one where the last panel reaches past head_dim."""
-    return panels.count if panels.columns * panels.count <= head_dim else 1
+def _panels(p: Problem) -> tuple[Panels, Panels]:
+    """The panels of Q and K, and those of V and O.
+
+    A warpgroup stores O through the panels of its own rows of Q. Where O has other columns than Q, all panels are
+    therefore of the widest swizzle: panel i of O then takes the bytes of panel i of Q, or follows all of them.
+    """
+    if not p.dim_v:
+        return panels_of(p.head_dim), panels_of(p.head_dim)
+    return Panels(64, -(-p.head_dim // 64), 0), Panels(64, -(-p.head_dim_v // 64), 0)
 
 
-def _forward_maps(t: Sm90Forward, head_dim: int) -> tuple[TensorMap, ...]:
-    together = _together(panels_of(head_dim), head_dim)
+def _in_one_copy(p: Problem) -> bool:
+    """Does one copy take all panels of a tile? Not where a last panel reaches past the head_dim."""
+    dims = zip(_panels(p), (p.head_dim, p.head_dim_v), strict=True)
+    return all(panels.columns * panels.count <= dim for panels, dim in dims)
+
+
+def _forward_maps(t: Sm90Forward, p: Problem) -> tuple[TensorMap, ...]:
+    panels, panels_v = _panels(p)
     # Neither the 64 rows of O that a warpgroup stores nor the rows of K and V that a block of a cluster loads are a
     # whole tile: their panels are not adjacent, so each takes a copy of its own.
-    share = (t.tile_n // t.cluster, together if t.cluster == 1 else 1)
-    tiles = (("q", t.tile_m, together), ("k", *share), ("v", *share), ("out", 64, 1))
-    return sum((tensor_maps(name, head_dim, *tile) for name, *tile in tiles), ())
+    whole = _in_one_copy(p)
+    share = whole and t.cluster == 1
+    tiles = (
+        ("q", panels, t.tile_m, whole),
+        ("k", panels, t.tile_n // t.cluster, share),
+        ("v", panels_v, t.tile_n // t.cluster, share),
+        ("out", panels_v, 64, False),
+    )
+    return sum((_tensor_maps(*tile) for tile in tiles), ())
 
 
-def _panel_constants(head_dim: int) -> dict[str, int | str]:
+def _panel_constants(p: Problem) -> dict[str, int | str]:
     """Constants about a row of a tile."""
-    panels = panels_of(head_dim)
+    panels, panels_v = _panels(p)
     return {
         "columns": panels.columns,
         "panels": panels.count,
+        "panels_v": panels_v.count,
         "tail": panels.tail,
-        "copies": panels.count // _together(panels, head_dim),
+        "copies": 1 if _in_one_copy(p) else max(panels.count, panels_v.count),
         "swizzle": SWIZZLE_CODE[panels.columns * 2],
         "tail_swizzle": SWIZZLE_CODE[panels.tail * 2] if panels.tail else 0,
     }
@@ -291,6 +311,26 @@ WIDE = (
     Sm90Forward(128, 160, 2, False, True, False, False),
     Sm90Forward(192, 64, 3, False, True, False, False),
 )
+# Where V has a head_dim of its own nothing was measured. With one of V up to 96, longer rows of K leave room for two
+# buffers of Q only beside two of K and V.
+OWN_NARROW = (
+    Sm90Forward(192, 128, 2, True, True, True, False),
+    Sm90Forward(192, 128, 2, True, True, False, False),
+)
+# With one of Q, K or V above 128. FlashAttention-3 takes 128 x 128 without an ordering barrier for 192 and 128. With Q
+# in shared memory the descriptors of its 12 steps take more uniform registers than there are. Two buffers of Q, which
+# `dynamic` takes, fit beside 96 keys.
+OWN_LONG = (
+    Sm90Forward(128, 96, 2, False, True, True, False),
+    Sm90Forward(128, 128, 2, False, True, False, True),
+    Sm90Forward(128, 128, 2, False, True, False, False),
+    Sm90Forward(128, 128, 2, True, True, False, True),
+    Sm90Forward(128, 96, 2, True, True, False, False),
+    Sm90Forward(128, 112, 2, False, True, False, False),
+    Sm90Forward(128, 80, 2, False, True, False, False),
+    Sm90Forward(192, 64, 3, False, True, False, False),
+    Sm90Forward(128, 64, 2, False, True, False, False),
+)
 # A third buffer lets warpgroups begin at their own diagonals (`staggered`).
 CAUSAL_WIDE = Sm90Forward(192, 80, 3, True, True, False, False)
 # Without a mask, blocks may share their loads of K and V: behind the guesses, among the eight of a short search.
@@ -317,17 +357,23 @@ DENSE = (
 )
 
 
-# Of three or four intervals, whose bounds take registers.
+# Of three or four intervals, whose bounds take registers; where V has a head_dim of its own, of fewer.
 INTERVALS = Sm90Forward(128, 128, 2, False, True, True, False)
 
 
 def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     """What a search tries, best guess first."""
-    narrow = problem.head_dim <= 96
-    if problem.intervals > 2:
+    narrow = problem.head_dim_v <= 96  # registers of O
+    own_long = problem.dim_v and problem.largest_dim > 128
+    if problem.intervals > 2 or (problem.dim_v and problem.unions):
         yield INTERVALS
+    if own_long:
+        # What finds the bits of a dense mask takes registers that Q would be kept in.
+        yield from (t for t in OWN_LONG if not (t.q_in_regs and problem.mask is Mask.DENSE))
     if problem.mask is Mask.DENSE:
         yield from DENSE
+    if problem.dim_v and narrow:
+        yield from OWN_NARROW
     if problem.mask is Mask.CAUSAL and not narrow:
         yield CAUSAL_WIDE
     yield from NARROW if narrow else WIDE
@@ -376,5 +422,5 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
 
 
 FORWARD = Family(
-    Sm90Forward, plan, tunings, honours=frozenset({"intervals", "planes", "score"}), reasons=REASONS
+    Sm90Forward, plan, tunings, honours=frozenset({"dim_v", "intervals", "planes", "score"}), reasons=REASONS
 )

@@ -289,8 +289,18 @@ def test_hopper_tries_whole_blocks_of_dense_masks_first(head_dim: int) -> None:
 def test_every_promised_head_dim_of_hopper_has_a_kernel() -> None:
     """Multiples of 8 up to 256, forward. All others, and all other targets: tests/kernels/test_head_dims.py."""
     for head_dim, dtype, mask in product(range(16, 257, 8), (DType.BFLOAT16, DType.FLOAT16), MASKS):
-        problem = Problem(FORWARD, Arch.SM90A, dtype, head_dim, mask)
-        assert next(candidates(problem), None), f"{problem}: {why_infeasible(problem)}"
+        for dim_v in (0, 272 - head_dim):
+            problem = Problem(FORWARD, Arch.SM90A, dtype, head_dim, mask, 16, dim_v)
+            assert next(candidates(problem), None), f"{problem}: {why_infeasible(problem)}"
+
+
+@pytest.mark.parametrize("dim_v", [8, 132, 264])
+def test_head_dims_of_v_that_hopper_refuses(dim_v: int) -> None:
+    problem = Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.FULL, 16, dim_v)
+    assert not list(candidates(problem))
+    assert why_infeasible(problem).startswith(
+        f"head_dim of v {dim_v}: the sm90a forward kernel takes multiples of 8"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
-HEAD_DIMS = (24, 64, 72, 128, 192, 256)
+# (of q and k, of v or 0)
+HEAD_DIMS = ((24, 0), (64, 0), (72, 0), (128, 0), (192, 0), (256, 0), (192, 128), (40, 72))
 DEFINED = re.compile(r"__device__ __forceinline__ [\w ]*?\b(\w+)\(")
 CALLED = re.compile(r"\b([a-z]\w*)\(")
 
@@ -33,7 +34,8 @@ def kind(plan: Plan) -> tuple[object, ...]:
         plan.constants["hidden"] if plan.staggered else 0,
     )
     constants = (plan.constants[name] for name in ("consumers", "q_buffers", "broadcast", "v_apart"))
-    return (plan.spec.problem.mask, bool(plan.constants["tail"]), *knobs, *later, *orders, *constants)
+    columns = bool(plan.constants["tail"]), bool(plan.spec.problem.dim_v), plan.constants["copies"] > 1
+    return (plan.spec.problem.mask, *columns, *knobs, *later, *orders, *constants)
 
 
 @cache
@@ -41,8 +43,8 @@ def kinds(mask: Mask) -> tuple[str, ...]:
     """A rendered kernel of each kind."""
 
     def plans() -> Iterator[Plan]:
-        for head_dim in HEAD_DIMS:
-            problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
+        for head_dim, dim_v in HEAD_DIMS:
+            problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, 16, dim_v)
             every = 97 if head_dim in (64, 128) else 997
             # The later part of the space are combinations of knobs whose texts hardly touch.
             yield from map(make_plan, sample(problem, 1000 if mask is Mask.FULL else 500, every))

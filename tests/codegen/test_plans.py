@@ -104,6 +104,29 @@ def test_hopper_panels_by_hand(head_dim: int, maps: list[tuple[int, int]]) -> No
     assert {(m.rows, m.panels) for m in plan.tensor_maps if m.tensor == "out"} == {(64, 1)}
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dim_v", "panels", "panels_v", "together"),
+    [(192, 128, 3, 2, True), (128, 64, 2, 1, True), (96, 128, 2, 2, False), (40, 72, 1, 2, False)],
+)
+def test_hopper_panels_of_v_by_hand(
+    head_dim: int, dim_v: int, panels: int, panels_v: int, together: bool
+) -> None:
+    """With a head_dim of V of its own: whole panels of 64 columns, in one copy where all of them are full."""
+    plan = make_plan(
+        Spec(Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL, 16, dim_v), PLAIN)
+    )
+    # Q, or O where it is wider, once; K and V twice; barriers.
+    rows = max(panels, panels_v) + 2 * (panels + panels_v)
+    assert plan.launches[0].shared_bytes == 128 * 128 * rows + 8 * (2 + 2 * 4)
+    assert plan.registers == 64 + 32 + dim_v // 2 + 28
+    counts = {"q": panels, "k": panels, "v": panels_v} if together else {"q": 1, "k": 1, "v": 1}
+    assert {m.tensor: m.panels for m in plan.tensor_maps} == {**counts, "out": 1}
+    assert {(m.tensor, m.columns, m.rows) for m in plan.tensor_maps} == {
+        *((tensor, 64, 128) for tensor in "qkv"),
+        ("out", 64, 64),
+    }
+
+
 @pytest.mark.parametrize("head_dim", range(16, 129, 8))
 def test_both_consumers_share_all_columns_of_dq(head_dim: int) -> None:
     """The first has `dq_columns` of them, a multiple of 8, the second the rest, which are no more."""

@@ -120,15 +120,20 @@ static float log2_approx(float x) { return x; }
 static unsigned pack(float, float) { return 0; }
 static void __syncwarp() { give_way(); }
 static int consumer() { return threadIdx.x / 128 - 1; }
-static void stmatrix(unsigned, unsigned, unsigned, unsigned, unsigned) {
+static void stmatrix(unsigned address, unsigned, unsigned, unsigned, unsigned) {
     give_way();
+    std::map<unsigned, Piece>& shared = here().shared;
+    const auto after = shared.upper_bound(address);
+    if (after != shared.begin() && address - std::prev(after)->first < kSwizzleBytes) {
+        std::prev(after)->second = {kOut};  // O takes the place of this row of Q
+    }
     ++here().written[consumer()];
 }
 static void stmatrix_half(unsigned address, unsigned, unsigned) { stmatrix(address, 0, 0, 0, 0); }
 static void proxy_fence() { here().fenced[consumer()] = here().written[consumer()]; }
 template <class Box>
 static void tma_store(const Box& map, unsigned, int, int, int, int, int) {
-    const int of_a_thread = (kHeadDim + 15) / 16;
+    const int of_a_thread = (HEAD_DIM_V + 15) / 16;
     require(static_cast<int>(map.words[0]) == kOut, "TMA stores to another tensor");
     require(here().written[consumer()] == 2 * of_a_thread, "O is stored before all warps have written it");
     require(here().fenced[consumer()] == here().written[consumer()], "O is stored without a fence");

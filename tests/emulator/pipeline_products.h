@@ -7,8 +7,9 @@ static Piece read(unsigned tile, int from, int count, int rows, Tensor tensor) {
     std::map<unsigned, Piece>& shared = here().shared;
     const Piece first = shared[tile + from * kSwizzleBytes];
     for (int row = from; row < from + count; ++row) {
-        for (int panel = 0; panel <= kPanels; ++panel) {
-            const bool tail = panel == kPanels;
+        const int panels = tensor == kV ? PANELS_V : kPanels;
+        for (int panel = 0; panel <= panels; ++panel) {
+            const bool tail = panel == panels;
             if (tail && kMain * 2 == kRowBytes) {
                 break;
             }

@@ -28,8 +28,10 @@ FLAGSHIP = Sm90Forward(192, 80, 3, True, True, True, False)
 PLAIN = Sm90Forward(192, 80, 3, True, True, False, False)
 
 
-def hopper(mask: Mask, head_dim: int, tuning: Sm90Forward) -> Source:
-    return render(Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
+def hopper(mask: Mask, head_dim: int, tuning: Sm90Forward, dim_v: int = 0) -> Source:
+    return render(
+        Spec(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, 16, dim_v), tuning)
+    )
 
 
 def main_loop(text: str) -> str:
@@ -105,26 +107,32 @@ def hot_loop(code: list[str]) -> list[str]:
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize(
-    ("mask", "head_dim", "tuning"),
+    ("mask", "head_dim", "dim_v", "tuning"),
     [
-        (Mask.SPANS, 128, FLAGSHIP),
-        (Mask.SPANS, 64, Sm90Forward(192, 128, 2, True, True, True, False)),
-        (Mask.SPANS, 72, Sm90Forward(192, 128, 3, True, True, True, False)),
-        (Mask.CAUSAL, 128, PLAIN),
-        (Mask.FULL, 128, Sm90Forward(192, 80, 3, False, True, False, False)),
-        (Mask.FULL, 64, Sm90Forward(192, 128, 3, True, True, False, False)),
-        (Mask.DENSE, 128, Sm90Forward(128, 128, 2, True, True, False, True)),
+        (Mask.SPANS, 128, 0, FLAGSHIP),
+        (Mask.SPANS, 64, 0, Sm90Forward(192, 128, 2, True, True, True, False)),
+        (Mask.SPANS, 72, 0, Sm90Forward(192, 128, 3, True, True, True, False)),
+        (Mask.CAUSAL, 128, 0, PLAIN),
+        (Mask.CAUSAL, 192, 128, Sm90Forward(128, 128, 2, False, True, False, True)),
+        (Mask.FULL, 128, 0, Sm90Forward(192, 80, 3, False, True, False, False)),
+        (Mask.FULL, 64, 0, Sm90Forward(192, 128, 3, True, True, False, False)),
+        (Mask.DENSE, 128, 0, Sm90Forward(128, 128, 2, True, True, False, True)),
     ],
-    ids=["spans", "spans-64", "spans-72", "causal", "full", "full-64", "dense"],
+    ids=["spans", "spans-64", "spans-72", "causal", "causal-192-128", "full", "full-64", "dense"],
 )
 def test_what_ptxas_makes_of_the_main_loop(
-    mask: Mask, head_dim: int, tuning: Sm90Forward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mask: Mask,
+    head_dim: int,
+    dim_v: int,
+    tuning: Sm90Forward,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No warning about wgmma, no spill; in the hot loop no divergence, and addresses stay in uniform registers."""
     if toolchain.find_nvcc(dict(toolchain._environment())) is None:
         pytest.skip(toolchain.NVCC_PLACES)
     monkeypatch.setenv(COMPILER, "nvcc")
-    source = hopper(mask, head_dim, tuning)
+    source = hopper(mask, head_dim, tuning, dim_v)
     cubin = strict_cubin(source, tmp_path)
     log = cubin.with_name("log").read_text()
     assert not re.search(r"C75\d\d", log), log

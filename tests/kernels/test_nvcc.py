@@ -171,6 +171,24 @@ def test_unions_compile_cleanly(
     assert not SERIALISED.search(log), log
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dim_v", "mask"),
+    [
+        *((192, 128, mask) for mask in Mask),
+        (128, 64, Mask.SPANS),
+        (96, 128, Mask.CAUSAL),
+        (40, 136, Mask.FULL),
+    ],
+)
+def test_hopper_with_a_head_dim_of_v_compiles_cleanly(
+    head_dim: int, dim_v: int, mask: Mask, tmp_path: Path
+) -> None:
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, 16, dim_v)
+    log, resources = compile_strictly(render(next(candidates(problem))), tmp_path)
+    assert not SERIALISED.search(log), log
+    assert not any(used["spill_bytes"] for used in resources.values()), resources
+
+
 @pytest.mark.parametrize("align", [8, 4, 2])
 def test_rows_aligned_to_less_compile_cleanly(align: int, tmp_path: Path) -> None:
     problem = Problem(Direction.FORWARD, Arch.SM90, DType.FLOAT16, 72, Mask.CAUSAL, align)

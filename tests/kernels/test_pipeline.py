@@ -104,6 +104,7 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
     listed = source.spec.problem.mask.listed
     words += [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
     words.append(f"-DINTERVALS={source.spec.problem.intervals}")
+    words += [f"-DHEAD_DIM_V={source.spec.problem.head_dim_v}", f"-DPANELS_V={plan.constants['panels_v']}"]
     library = gxx.library(path, *FLAGS, *words)
     library.run.restype = ctypes.c_char_p
     schedule = EmulatedSchedule(source.spec, directory) if listed else None
@@ -174,13 +175,19 @@ def attach_unions(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tens
 
 
 def hopper(
-    head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 1, planes: int = 0, **more: Any
+    head_dim: int,
+    *knobs: int,
+    mask: Mask = Mask.FULL,
+    intervals: int = 1,
+    planes: int = 0,
+    dim_v: int = 0,
+    **more: Any,
 ) -> Source:
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, cluster, *counter = knobs
     flags = (bool(ping_pong), bool(persistent), bool(counter), bool(q_in_regs))
     tuning = Sm90Forward(tile_m, tile_n, stages, *flags, cluster, **more)
     problem = Problem(
-        Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, intervals=intervals, planes=planes
+        Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, 16, dim_v, intervals, planes
     )
     return render(Spec(problem, tuning))
 
@@ -230,6 +237,10 @@ def hopper(
         hopper(64, 192, 128, 3, 1, 1, 0, 1, mask=Mask.CAUSAL, stages_v=2, hand_over=2),
         hopper(64, 192, 64, 4, 1, 0, 0, 1, mask=Mask.CAUSAL, stages_v=3, hand_over=1, exact_visits=0),
         hopper(64, 128, 64, 2, 1, 1, 1, 2, mask=Mask.FULL, stages_v=1, hand_over=1, q_buffers=1),
+        hopper(192, 128, 96, 2, 0, 1, 0, 1, 1, mask=Mask.SPANS, dim_v=128),
+        hopper(192, 128, 128, 2, 0, 1, 1, 1, mask=Mask.CAUSAL, dim_v=128),
+        hopper(64, 192, 80, 3, 1, 1, 0, 1, mask=Mask.CAUSAL, dim_v=128),
+        hopper(40, 192, 64, 2, 0, 1, 1, 2, dim_v=136),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -335,6 +346,23 @@ OF_V_APART: dict[str, Break] = {
 }
 
 
+OF_OWN_HEAD_DIM: dict[str, Break] = {
+    "place-of-o": (
+        {"i / 4 + lane / 16, kTileM)": "i / 4 + lane / 16, broken == n ? 64 : kTileM)"},
+        "reads what is not there",
+    ),
+    "bytes-of-v": (
+        {"* 8, kTileBytesV)": "* 8, broken == n ? kTileBytesN : kTileBytesV)"},
+        "reads what is not there",
+    ),
+    "panels-of-v": ({"kTileN, kPanelsV)": "kTileN, broken == n ? kPanels : kPanelsV)"}, "it hangs"),
+    "buffers-of-q": (
+        {"stage * kBufferBytesQ": "stage * (broken == n ? kTileBytesM : kBufferBytesQ)"},
+        "a copy overwrites",
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("source", "breaks"),
     [
@@ -342,8 +370,9 @@ OF_V_APART: dict[str, Break] = {
         (hopper(64, 192, 128, 2, 1, 1, 0, 1, mask=Mask.CAUSAL), OF_CAUSAL),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS), OF_SPANS),
         (hopper(64, 192, 96, 2, 1, 1, 0, 1, 1, mask=Mask.SPANS, stages_v=3), OF_V_APART),
+        (hopper(40, 192, 64, 2, 0, 1, 0, 1, dim_v=104), OF_OWN_HEAD_DIM),
     ],
-    ids=["clusters", "causal", "spans", "v-apart"],
+    ids=["clusters", "causal", "spans", "v-apart", "own-head-dim"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""
