@@ -53,7 +53,7 @@ ALLOWED = {
         "runtime.kernels",
     },
     "runtime.search": {"codegen", "codegen.families", "runtime", "runtime.build"},
-    "runtime.integrations": {"codegen", "runtime", "runtime.native"},
+    "runtime.integrations": {"codegen", "runtime", "runtime.build", "runtime.native"},
     "runtime.distributed": {"runtime"},
     "runtime.doctor": {"codegen", "runtime", "runtime.build", "runtime.native"},
     "bagel": {"bagel.trainer", "runtime"},
