@@ -47,6 +47,7 @@ ALLOWED = {
     "runtime.native": {
         "codegen",
         "runtime.build",
+        "runtime.canary",
         "runtime.dispatch",
         "runtime.inputs",
         "runtime.integrations.transforms",
