@@ -6,14 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnforge.bagel.balancing import LayerCost as LayerCost
+    from attnforge.bagel.balancing import balance as balance
     from attnforge.bagel.packing import PackedMask as PackedMask
     from attnforge.bagel.trainer.patch import patch as patch
     from attnforge.bagel.trainer.patch import unpatch as unpatch
     from attnforge.bagel.trainer.recording import record as record
 
-__all__ = ["PackedMask", "patch", "record", "unpatch"]
+__all__ = ["LayerCost", "PackedMask", "balance", "patch", "record", "unpatch"]
 
 _HOME = {
+    "LayerCost": "attnforge.bagel.balancing",
+    "balance": "attnforge.bagel.balancing",
     "PackedMask": "attnforge.bagel.packing",
     "patch": "attnforge.bagel.trainer.patch",
     "record": "attnforge.bagel.trainer.recording",

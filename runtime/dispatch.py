@@ -24,6 +24,7 @@ from attnforge.runtime.native.launcher import launcher
 log = logging.getLogger("attnforge")
 
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
+_reasons: dict[int, str] = {}  # of the latest choice of each handle
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
 _ON_GPU = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
@@ -180,7 +181,14 @@ def resolve(
     )
     choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward, visible_keys)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
-    return kernels.load(choice.spec, device)
+    handle = kernels.load(choice.spec, device)
+    _reasons[handle] = choice.reason
+    return handle
+
+
+def reason_of(handle: int) -> str:
+    """Why `resolve` chose the variant of this handle: the table's entry, or that there is none."""
+    return _reasons[handle]
 
 
 def forget() -> None:

@@ -104,6 +104,11 @@ def load(spec: Spec, device: torch.device) -> int:
         return _handles[spec, device, chaos]
 
 
+def spec_of(handle: int) -> Spec:
+    """The spec of a handle that `load` returned."""
+    return next(spec for (spec, _, _), known in _handles.items() if known == handle)
+
+
 def _bytes(entry: cache.Entry) -> torch.Tensor:
     return torch.frombuffer(bytearray(entry.binary), dtype=torch.uint8)
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from attnforge.bagel.trainer import layers, substitutes
 from attnforge.bagel.trainer.ports import Port, pick
+from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 logger = logging.getLogger("attnforge")
@@ -74,10 +75,15 @@ def patch(*, deep: bool = False, trainer: Literal["bagel", "nemo"] | None = None
     - use_flex off: the dense masks become the same once per micro-step; K and V are not repeated.
     - SigLIP and inference: our `flash_attn_varlen_func`, whether flash-attn is installed or not.
 
-    Patching twice changes nothing. Raises RuntimeError, naming each difference, if the code is not as known or
-    cannot be imported; nothing is patched then.
+    Patching twice changes nothing. With ATTNFORGE_DISABLE=1 nothing is patched, and the trainer needs flash-attn again.
+    Raises RuntimeError, naming each difference, if the code is not as known or cannot be imported; nothing is patched
+    then.
     """
     global _changes
+    if disabled(
+        "attnforge.bagel.patch()", "the trainer runs its own attention, for which it needs flash_attn"
+    ):
+        return Patched(applied=False)
     with _lock:
         if _changes is not None:
             return Patched(applied=False)

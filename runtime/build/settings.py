@@ -15,10 +15,12 @@ TABLES = "ATTNFORGE_TABLES"
 COMPILER = "ATTNFORGE_COMPILER"
 NO_JIT = "ATTNFORGE_NO_JIT"
 CHAOS = "ATTNFORGE_CHAOS"
+CANARY = "ATTNFORGE_CANARY"
+DISABLE = "ATTNFORGE_DISABLE"
 
 PREFIX = "ATTNFORGE_"
-# Others are of the tests.
-KNOWN = (CACHE_DIR, TABLES, COMPILER, NO_JIT, CHAOS, "ATTNFORGE_REQUIRE_GPU", "ATTNFORGE_MEMORY_STEPS")
+OURS = (CACHE_DIR, TABLES, COMPILER, NO_JIT, CHAOS, CANARY, DISABLE)
+KNOWN = (*OURS, "ATTNFORGE_REQUIRE_GPU", "ATTNFORGE_MEMORY_STEPS")  # the last ones are of the tests
 
 log = logging.getLogger("attnforge")
 _warned: set[str] = set()
@@ -39,6 +41,8 @@ class Settings:
     jit: bool  # False: a kernel that is not in the cache is an error
     tables: tuple[Path, ...]  # absolute folders of tuned tables; searches write into the first
     chaos: int = 0  # above 0: GPU kernels sleep at random at their barriers, by this seed (codegen/chaos.py)
+    canary: int = 0  # above 0: every canary-th forward and backward is checked by float64 (runtime/canary.py)
+    disabled: bool = False  # True: drop-ins and patches change nothing
 
 
 def settings() -> Settings:
@@ -53,10 +57,25 @@ def settings() -> Settings:
     compiler = os.environ.get(COMPILER, "auto").lower()
     if compiler not in COMPILERS:
         raise SettingsError(f"{COMPILER}={compiler!r}: accepted are {', '.join(COMPILERS)}")
-    no_jit = os.environ.get(NO_JIT, "0")
-    if no_jit not in ("", "0", "1"):
-        raise SettingsError(f"{NO_JIT}={no_jit!r}: accepted are 0 and 1")
-    return Settings(_cache_dir(), compiler, jit=no_jit != "1", tables=_tables(), chaos=_chaos())
+    return Settings(
+        _cache_dir(),
+        compiler,
+        jit=not _flag(NO_JIT),
+        tables=_tables(),
+        chaos=_number(CHAOS, "no chaos, and seeds"),
+        canary=_number(CANARY, "no checks, and numbers of calls"),
+        disabled=_flag(DISABLE),
+    )
+
+
+def disabled(what: str, instead: str) -> bool:
+    """Whether ATTNFORGE_DISABLE=1. Then says once of each `what` that it does nothing, and what runs `instead`."""
+    if not settings().disabled:
+        return False
+    if what not in _warned:
+        _warned.add(what)
+        log.warning("%s=1: %s changes nothing; %s", DISABLE, what, instead)
+    return True
 
 
 def unknown_variables() -> dict[str, str]:
@@ -65,14 +84,21 @@ def unknown_variables() -> dict[str, str]:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in KNOWN:
             near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
-            found[name] = f"did you mean {near[0]}?" if near else f"there are {', '.join(KNOWN[:5])}"
+            found[name] = f"did you mean {near[0]}?" if near else f"there are {', '.join(OURS)}"
     return found
 
 
-def _chaos() -> int:
-    given = os.environ.get(CHAOS) or "0"
+def _flag(name: str) -> bool:
+    given = os.environ.get(name, "0")
+    if given not in ("", "0", "1"):
+        raise SettingsError(f"{name}={given!r}: accepted are 0 and 1")
+    return given == "1"
+
+
+def _number(name: str, words: str) -> int:
+    given = os.environ.get(name) or "0"
     if not (given.isdecimal() and int(given) < 1 << 32):
-        raise SettingsError(f"{CHAOS}={given!r}: accepted are 0, no chaos, and seeds up to {(1 << 32) - 1}")
+        raise SettingsError(f"{name}={given!r}: accepted are 0, {words} up to {(1 << 32) - 1}")
     return int(given)
 
 

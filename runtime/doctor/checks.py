@@ -12,7 +12,7 @@ from pathlib import Path
 
 from attnforge.runtime.build import cache, store
 from attnforge.runtime.build.errors import CacheError
-from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, TABLES, settings, unknown_variables
+from attnforge.runtime.build.settings import CACHE_DIR, NO_JIT, OURS, settings, unknown_variables
 from attnforge.runtime.doctor.compilers import cuda_compiler, driver, host_compiler
 from attnforge.runtime.doctor.findings import FAILURE, INFO, OK, WARNING, Finding, failed
 
@@ -147,7 +147,7 @@ def _tuned() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    for name in (CACHE_DIR, TABLES, COMPILER, NO_JIT, "CUDA_HOME", "CUDA_PATH", "CXX"):
+    for name in (*OURS, "CUDA_HOME", "CUDA_PATH", "CXX"):
         if name in os.environ:
             yield Finding(name, INFO, os.environ[name])
     for name, meant in unknown_variables().items():

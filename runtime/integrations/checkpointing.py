@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.native.operators import operators
 
 
@@ -23,11 +24,18 @@ def save_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
 
     The second composes with FSDP: wrap first, then shard. torch refuses a `context_fn` for reentrant checkpoints. To
     keep other results too, give `create_selective_checkpoint_contexts` a policy that calls `save_attention_policy` for
-    the operators that it does not handle.
+    the operators that it does not handle. With ATTNFORGE_DISABLE=1 all is recomputed, as without a `context_fn`.
     """
+    if disabled("attnforge.save_attention", "checkpointed layers recompute all of their forward"):
+        plain: tuple[Any, Any] = create_selective_checkpoint_contexts(_recompute)
+        return plain
     operators()  # the operator must exist to be recognised
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(save_attention_policy)
     return contexts
+
+
+def _recompute(_context: Any, _op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def save_attention_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.masks import Causal, DenseMask
 from attnforge.runtime.ops import Mask, attention
 from attnforge.runtime.scores import softcap
@@ -23,8 +24,8 @@ def register_huggingface() -> None:
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnforge", dtype=torch.bfloat16)
 
     Masks are those that transformers makes for SDPA: none if full or causal is enough, else one bool mask for the
-    whole model (padding, sliding windows, packed sequences). A second call changes nothing. Raises ImportError
-    without transformers, RuntimeError if it is too old.
+    whole model (padding, sliding windows, packed sequences). A second call changes nothing. With ATTNFORGE_DISABLE=1
+    the name stands for transformers' "sdpa". Raises ImportError without transformers, RuntimeError if it is too old.
     """
     try:
         from transformers import AttentionInterface
@@ -41,7 +42,8 @@ def register_huggingface() -> None:
             f"register_huggingface: transformers {transformers.__version__} has no interface to register attention "
             "and masks with; install transformers>=4.53"
         ) from error
-    AttentionInterface.register(NAME, attention_forward)
+    off = disabled("attnforge.register_huggingface()", "attn_implementation='attnforge' runs as 'sdpa'")
+    AttentionInterface.register(NAME, AttentionInterface()["sdpa"] if off else attention_forward)
     # Without it, models would pass no mask at all.
     AttentionMaskInterface.register(NAME, sdpa_mask)
 

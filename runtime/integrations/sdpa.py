@@ -17,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations.sdpa_calls import why_not
 from attnforge.runtime.masks import Causal, DenseMask
 from attnforge.runtime.ops import attention
 
 logger = logging.getLogger("attnforge")
+
+_TORCHS = "scaled_dot_product_attention stays torch's"
 
 _lock = threading.RLock()
 _enabled = False  # by enable()
@@ -40,8 +43,11 @@ def enable() -> None:
     shapes, strides, dtypes and devices. torch also runs calls for which sdpa_kernel() allows no backend, or only math
     (which has second derivatives); otherwise sdpa_kernel() does not affect our kernels.
     The `__torch_function__` of a tensor subclass receives torch's own function, that of a mode ours.
+    With ATTNFORGE_DISABLE=1 it does nothing, and torch runs every call.
     """
     global _enabled
+    if disabled("attnforge.enable()", _TORCHS):
+        return
     with _lock:
         _enabled = True
         _update()
@@ -61,8 +67,12 @@ def sdpa() -> Iterator[None]:
 
     backward() may run outside the block, except with activation checkpointing: it calls
     scaled_dot_product_attention again, and both calls must run the same kernels.
+    With ATTNFORGE_DISABLE=1 torch runs the block's calls.
     """
     global _depth
+    if disabled("attnforge.sdpa()", _TORCHS):
+        yield
+        return
     with _lock:
         _depth += 1
         _update()

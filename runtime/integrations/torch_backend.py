@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from attnforge.runtime import ops
+from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations.flash_attn import band, documents, sides_of
 from attnforge.runtime.masks import Causal
 
@@ -38,6 +39,7 @@ def register_torch() -> None:
     It affects calls on CUDA devices that torch gives to its flash backend (see sdpa_kernel). A call with dropout or
     another unsupported argument runs on torch's own kernel, and the logger "attnforge" says so, once per argument.
     Other masks never reach this backend: use `attnforge.sdpa()`.
+    With ATTNFORGE_DISABLE=1 the name is registered all the same, and activating it leaves torch's own kernels.
     Raises RuntimeError if torch has no such registry (before 2.11).
     """
     try:
@@ -53,8 +55,8 @@ def register_torch() -> None:
 class _Handle:
     """torch keeps this while our kernels are active; `remove` removes them from its dispatcher."""
 
-    def __init__(self, library: Library) -> None:
-        self._library: Library | None = library
+    def __init__(self, library: Library | None) -> None:
+        self._library = library
 
     def remove(self) -> None:
         if self._library is not None:
@@ -63,6 +65,8 @@ class _Handle:
 
 
 def _activate() -> _Handle:
+    if disabled("attnforge.register_torch()", "torch's own flash attention runs"):
+        return _Handle(None)
     library = Library("aten", "IMPL", "CUDA")
     for name, function in (
         ("_scaled_dot_product_flash_attention", scaled_forward),

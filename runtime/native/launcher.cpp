@@ -41,6 +41,8 @@ TORCH_LIBRARY(attnforge, m) {
           "bool planes, str score=\"\") -> int");
     m.def("load_mask_kernels(Device device) -> ()");
     // Called from Python.
+    m.def("route(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, bool deterministic, int visible, Tensor? dout, "
+          "Tensor? out, str score=\"\", " ATTNFORGE_SCORE_TENSORS ") -> int");
     m.def("add_variant(str description, Device device, Tensor binary, str path) -> int");
     m.def("add_mask_kernels(Tensor binary, Device device) -> ()");
     m.def("forget_routes() -> ()", [] { router().clear(); });
@@ -68,6 +70,7 @@ TORCH_LIBRARY_IMPL(attnforge, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(attnforge, CompositeExplicitAutograd, m) {
+    m.impl("route", route);
     m.impl("add_variant", add_variant);
     m.impl("add_mask_kernels", add_mask_kernels);
     m.impl("mask_of_splits", mask_of_splits);

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnforge.runtime import dispatch, inputs, kernels
+from attnforge.runtime import canary, dispatch, inputs, kernels
+from attnforge.runtime.build.settings import settings
 from attnforge.runtime.native.launcher import launcher
 
 
@@ -151,6 +152,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
 }
 _lock = threading.Lock()
 _complete = False
+_kept: list[torch.library.Library] = []  # what it registers ends with it
 
 
 def operators() -> None:
@@ -170,4 +172,6 @@ def operators() -> None:
             transforms as transforms,  # it needs the operators at import
         )
 
+        if every := settings().canary:
+            _kept.append(canary.install(every))
         _complete = True

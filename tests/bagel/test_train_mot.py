@@ -1,4 +1,4 @@
-"""examples/train_mot.py: it learns, resumes, and is the same on one rank and on two."""
+"""examples/train_mot.py: it learns, resumes, and is the same on one, two and four ranks."""
 
 from __future__ import annotations
 
@@ -78,6 +78,27 @@ def test_two_ranks_are_one(tmp_path: Path, expected: Rows) -> None:
     torchrun(2, EXAMPLES / "train_mot.py", *options.split(), "--losses", str(losses), "--save", str(saved))
     assert_close([json.loads(line) for line in losses.read_text().splitlines()], expected[:4])
     assert_close(run(save=saved, steps=6), expected[4:])
+
+
+def test_four_ranks_need_no_argument(tmp_path: Path) -> None:
+    """Without --packs each rank has one, and the losses are those of one rank with four packs."""
+    losses = tmp_path / "losses.jsonl"
+    options = "--tokens 64 --steps 2 --precision fp32 --device cpu"
+    torchrun(4, EXAMPLES / "train_mot.py", *options.split(), "--losses", str(losses))
+    ours = [json.loads(line) for line in losses.read_text().splitlines()]
+    assert_close(ours, run(tokens=64, steps=2, packs=4))
+
+
+@pytest.mark.parametrize(
+    ("packs", "ranks", "batch"), [(None, 1, 2), (None, 2, 2), (None, 3, 3), (None, 8, 8), (6, 3, 6)]
+)
+def test_packs_of_a_step(packs: int | None, ranks: int, batch: int) -> None:
+    assert Options(packs=packs).batch(ranks) == batch
+
+
+def test_packs_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UsageError, match="--packs 2 does not divide among 4 ranks; try --packs 4"):
+        Options(packs=2).batch(4)
 
 
 def test_profiler_writes_a_trace(tmp_path: Path) -> None:

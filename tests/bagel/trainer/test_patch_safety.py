@@ -15,6 +15,7 @@ from trainer import PAD, STANDIN, batch, clean, flash_attn, make_model, stock_va
 import attnforge
 from attnforge.bagel.trainer.patch import FLASH
 from attnforge.bagel.trainer.ports import BAGEL, QWEN, SIGLIP
+from attnforge.runtime.build.settings import DISABLE
 
 __all__ = ["clean", "flash_attn"]  # fixtures
 
@@ -53,6 +54,25 @@ def test_patching_twice_and_unpatching_twice_change_nothing(flash_attn: types.Mo
     assert not changed(before)
     attnforge.bagel.unpatch()
     assert not changed(before)
+
+
+def test_a_disabled_patch_leaves_the_trainer_alone(
+    flash_attn: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(DISABLE, "1")
+    monkeypatch.setattr("attnforge.runtime.build.settings._warned", set())
+    make_model()
+    before = snapshot()
+    for _ in range(2):
+        with attnforge.bagel.patch(deep=True):
+            assert not changed(before)
+    assert [record.message for record in caplog.records] == [
+        "ATTNFORGE_DISABLE=1: attnforge.bagel.patch() changes nothing; the trainer runs its own attention, for which "
+        "it needs flash_attn"
+    ]
+    monkeypatch.setenv(DISABLE, "0")
+    with attnforge.bagel.patch():
+        assert changed(before)
 
 
 @pytest.mark.skipif(importlib.util.find_spec(FLASH) is not None, reason="flash-attn is installed")

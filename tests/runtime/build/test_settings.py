@@ -7,7 +7,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, settings
+from attnforge.runtime.build.settings import CACHE_DIR, CANARY, COMPILER, DISABLE, NO_JIT, settings
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,9 @@ def test_a_relative_directory_becomes_absolute(monkeypatch: pytest.MonkeyPatch, 
     assert settings().cache_dir == tmp_path / "here"
 
 
-@pytest.mark.parametrize(("name", "value"), [(COMPILER, "gcc"), (NO_JIT, "yes")])
+@pytest.mark.parametrize(
+    ("name", "value"), [(COMPILER, "gcc"), (NO_JIT, "yes"), (CANARY, "-1"), (DISABLE, "on")]
+)
 def test_a_meaningless_value_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name}='{value}'"):

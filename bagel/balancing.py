@@ -1,0 +1,326 @@
+"""`attnforge.bagel.balance(packs, ranks)`: a step's packs for ranks, so that all of them take as long.
+
+A pack's time is predicted: linear layers take as long for every token, attention for every visible pair. Packs of as
+many tokens differ in pairs, so ranks wait for the one with the longest samples. Samples are therefore dealt to packs
+anew: the slowest first, each to the fastest pack that has room; then the slowest pack and another one exchange
+up to two samples against up to two, while that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from typing import Literal, Protocol
+
+import numpy as np
+
+from attnforge.bagel.packing import cut
+
+NEAR = 8  # lightest packs, which are tried as partners before all others
+FEW = 24  # samples of a pack up to which two at a time are exchanged
+ENOUGH = 1.001  # largest over mean at which the search ends
+
+
+class Packed(Protocol):
+    """A pack as `PackedMask` takes it. What has `used`, too, has padding from that token on, which is not dealt."""
+
+    @property
+    def sample_lens(self) -> Sequence[int]:
+        """Tokens of each sample."""
+        ...
+
+    @property
+    def split_lens(self) -> Sequence[int]:
+        """Tokens of each split, of all samples."""
+        ...
+
+    @property
+    def attn_modes(self) -> Sequence[str]:
+        """causal, full or noise for each split."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of one decoder layer, forward and backward: `token` a token, `pair` a visible pair of all heads, `fixed`.
+
+    The defaults are BAGEL-7B's layer (28/4/128, bf16, no checkpointing) on an H200: `pair` and 3.6e-8 of `token` are a
+    least-squares fit of attention's rates on packs (docs/performance.md, "Goals"; within 8 %), the rest of `token` is
+    the layer of docs/training.md without attention. `balance` depends on their ratio only, so times of a whole model
+    will do.
+    """
+
+    token: float = 2.66e-6
+    pair: float = 6.85e-11
+    fixed: float = 0.0
+
+    def seconds(self, tokens: int, pairs: int) -> float:
+        """Predicted time of a pack."""
+        return self.fixed + self.token * tokens + self.pair * pairs
+
+    @classmethod
+    def from_rates(
+        cls, heads_q: int, head_dim: int, *, forward: float, backward: float, token: float
+    ) -> LayerCost:
+        """From attention's TFLOP/s of visible pairs (4 head_dim a pair and head forward, 2.5 times that backward)."""
+        work = 4e-12 * heads_q * head_dim
+        return cls(token, work / forward + 2.5 * work / backward)
+
+    @classmethod
+    def fit(cls, packs: Sequence[Packed], seconds: Sequence[float]) -> LayerCost:
+        """The cost nearest to measured times of packs: least squares of relative errors, none below 0.
+
+        packs: at least 3, that differ in tokens and in pairs. Raises ValueError otherwise.
+        """
+        from scipy.optimize import nnls
+
+        work = [_work(_samples(pack)) for pack in packs]
+        if len(packs) != len(seconds) or len(packs) < 3 or min(seconds) <= 0:
+            raise ValueError(
+                f"seconds: {len(seconds)} times of {len(packs)} packs; expected a time above 0 for each of 3 or more"
+            )
+        table = np.array([(tokens, pairs, 1.0) for tokens, pairs in work])
+        size = table.max(0)
+        if np.linalg.matrix_rank(table / size) < 3:
+            raise ValueError(
+                "packs: their tokens and visible pairs do not differ enough to tell their costs apart"
+            )
+        times = np.asarray(seconds, dtype=float)
+        found, _ = nnls(table / size / times[:, None], np.ones(len(times)))
+        return cls(*(found / size).tolist())
+
+
+@dataclass(frozen=True)
+class Share:
+    """One pack of a rank: its samples as (number of the given pack, number of the sample in it), and their lists."""
+
+    samples: tuple[tuple[int, int], ...]
+    sample_lens: tuple[int, ...]
+    split_lens: tuple[int, ...]
+    attn_modes: tuple[str, ...]
+    seconds: float  # predicted, of one layer
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, all of them real."""
+        return sum(self.sample_lens)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The packs of each rank, as many for each. Those of one place in the order take about as long on all ranks."""
+
+    ranks: tuple[tuple[Share, ...], ...]
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Predicted time of each rank, of one layer."""
+        return tuple(sum(share.seconds for share in shares) for shares in self.ranks)
+
+    @property
+    def ratio(self) -> float:
+        """Largest over mean of the ranks' times, where ranks wait for each other once a step (DDP)."""
+        return max(self.seconds) * len(self.ranks) / (sum(self.seconds) or 1.0)
+
+    @property
+    def lockstep_ratio(self) -> float:
+        """The same where ranks wait for each other in every pack (FSDP)."""
+        columns = zip(*self.ranks, strict=True)
+        slowest: float = sum(max(share.seconds for share in column) for column in columns)
+        return slowest * len(self.ranks) / (sum(self.seconds) or 1.0)
+
+
+def balance(
+    packs: Sequence[Packed],
+    ranks: int,
+    *,
+    move: Literal["samples", "packs"] = "samples",
+    cost: LayerCost | None = None,
+    capacity: int | None = None,
+) -> Balance:
+    """Deal a step's packs among ranks by predicted time. All ranks get as many packs, as FSDP needs them.
+
+    packs: of all ranks together; objects with sample_lens, split_lens and attn_modes. Where there is `used`, samples
+        from that token on are padding; padding and samples without tokens are left out.
+    move: "samples" makes new packs of all samples, as many as were given or the next multiple of `ranks`; "packs"
+        leaves each pack as it is, and their number must be a multiple of `ranks`.
+    cost: None is LayerCost().
+    capacity: tokens of a new pack at most; None: those of the longest given one, padding included.
+
+    The result depends on the arguments alone: ranks that know all packs agree without communication. Raises ValueError
+    naming the argument, also if samples do not fit the capacity.
+    """
+    if ranks < 1 or not packs:
+        raise ValueError(f"ranks: {len(packs)} packs for {ranks} ranks; expected at least one of each")
+    if move not in ("samples", "packs"):
+        raise ValueError(f"move: {move!r}; it is 'samples' or 'packs'")
+    cost = LayerCost() if cost is None else cost
+    given = [_samples(pack, number) for number, pack in enumerate(packs)]
+    if move == "packs":
+        if len(packs) % ranks:
+            raise ValueError(
+                f"packs: {len(packs)} do not divide among {ranks} ranks; move='samples' makes new ones"
+            )
+        return _to_ranks([_share(part, cost) for part in given], ranks)
+    room = max(sum(pack.sample_lens) for pack in packs) if capacity is None else capacity
+    count = -(-len(packs) // ranks) * ranks
+    return _to_ranks([_share(part, cost) for part in _deal(given, count, room, cost)], ranks)
+
+
+# ---- Samples
+
+
+@dataclass(frozen=True)
+class _Sample:
+    place: tuple[int, int]  # pack, sample
+    tokens: int
+    pairs: int
+    split_lens: tuple[int, ...]
+    attn_modes: tuple[str, ...]
+
+
+def _samples(pack: Packed, number: int = 0) -> list[_Sample]:
+    """The samples of a pack without its padding. Errors as `packing.cut`."""
+    splits = cut(pack.sample_lens, pack.split_lens, pack.attn_modes)
+    used = getattr(pack, "used", None)
+    limit = sum(pack.sample_lens) if used is None else used
+    if limit not in (0, *accumulate(pack.sample_lens)):
+        raise ValueError(f"packs: number {number} has {limit} used tokens, which end inside a sample")
+    found, end = [], 0
+    for index, length in enumerate(pack.sample_lens):
+        end += length
+        own = [split for split in splits if split.sample == index and split.end > split.start]
+        if end <= limit and length:
+            lens, modes = tuple(s.end - s.start for s in own), tuple(s.mode for s in own)
+            found.append(_Sample((number, index), length, sum(s.pairs for s in own), lens, modes))
+    return found
+
+
+def _work(samples: Iterable[_Sample]) -> tuple[int, int]:
+    """(tokens, visible pairs)"""
+    tokens, pairs = 0, 0
+    for sample in samples:
+        tokens, pairs = tokens + sample.tokens, pairs + sample.pairs
+    return tokens, pairs
+
+
+def _share(samples: Sequence[_Sample], cost: LayerCost) -> Share:
+    ordered = sorted(samples, key=lambda sample: sample.place)
+    return Share(
+        tuple(sample.place for sample in ordered),
+        tuple(sample.tokens for sample in ordered),
+        tuple(n for sample in ordered for n in sample.split_lens),
+        tuple(mode for sample in ordered for mode in sample.attn_modes),
+        cost.seconds(*_work(ordered)),
+    )
+
+
+# ---- Samples to packs
+
+
+def _deal(given: list[list[_Sample]], count: int, room: int, cost: LayerCost) -> list[list[_Sample]]:
+    """`count` packs of all samples, none with more than `room` tokens."""
+    every = [sample for part in given for sample in part]
+    if (longest := max((sample.tokens for sample in every), default=0)) > room:
+        raise ValueError(f"capacity: {room} tokens, but a sample has {longest}")
+    cost = LayerCost(cost.token, cost.pair)  # every pack has the fixed part
+    as_given = [list(part) for part in given] + [[] for _ in range(count - len(given))]
+    starts = [_slowest_first(every, count, room, cost), _largest_first(every, count, room)]
+    if all(_work(part)[0] <= room for part in as_given):
+        starts.append(as_given)
+    tried = [_improve(start, room, cost) for start in starts if start is not None]
+    if not tried:
+        raise ValueError(
+            f"capacity: {len(every)} samples of {_work(every)[0]} tokens do not fit {count} packs of {room}"
+        )
+    return min(tried, key=lambda packs: max(cost.seconds(*_work(part)) for part in packs))
+
+
+def _slowest_first(
+    every: list[_Sample], count: int, room: int, cost: LayerCost
+) -> list[list[_Sample]] | None:
+    """Each sample, the slowest first, to the pack that is fastest so far and has room; None if none has."""
+    packs: list[list[_Sample]] = [[] for _ in range(count)]
+    tokens, loads = [0] * count, [0.0] * count
+    for sample in sorted(every, key=lambda x: (-cost.seconds(x.tokens, x.pairs), x.place)):
+        fitting = [i for i in range(count) if tokens[i] + sample.tokens <= room]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda i: (loads[i], i))
+        packs[best].append(sample)
+        tokens[best] += sample.tokens
+        loads[best] += cost.seconds(sample.tokens, sample.pairs)
+    return packs
+
+
+def _largest_first(every: list[_Sample], count: int, room: int) -> list[list[_Sample]] | None:
+    """The same by tokens alone, which leaves room for longer."""
+    return _slowest_first(every, count, room, LayerCost(1.0, 0.0))
+
+
+class _Exchange:
+    """Subsets of up to two samples of a pack, of up to one of many: their times and tokens. The empty one is first."""
+
+    def __init__(self, samples: Sequence[_Sample], cost: LayerCost) -> None:
+        most = 2 if len(samples) <= FEW else 1
+        self.subsets = [s for size in range(most + 1) for s in combinations(range(len(samples)), size)]
+        times = [cost.seconds(x.tokens, x.pairs) for x in samples]
+        self.times = np.array([sum(times[i] for i in s) for s in self.subsets])
+        self.tokens = np.array([sum(samples[i].tokens for i in s) for s in self.subsets])
+        self.load, self.size = sum(times), sum(x.tokens for x in samples)
+
+
+def _improve(packs: list[list[_Sample]], room: int, cost: LayerCost) -> list[list[_Sample]]:
+    """Exchange samples of the slowest pack while its and its partner's larger time falls."""
+    packs = [list(part) for part in packs]
+    sides = [_Exchange(part, cost) for part in packs]
+    mean = sum(side.load for side in sides) / len(sides)
+    while True:
+        order = sorted(range(len(packs)), key=lambda i: (sides[i].load, i))
+        slow = order.pop()
+        if sides[slow].load <= ENOUGH * mean:
+            return packs
+        found = _best(sides, slow, order[:NEAR], room) or _best(sides, slow, order[NEAR:], room)
+        if found is None:
+            return packs
+        other, out, back = found
+        leaving, coming = ([packs[i][j] for j in s] for i, s in ((slow, out), (other, back)))
+        packs[slow] = [x for x in packs[slow] if x not in leaving] + coming
+        packs[other] = [x for x in packs[other] if x not in coming] + leaving
+        for i in (slow, other):
+            sides[i] = _Exchange(packs[i], cost)
+
+
+def _best(
+    sides: list[_Exchange], slow: int, others: Sequence[int], room: int
+) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """(partner, subset that leaves, subset that comes) with the least larger time of both; None if none is less."""
+    a = sides[slow]
+    best, least = None, a.load * (1 - 1e-9)
+    for i in others:
+        b = sides[i]
+        time = a.times[:, None] - b.times[None]
+        tokens = a.tokens[:, None] - b.tokens[None]
+        larger = np.maximum(a.load - time, b.load + time)
+        larger[(a.size - tokens > room) | (b.size + tokens > room)] = np.inf
+        at = int(larger.argmin())
+        if larger.flat[at] < least:
+            row, column = divmod(at, len(b.subsets))
+            best, least = (i, a.subsets[row], b.subsets[column]), float(larger.flat[at])
+    return best
+
+
+# ---- Packs to ranks
+
+
+def _to_ranks(shares: list[Share], ranks: int) -> Balance:
+    """Packs of about the same time at the same place of all ranks; of these the slowest to the fastest rank so far."""
+    order = sorted(shares, key=lambda share: (-share.seconds, share.samples))
+    dealt: list[list[Share]] = [[] for _ in range(ranks)]
+    for first in range(0, len(order), ranks):
+        loads = [sum(share.seconds for share in rank) for rank in dealt]
+        waiting = sorted(range(ranks), key=lambda i: (loads[i], i))
+        for rank, share in zip(waiting, order[first : first + ranks], strict=True):
+            dealt[rank].append(share)
+    return Balance(tuple(tuple(rank) for rank in dealt))

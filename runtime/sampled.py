@@ -1,0 +1,327 @@
+"""Attention on a few rows and keys in float64, with bounds of what rounding alone explains: O(samples x length) work.
+
+The bounds follow the arithmetic of a flash attention to first order. Let F = 2^-24, u the unit roundoff of the dtype, P
+that of operands of matrix products (u in 16 bits, 2^-21 in float32), w the exact weights, s the exact scores:
+
+    scores     e_ij = F ((D + 16) scale sum_d |q_id| |k_jd| + 8 (|s_ij| + |max_i s| + |lse_i|)),  r = expm1(e)
+    out        sum_j w_ij |v_j| (r_ij + sum_j w_ij r_ij + 2 P + n F) + u |out|
+    dS         w_ij (r_ij |dP - delta| + error(dP) + error(delta)) + P |dS|
+    dq, dk, dv the same sums as those that they are made of, + u of the result
+
+A function of the score multiplies e by its slope. Gradients are those of the operator's own inputs: out and lse are
+taken as they were given to it. `spread` is the standard deviation of the same roundings, if they are independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnforge.codegen.score import Program, ScoreMod
+from attnforge.codegen.spec import Mask
+
+SINGLE = 2.0**-24
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+OPERAND = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
+EXPLODES = 0.5  # an error of the exponent beyond which rounding may leave nothing of the weights
+LARGEST_LSE = 2.0**22  # rows beyond it get zero gradients
+SCORE_ROUNDINGS = 64  # units of F that a function of the score may lose of its value
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors of one call as the operators get them; `mask` is the data of its kind."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    kind: Mask
+    scale: float
+    score: ScoreMod
+    captured: tuple[Tensor, ...] = ()
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    def plane(self, b: int, h: int) -> Tensor:
+        """The mask's data of a batch entry and a query head: (n, 2, Sk) of spans, (Sq, words) of a dense mask."""
+        assert self.mask is not None
+        if self.mask.dim() == 2:
+            return self.mask[None]
+        planes = self.mask.shape[:2]
+        return self.mask[b % planes[0], h * planes[1] // self.q.shape[1]]
+
+    def visible(self, b: int, h: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """bool (R, C): which of the keys (C) the rows (R) see."""
+        row, key = rows[:, None], keys[None]
+        if self.kind is Mask.CAUSAL:
+            return key <= row + (self.k.shape[2] - self.q.shape[2])
+        if self.kind is Mask.SPANS:
+            starts, ends = self.plane(b, h)[..., keys].unbind(1)
+            return ((starts[:, None] <= row) & (row < ends[:, None])).any(0)
+        if self.kind is Mask.DENSE:
+            words = self.plane(b, h)[row, key >> 5]
+            return ((words >> (key & 31)) & 1).bool()
+        return torch.ones(rows.numel(), keys.numel(), dtype=torch.bool, device=rows.device)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One result on its sample: what it is, where, and how far it may be from the exact value."""
+
+    name: str  # out, lse, dq, dk, dv
+    batch: int
+    head: int  # of q; of k for dk and dv
+    index: Tensor  # (R,): rows of q, or keys for dk and dv
+    got: Tensor  # (R, columns); of lse (R, 1)
+    exact: Tensor
+    bound: Tensor
+    spread: Tensor
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Pairs of rows and keys: score, error of the exponent without the row's own part, slope of the function."""
+
+    value: Tensor  # (R, C), 0 where hidden
+    seen: Tensor
+    error: Tensor
+    slope: Tensor
+
+
+def _scores(call: Call, b: int, h: int, rows: Tensor, keys: Tensor, q: Tensor, k: Tensor) -> _Scores:
+    s = q @ k.mT * call.scale
+    error = terms(q.shape[1]) * (q.abs() @ k.abs().mT * call.scale)
+    seen, slope = call.visible(b, h, rows, keys), torch.ones((), dtype=s.dtype, device=s.device)
+    if call.score:
+        leaves = {
+            "score": s,
+            "b": torch.tensor(b, device=s.device),
+            "h": torch.tensor(h, device=s.device),
+            "q_idx": rows[:, None],
+            "kv_idx": keys[None],
+        }
+        raw = s
+        s, slope = (_run(*f, leaves, call.captured) for f in (call.score.parsed, call.score.gradient))
+        s, slope = (x.to(raw.dtype).expand(raw.shape) for x in (s, slope))
+        seen = seen & (s != -torch.inf)
+        error = error * slope.abs() + SCORE_ROUNDINGS * SINGLE * (1 + s.abs() + raw.abs())
+    s, error, slope = (x.expand(seen.shape).masked_fill(~seen, 0) for x in (s, error, slope))
+    return _Scores(s, seen, error + 8 * SINGLE * s.abs(), slope)
+
+
+def terms(n: int) -> float:
+    """Relative error of a sum of n products in float32."""
+    return SINGLE * (n + 16)
+
+
+def forward_samples(call: Call, b: int, h: int, rows: Tensor, out: Tensor, lse: Tensor) -> list[Sample]:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) at query rows `rows` of one head."""
+    unit, operand, tiny = (table[call.q.dtype] for table in (UNIT, OPERAND, TINY))
+    q, k, v = _plane(call, b, h, rows)
+    keys = torch.arange(k.shape[0], device=k.device)
+    x = _scores(call, b, h, rows, keys, q, k)
+    hidden = x.value.masked_fill(~x.seen, -torch.inf)
+    exact_lse = hidden.logsumexp(1, keepdim=True)
+    blind = ~x.seen.any(1, keepdim=True)
+    base, row_max = (y.masked_fill(blind, 0).nan_to_num() for y in (exact_lse, hidden.amax(1, keepdim=True)))
+    w = (x.value - base).exp().masked_fill(~x.seen, 0)
+    error = (x.error + 8 * SINGLE * (row_max.abs() + base.abs())).masked_fill(~x.seen, 0)
+    lost = error.amax(1, keepdim=True) > EXPLODES
+    r = error.expm1()
+    mean, many = (w * r).sum(1, keepdim=True), 2 * terms(k.shape[0])
+    exact = w @ v
+    bound = (w * (r + mean + 2 * operand + many) + x.seen * 2 * tiny) @ v.abs() + unit * exact.abs()
+    bound = (bound * 1.01 + tiny * (1 + k.shape[0])).masked_fill(lost, torch.inf)
+    variance = (w * (r + operand)).square() @ v.square() + (unit * exact).square() + (mean * exact).square()
+    of_lse = (mean + many + 8 * SINGLE * (1 + base.abs() + row_max.abs())).masked_fill(lost, torch.inf)
+    got = (out[b, h, rows].double(), lse[b, h, rows].double()[:, None])
+    return [
+        Sample("out", b, h, rows, got[0], exact, bound, (variance / 3).sqrt()),
+        Sample("lse", b, h, rows, got[1], exact_lse, of_lse, of_lse),
+    ]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the backward takes besides the call, and what it returned."""
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Weights and gradients of scores of pairs (R, C), with their errors: that of w, and that of ds."""
+
+    w: Tensor
+    w_error: Tensor
+    ds: Tensor
+    ds_error: Tensor
+    do: Tensor  # (R, Dv)
+
+
+def _pairs(
+    call: Call, given: Given, b: int, h: int, rows: Tensor, keys: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> _Pairs:
+    operand, tiny = OPERAND[call.q.dtype], TINY[call.q.dtype]
+    x = _scores(call, b, h, rows, keys, q, k)
+    lse = given.lse[b, h, rows].double()[:, None]
+    dead = (lse == -torch.inf) | (lse.abs() > LARGEST_LSE)
+    lse = lse.masked_fill(dead, 0)
+    seen = x.seen & ~dead
+    # Nothing is known of weights that rounding alone may change beyond measure.
+    error = (x.error + 8 * SINGLE * lse.abs()).masked_fill(~seen, 0)
+    r = error.expm1().masked_fill(error > EXPLODES, torch.inf)
+    w = (x.value - lse).exp().masked_fill(~seen, 0)
+    do, out = (y[b, h, rows].double() for y in (given.dout, given.out))
+    dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse[b, h, rows].double()[:, None]
+    dp, delta = do @ v.mT, (do * out).sum(1, keepdim=True) - dlse
+    small = 2 * terms(v.shape[1])
+    b_dp = small * (do.abs() @ v.abs().mT) + 8 * TINY[torch.float32] * v.shape[1]
+    b_delta = small * (do.abs() * out.abs()).sum(1, keepdim=True) + 4 * SINGLE * dlse.abs()
+    inner, floor = (dp - delta).abs(), seen * 2 * tiny
+    rounding = b_dp + b_delta + 4 * SINGLE * (dp.abs() + delta.abs())
+    ds = w * (dp - delta) * x.slope
+    steep = x.slope.abs() + error if call.score else x.slope.abs()
+    b_ds = torch.where(w > 0, w * steep * (r * inner + (1 + r) * rounding), 0)
+    if call.score:
+        b_ds = b_ds + w * inner * error
+    b_ds = (b_ds + floor * (1 + dp.abs() + delta.abs())) * (1 + operand) + operand * ds.abs()
+    return _Pairs(w, torch.where(w > 0, w * (r + operand), 0) + floor, ds, b_ds, do)
+
+
+def dq_sample(call: Call, given: Given, b: int, h: int, rows: Tensor) -> Sample:
+    """dq at query rows `rows` of one head."""
+    q, k, v = _plane(call, b, h, rows)
+    pairs = _pairs(call, given, b, h, rows, torch.arange(k.shape[0], device=k.device), q, k, v)
+    return _finish(
+        call,
+        ("dq", b, h, rows, given.dq[b, h, rows]),
+        pairs.ds @ k * call.scale,
+        (pairs.ds_error + 2 * terms(k.shape[0]) * pairs.ds.abs()) @ k.abs() * call.scale,
+        pairs.ds_error.square() @ k.square() * call.scale**2,
+        k.shape[0],
+    )
+
+
+def dk_dv_samples(call: Call, given: Given, b: int, head: int, keys: Tensor) -> list[Sample]:
+    """dk and dv at keys `keys` of one kv head: sums over all rows of its query heads."""
+    rows = torch.arange(call.q.shape[2], device=call.q.device)
+    k, v = (x[b, head, keys].double() for x in (call.k, call.v))
+    many = 2 * terms(rows.numel() * call.group)
+    dk, dv = [torch.zeros_like(k) for _ in range(3)], [torch.zeros_like(v) for _ in range(3)]
+    for h in range(head * call.group, (head + 1) * call.group):
+        q = call.q[b, h].double()
+        x = _pairs(call, given, b, h, rows, keys, q, k, v)
+        for sums, value, error, by in ((dk, x.ds, x.ds_error, q), (dv, x.w, x.w_error, x.do)):
+            sums[0] += value.mT @ by
+            sums[1] += (error + many * value.abs()).mT @ by.abs()
+            sums[2] += error.square().mT @ by.square()
+    for i, factor in enumerate((call.scale, call.scale, call.scale**2)):
+        dk[i] *= factor
+    count = rows.numel()
+    return [
+        _finish(call, (name, b, head, keys, got[b, head, keys]), sums[0], sums[1], sums[2], count)
+        for name, got, sums in (("dk", given.dk, dk), ("dv", given.dv, dv))
+    ]
+
+
+def _finish(
+    call: Call,
+    place: tuple[str, int, int, Tensor, Tensor],
+    exact: Tensor,
+    error: Tensor,
+    variance: Tensor,
+    count: int,
+) -> Sample:
+    name, b, h, index, got = place
+    unit, tiny = UNIT[call.q.dtype], TINY[call.q.dtype]
+    error = error.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    bound = 1.01 * (error + unit * (exact.abs() + error)) + tiny * (1 + count)
+    spread = ((variance.nan_to_num(nan=torch.inf, posinf=torch.inf) + (unit * exact).square()) / 3).sqrt()
+    return Sample(name, b, h, index, got.double(), exact, bound, spread)
+
+
+def _plane(call: Call, b: int, h: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of q and all of k and v of one query head, in float64."""
+    of_k = h // call.group
+    return call.q[b, h, rows].double(), call.k[b, of_k].double(), call.v[b, of_k].double()
+
+
+# ---- Functions of a score
+
+_INFIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "+": torch.add,
+    "-": torch.sub,
+    "*": torch.mul,
+    "/": torch.true_divide,
+    "//": torch.floor_divide,
+    "%": torch.remainder,
+    "&": torch.bitwise_and,
+    "|": torch.bitwise_or,
+    "^": torch.bitwise_xor,
+    "<<": torch.bitwise_left_shift,
+    ">>": torch.bitwise_right_shift,
+    "<": torch.lt,
+    "<=": torch.le,
+    ">": torch.gt,
+    ">=": torch.ge,
+    "==": torch.eq,
+    "!=": torch.ne,
+}
+_JUMPS = ("<", "<=", ">", ">=", "==", "!=", "floor", "ceil", "int")
+_TYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
+
+
+def jumps(score: ScoreMod) -> bool:
+    """Whether the function may jump where the score crosses a value: rounding then explains any result."""
+    if not score:
+        return False
+    nodes = score.parsed[0].nodes
+    moved: list[bool] = []
+    for node in nodes:
+        moved.append(node.value == "score" if node.op == "leaf" else any(moved[i] for i in node.args))
+    return any(node.op in _JUMPS and moved[i] for i, node in enumerate(nodes))
+
+
+def _run(program: Program, result: int, leaves: dict[str, Tensor], captured: Sequence[Tensor]) -> Tensor:
+    """The value of a program (codegen/score.py) in float64, for tensors of scores and indices that broadcast."""
+    values: list[Tensor] = []
+    device = leaves["score"].device
+    for node in program.nodes[: result + 1]:
+        args = [values[i] for i in node.args]
+        if node.op == "const":
+            value = torch.tensor(float(node.value), dtype=torch.float64, device=device).to(_TYPES[node.kind])
+        elif node.op == "leaf":
+            value = leaves[str(node.value)]
+        elif node.op.startswith("load:"):
+            value = _load(captured[int(node.op[5:])], args)
+        elif node.op in _INFIX:
+            value = _INFIX[node.op](*args)
+        elif node.op in ("neg", "~"):
+            value = args[0].neg() if node.op == "neg" else args[0].bitwise_not()
+        elif node.op in ("float", "int"):
+            value = args[0].to(_TYPES[node.op])
+        else:
+            value = getattr(torch, node.op)(*args)
+        values.append(value)
+    return values[result]
+
+
+def _load(x: Tensor, at: list[Tensor]) -> Tensor:
+    """As kernels read it: an index below 0 counts from the end, one outside is moved inside."""
+    inside = [torch.where(i < 0, i + size, i).clamp(0, size - 1) for i, size in zip(at, x.shape, strict=True)]
+    found = x[tuple(torch.broadcast_tensors(*inside))]
+    return found.double() if found.dtype.is_floating_point else found.long()
