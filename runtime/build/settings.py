@@ -72,7 +72,7 @@ def unknown_variables() -> dict[str, str]:
 def _chaos() -> int:
     given = os.environ.get(CHAOS) or "0"
     if not (given.isdecimal() and int(given) < 1 << 32):
-        raise SettingsError(f"{CHAOS}={given!r}: accepted are 0, no chaos, and seeds up to {(1 << 32) - 1}")
+        raise SettingsError(f"{CHAOS}={given!r}: accepted are 0 (off) and seeds from 1 to {(1 << 32) - 1}")
     return int(given)
 
 

@@ -77,7 +77,7 @@ def test_a_kernel_without_scores_is_no_choice() -> None:
     plain = first(FORWARD, Arch.SM89, DType.FLOAT32, Mask.FULL, "alibi")
     assert isinstance(plain.tuning, Fp32Forward)
     spec = Spec(plain.problem, Fp32Forward(64, 32, 4, 1, 0, 1))
-    with pytest.raises(Infeasible, match="FP32 cores takes none"):
+    with pytest.raises(Infeasible, match="supports no score function"):
         make_plan(spec)
 
 
@@ -154,7 +154,7 @@ def test_nvcc(
 def test_the_hopper_backward_refuses_curved_scores() -> None:
     problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=ScoreMod("a: score * score"))
     assert not list(candidates(problem))
-    assert "only add to a score; sm90 takes this one" in why_infeasible(problem)
+    assert "only functions that add to the score; use arch sm90" in why_infeasible(problem)
 
 
 @pytest.mark.gpu
