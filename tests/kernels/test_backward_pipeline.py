@@ -131,7 +131,7 @@ class Simulated:
         self.plan = source.plan
         path = directory / "kernel.cpp"
         path.write_text(translate(source, breaks))
-        self.library = gxx.library(path, *FLAGS)
+        self.library = gxx.library(path, *FLAGS, header="cuda_words.h")
         self.library.run.restype = ctypes.c_char_p
         self.words = (ctypes.c_ulonglong * (16 * len(self.plan.tensor_maps) + 8))()
         start = -ctypes.addressof(self.words) % 64 // 8

@@ -104,7 +104,7 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
     listed = source.spec.problem.mask.listed
     words += [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
     words.append(f"-DINTERVALS={source.spec.problem.intervals}")
-    library = gxx.library(path, *FLAGS, *words)
+    library = gxx.library(path, *FLAGS, *words, header="cuda_words.h")
     library.run.restype = ctypes.c_char_p
     schedule = EmulatedSchedule(source.spec, directory) if listed else None
     per_tensor = len(plan.tensor_maps) // len(TENSORS)
@@ -183,11 +183,11 @@ def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 
     return render(Spec(problem, tuning))
 
 
+# Those of test_a_broken_protocol_is_found are run there, sound as well.
 @pytest.mark.parametrize(
     "source",
     [
         hopper(128, 192, 64, 3, 0, 1, 0, 2),
-        hopper(128, 192, 80, 2, 1, 1, 0, 2),
         hopper(64, 128, 128, 2, 1, 0, 1, 2),
         hopper(72, 192, 128, 3, 1, 1, 0, 2),
         hopper(72, 64, 64, 1, 0, 0, 0, 2),
@@ -197,9 +197,7 @@ def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 
         *(
             hopper(head_dim, *knobs, mask=Mask.CAUSAL)
             for head_dim, *knobs in (
-                (128, 192, 80, 2, 1, 1, 0, 1),
                 (128, 192, 80, 3, 1, 1, 0, 1),
-                (64, 192, 128, 3, 1, 1, 0, 1),
                 (128, 192, 64, 3, 0, 1, 0, 1),
                 (64, 128, 128, 2, 1, 1, 1, 1),
                 (64, 192, 128, 2, 1, 0, 0, 1),
@@ -210,7 +208,6 @@ def hopper(head_dim: int, *knobs: int, mask: Mask = Mask.FULL, intervals: int = 
             hopper(head_dim, *knobs, mask=mask)
             for mask, head_dim, *knobs in (
                 (Mask.SPANS, 128, 192, 80, 3, 1, 1, 0, 1, 1),
-                (Mask.SPANS, 64, 192, 96, 3, 1, 1, 1, 1, 1),
                 (Mask.SPANS, 128, 128, 128, 2, 0, 1, 1, 1, 1),
                 (Mask.SPANS, 128, 192, 80, 2, 1, 1, 0, 1),
                 (Mask.SPANS, 64, 192, 128, 2, 1, 0, 0, 1),
