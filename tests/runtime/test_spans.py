@@ -50,8 +50,8 @@ def union(starts: Tensor, ends: Tensor, seq_q: int) -> Tensor:
 @pytest.mark.parametrize("planes", [(1, 1), (2, 1), (1, 2), (1, 4), (2, 4)], ids=str)
 def test_planes(device: str, dtype: torch.dtype, count: int, planes: tuple[int, int]) -> None:
     """One union for all, for each batch entry, each kv head, each query head, or each of both."""
-    if dtype is torch.float32 and count in (1, 3) and planes[0] == 1:
-        pytest.skip("as the others")
+    if device == "cpu" and (dtype is torch.float32) != (count % 2 == 1):
+        pytest.skip("each count with one dtype: the CPU kernels loop over intervals whatever the dtype")
     check(draw(SHAPE, dtype, device), unions(SEQ_Q, SEQ_K, count, device, planes))
 
 
