@@ -125,7 +125,7 @@ class PackedMask(Spans):
         padding: Literal["skip", "compute"] = "skip",
     ) -> None:
         if padding not in ("skip", "compute"):
-            raise ValueError(f"padding: {padding!r}; it is 'skip' or 'compute'")
+            raise ValueError(f"padding: got {padding!r}, accepted are 'skip' and 'compute'")
         splits = cut(sample_lens, split_lens, attn_modes)
         total = splits[-1].end if splits else 0
         self.used = _check_used(used, sample_lens, total)
@@ -143,7 +143,7 @@ def _device(device: torch.device | str) -> torch.device:
     except TypeError:
         raise TypeError(f"device: got {type(device).__name__}, expected a torch.device or its name") from None
     except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, which is none that torch has here: {error}") from error
+        raise ValueError(f"device: got {device!r}, which torch does not have here: {error}") from error
 
 
 def _check_used(used: int | None, sample_lens: Sequence[int], total: int) -> int:

@@ -84,9 +84,7 @@ def recorded(path: Path, count: int = 3) -> tuple[str, ...]:
     Raises ValueError naming the line that is no pack, or the file if it has none.
     """
     if path.suffix != ".jsonl":
-        raise ValueError(
-            f"packs: {path} is not called *.jsonl, as a file of attnforge.bagel.record should be"
-        )
+        raise ValueError(f"packs: got {path}, expected a .jsonl file that attnforge.bagel.record wrote")
     try:
         with path.open(encoding="utf-8") as lines:
             size = sum(1 for _ in lines)
@@ -119,7 +117,9 @@ def _read_line(path: Path, line: int) -> Workload:
         pack = Workload(where, samples, splits, modes, images, int(row["used"]), facts={})
         pack.mask("cpu")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"pack: {where} is no pack of attnforge.bagel.record: {error!r}") from None
+        raise ValueError(
+            f"pack: {where} is not a pack that attnforge.bagel.record wrote: {error!r}"
+        ) from None
     return pack
 
 

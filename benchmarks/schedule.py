@@ -100,19 +100,19 @@ def picture(args: argparse.Namespace) -> None:
         costs = Costs(args.masked, args.work_tile)
         rows += [
             (
-                f"{config} forward, static",
+                f"{config} fwd, static",
                 simulate(case, FORWARD, 192, 80, "static", costs=costs, row_groups=3),
             ),
             (
-                f"{config} forward, dynamic",
+                f"{config} fwd, dynamic",
                 simulate(case, FORWARD, 192, 80, "dynamic", costs=costs, row_groups=3),
             ),
-            (f"{config} backward, q heads", simulate(case, BACKWARD, 64, 128, "dynamic", True, costs)),
-            (f"{config} backward, kv heads", simulate(case, BACKWARD, 64, 128, "dynamic", False, costs)),
+            (f"{config} bwd, per q head", simulate(case, BACKWARD, 64, 128, "dynamic", True, costs)),
+            (f"{config} bwd, per kv head", simulate(case, BACKWARD, 64, 128, "dynamic", False, costs)),
         ]
-    draw_schedules("Schedules of BAGEL's packs, 28/4/128, on 132 multiprocessors", rows).quantize(64).save(
-        args.picture, optimize=True
-    )
+    draw_schedules(
+        "Tile schedulers on BAGEL's packs: 28 q heads, 4 kv heads, head_dim 128, 132 SMs", rows
+    ).quantize(64).save(args.picture, optimize=True)
 
 
 def main() -> None:

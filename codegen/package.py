@@ -63,14 +63,14 @@ class Tree:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name in _RESERVED:
             raise ValueError(
-                f"name: got {self.name!r}, expected a module name of its own, such as my_attention"
+                f"name: got {self.name!r}, expected a lower-case module name that is not taken, such as my_attention"
             )
         if not self.items:
-            raise ValueError("export: no kernel was chosen")
+            raise ValueError("export: got no kernel, expected at least one")
         unions = [i.spec.slug for i in self.items if i.spec.problem.unions]
         if unions:
             raise ValueError(
-                f"export: {unions[0]} is for several intervals or planes, which packages do not take"
+                f"export: {unions[0]} is for several intervals or planes, which exported packages do not support"
             )
         alien = [i.spec.slug for i in self.items if i.spec.problem.arch.is_gpu is not self.arch.is_gpu]
         if alien:

@@ -117,7 +117,7 @@ class Program:
     def load(self, tensor: int, at: tuple[int, ...]) -> int:
         """An element of a captured tensor."""
         if any(self.kind(i) != "int" for i in at):
-            raise ScoreError(f"t{tensor} is indexed with something else than int32")
+            raise ScoreError(f"an index of t{tensor} is not int32")
         return self.node(f"load:{tensor}", at, "int" if self.tensors[tensor] == "int32" else "float")
 
     def constant(self, x: int) -> float | None:
@@ -131,11 +131,11 @@ class Program:
         if op in ("&", "|", "^") and kinds == ("bool", "bool"):
             return self.node(op, (x, y), "bool")
         if "bool" in kinds:
-            raise ScoreError(f"{op} of a bool; use where")
+            raise ScoreError(f"{op} of a bool is not supported; use where")
         if op in _COMPARE.values():
             return self.node(op, (x, y), "bool")
         if op in ("&", "|", "^", "<<", ">>", "//", "%") and kinds != ("int", "int"):
-            raise ScoreError(f"{op} of float32; only int32 is supported")
+            raise ScoreError(f"{op} of float32 is not supported, only of int32")
         kind: Kind = "float" if "float" in kinds or op == "/" else "int"
         return self.node(op, (x, y), kind)
 
@@ -151,26 +151,28 @@ class Program:
                 raise ScoreError("where: the condition is not a bool")
             if kinds[1] == kinds[2] or "bool" not in kinds[1:]:
                 return self.node(name, args, kinds[1] if kinds[1] == kinds[2] else "float")
-            raise ScoreError("where: of a bool and a number")
+            raise ScoreError(
+                "where: expected two numbers or two bools to choose from, got a bool and a number"
+            )
         if name in ("float", "int"):
             return (
                 args[0] if kinds[0] == name else self.node(name, args, "float" if name == "float" else "int")
             )
         if "bool" in kinds:
-            raise ScoreError(f"{name} of a bool")
+            raise ScoreError(f"{name} of a bool is not supported; use where")
         exact = name in ("maximum", "minimum", "abs") and "float" not in kinds
         return self.node(name, args, "int" if exact else "float")
 
     def neg(self, x: int) -> int:
         """-x."""
         if self.kind(x) == "bool":
-            raise ScoreError("- of a bool")
+            raise ScoreError("- of a bool is not supported; use where")
         return self.node("neg", (x,), self.kind(x))
 
     def invert(self, x: int) -> int:
         """Not x for a bool, all bits flipped for an int."""
         if self.kind(x) == "float":
-            raise ScoreError("~ of float32")
+            raise ScoreError("~ of float32 is not supported")
         return self.node("~", (x,), self.kind(x))
 
 
@@ -278,13 +280,13 @@ class _Reader:
         try:
             lines = ast.parse(formula).body
         except SyntaxError as error:
-            raise ScoreError(f"score: {formula!r} is no formula: {error.msg}") from None
+            raise ScoreError(f"score: {formula!r} cannot be parsed: {error.msg}") from None
         for line in lines[:-1]:
             if not isinstance(line, ast.Assign) or not isinstance(line.targets[0], ast.Name):
                 raise ScoreError(f"score: expected 'name = formula', got {ast.unparse(line)!r}")
             self.names[line.targets[0].id] = self.value(line.value)
         if not lines or not isinstance(lines[-1], ast.Expr):
-            raise ScoreError(f"score: {formula!r} does not end in a formula")
+            raise ScoreError(f"score: {formula!r} must end in an expression")
         return self.value(lines[-1].value)
 
     def value(self, x: ast.expr) -> int:
@@ -357,7 +359,9 @@ def _slope(p: Program, x: int, node: Node, slopes: list[int | None]) -> int | No
             return _slope_of_extreme(p, node, slopes)
         case "pow":
             if slopes[1] is not None:
-                raise ScoreError("score: pow with an exponent that depends on the score")
+                raise ScoreError(
+                    "score: the backward of pow with an exponent that depends on the score is not supported"
+                )
             exponent = node.args[1]
             less = p.binary("-", exponent, p.const(1.0))
             value = p.constant(exponent)
@@ -368,7 +372,7 @@ def _slope(p: Program, x: int, node: Node, slopes: list[int | None]) -> int | No
     if node.op in ("floor", "ceil", "int"):
         return None
     if node.op not in _RULES:
-        raise ScoreError(f"score: {node.op} has no derivative here")
+        raise ScoreError(f"score: the derivative of {node.op} is not supported")
     return times(p, da, _RULES[node.op](p, a, x))
 
 

@@ -165,7 +165,7 @@ class Problem:
         if self.planes not in (0, 1):
             raise ValueError(f"planes: got {self.planes}, expected 0 or 1")
         if self.mask is not Mask.SPANS and (self.intervals > 1 or self.planes):
-            raise ValueError(f"intervals, planes: are of spans, but the mask is {self.mask.value}")
+            raise ValueError(f"intervals, planes: need mask spans, not {self.mask.value}")
 
     @property
     def unions(self) -> bool:

@@ -96,7 +96,7 @@ def check_forward(
         )
     if visible < 0:
         raise ValueError(
-            f"visible: got {visible}, expected keys that a query sees on average, 0 if not known"
+            f"visible: got {visible}, expected the average number of keys that a query sees, or 0 if unknown"
         )
 
 

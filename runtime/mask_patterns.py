@@ -121,7 +121,7 @@ def tree_by_times(tin: Sequence[int], tout: Sequence[int], device: Device) -> Sp
     """
     entered, left = (_times(name, values) for name, values in (("tin", tin), ("tout", tout)))
     if len(entered) != len(left):
-        raise ValueError(f"tout: got {len(left)} entries for {len(entered)} of tin")
+        raise ValueError(f"tout: got {len(left)} entries, expected {len(entered)}, as tin has")
     back = np.flatnonzero(np.diff(entered) < 0)
     if back.size:
         raise ValueError(f"tin: entry {back[0] + 1} is below the one before it; order tokens by tin")
@@ -218,7 +218,7 @@ def _expect_nested(entered: Vector, left: Vector) -> None:
             open_ends.pop()
         if open_ends and leaves > open_ends[-1]:
             raise ValueError(
-                f"tout: entry {token} is {leaves}, behind the {open_ends[-1]} of a subtree that it is in"
+                f"tout: entry {token} is {leaves}, but lies in a subtree that ends at {open_ends[-1]}"
             )
         open_ends.append(leaves)
 

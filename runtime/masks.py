@@ -234,12 +234,13 @@ class Spans(_Listed):
         """`count`, the intervals of `self operation other`. Raises ValueError if there is no such mask."""
         if self.seq_k != other.seq_k or self.device != other.device:
             raise ValueError(
-                f"mask: {self.seq_k} keys on {self.device} and {other.seq_k} keys on {other.device} have no common "
-                "pairs; make both masks for the same keys on one device"
+                f"mask: {self.seq_k} keys on {self.device} and {other.seq_k} keys on {other.device} cannot be "
+                "combined; make both masks for the same keys on one device"
             )
         if any(a != b and 1 not in (a, b) for a, b in zip(self.planes, other.planes, strict=True)):
             raise ValueError(
-                f"mask: planes {self.planes} and {other.planes}, of batch entries and heads, cannot be combined"
+                f"mask: planes {self.planes} and {other.planes}, of batch entries and heads, cannot be combined; "
+                "each must be 1 or equal"
             )
         return _expect_few(count, operation)
 
@@ -314,7 +315,7 @@ class DenseMask(_Listed):
     def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:
         """Dense bool mask (seq_q, seq_k) or (B or 1, Hq or 1, seq_q, seq_k), True = visible. For tests."""
         if self.shape[-2:] != (seq_q, seq_k):
-            raise ValueError(f"mask: has shape {self.shape}, but pairs are {seq_q} x {seq_k}")
+            raise ValueError(f"mask: has shape {self.shape}, expected (seq_q, seq_k) = {(seq_q, seq_k)}")
         return self.mask.to(device)
 
     def __repr__(self) -> str:

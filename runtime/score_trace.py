@@ -30,7 +30,7 @@ class _Indexing(TorchFunctionMode):
             if any(isinstance(i, Tensor) for i in at):
                 if not all(isinstance(i, (int, Tensor)) for i in at):
                     raise ScoreError(
-                        "score: a captured tensor is indexed with slices; only numbers are supported"
+                        "score: a captured tensor is indexed with slices; use a number for each axis"
                     )
                 return torch.ops.aten.index.Tensor(
                     args[0], [torch.as_tensor(i, dtype=torch.int32) for i in at]
@@ -110,7 +110,7 @@ class _Translation:
                 raise ScoreError("score: the function does not return one tensor")
             else:
                 return self.program.call("float", self.number(node.args[0]))
-        raise AssertionError("a graph ends in its output")
+        raise AssertionError("the traced graph has no output node")
 
     def number(self, x: Any) -> int:
         """The value of an argument: a node's, or a constant."""
@@ -123,7 +123,9 @@ class _Translation:
             return self.program.load(found.tensor, (self.program.const(0),))
         if len(found.at) == found.dims:
             return self.program.load(found.tensor, found.at)
-        raise ScoreError("score: a captured tensor is used without an index for each of its axes")
+        raise ScoreError(
+            "score: a captured tensor is used without an index for each of its axes, such as bias[h, q_idx]"
+        )
 
     def called(self, node: Node) -> int | _Partial:
         """The value of one operation."""
@@ -194,7 +196,7 @@ def _truth(p: Program, x: int) -> int:
 
 def _div_trunc(p: Program, x: int, y: int) -> int:
     if (p.kind(x), p.kind(y)) != ("int", "int"):
-        raise ScoreError("rounding of float32")
+        raise ScoreError("float32 with a rounding mode is not supported")
     return p.call("int", p.binary("/", x, y))
 
 

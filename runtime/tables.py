@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
@@ -26,6 +25,7 @@ from filelock import FileLock
 from attnforge.codegen.families import make_plan, spec_from_json
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Mask, Problem, Spec
+from attnforge.runtime.build.atomic import replace_file
 from attnforge.runtime.build.settings import TABLES, settings
 
 PACKAGED = Path(__file__).parent.parent / "generated" / "tuned"  # what the package brings
@@ -170,7 +170,8 @@ def save(
             new = [entry for entry in new if not _keeps(present, entry, beside)]
         old = [e for e in present if (_key(e), e.notes.get("case")) not in cases]
         merged = {_key(entry): entry for entry in (*old, *new)}
-        _replace(path, json.dumps([merged[key].to_json() for key in sorted(merged)], indent=1) + "\n")
+        text = json.dumps([merged[key].to_json() for key in sorted(merged)], indent=1) + "\n"
+        replace_file(path, text, _UNFINISHED)
     return path
 
 
@@ -179,16 +180,6 @@ def _keeps(present: Iterable[Tuned], entry: Tuned, beside: Collection[Spec]) -> 
     return any(
         _key(old) == _key(entry) and old.tflops > entry.tflops and old.spec not in beside for old in present
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace the file atomically and durably; readable by all, as files under version control are."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=_UNFINISHED, delete=False) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(path)
 
 
 def _key(entry: Tuned) -> str:

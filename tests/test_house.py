@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -230,6 +231,13 @@ def test_every_test_lies_in_the_room_of_what_it_tests() -> None:
     assert {room for room in rooms if not (ROOT / room).is_dir()} == set()
     names = [path.name for path in paths]
     assert {name for name in names if names.count(name) > 1} == set()
+
+
+def test_pytest_enters_every_folder_with_tests(pytestconfig: pytest.Config) -> None:
+    """Its own list of folders to leave out has `build`, the name of one of ours."""
+    folders = {part for path in TESTS.rglob("test_*.py") for part in path.relative_to(TESTS).parts[:-1]}
+    patterns = pytestconfig.getini("norecursedirs")
+    assert not {name for name in folders for pattern in patterns if fnmatch(name, pattern)}
 
 
 def test_rendering_and_the_cache_need_no_torch() -> None:

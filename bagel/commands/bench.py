@@ -59,7 +59,7 @@ def bench(
     if markdown is not None:
         markdown.write_text(bench_markdown(rows, facts))
     if problems := bench_module.failed(rows):
-        raise click.ClickException("\n".join(("ours failed:", *problems)))
+        raise click.ClickException("\n".join(("kernels of attnforge failed:", *problems)))
 
 
 def bench_table(rows: Sequence[Row], title: str) -> Table:

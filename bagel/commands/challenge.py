@@ -80,7 +80,7 @@ def challenge_run(
         _final(device, module, dtypes, json_out) if final else _train(device, logs, seed, module, native)
     )
     if problems:
-        raise click.ClickException("\n".join(("wrong:", *problems)))
+        raise click.ClickException("\n".join(("wrong results:", *problems)))
 
 
 def _train(device: torch.device, logs: Path, seed: int, module: str, native: bool) -> list[str]:

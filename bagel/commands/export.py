@@ -84,7 +84,7 @@ def _masks(named: tuple[str, ...], contract: str | None) -> tuple[Mask, ...]:
     if contract is None:
         return tuple(map(Mask, named)) or (Mask.FULL, Mask.CAUSAL)
     if named not in ((), ("dense",)):
-        raise ValueError("--mask: the challenge's mask is dense")
+        raise ValueError("--mask: must be dense with --contract, or left out")
     return (Mask.DENSE,)
 
 

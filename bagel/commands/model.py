@@ -34,6 +34,6 @@ def model(archs: tuple[str, ...], head_dims: tuple[int, ...], table_out: Path | 
     known = sorted({target.head_dim for target in targets()})
     for dim in head_dims:
         if dim not in known:
-            raise ValueError(f"--head-dim: {dim} is not modelled; {', '.join(map(str, known))} are")
+            raise ValueError(f"--head-dim: {dim} has no model; accepted are {', '.join(map(str, known))}")
     for path in write_tables(tuple(map(Arch, archs)) or ARCHS, table_out or TUNED, echo, head_dims):
         echo(f"{path}: modelled, not measured")

@@ -99,7 +99,7 @@ def _numbers(count: int) -> Callable[[Any, click.Parameter, str | None], tuple[i
             return None
         words = value.split("/")
         if len(words) > count or not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise click.BadParameter(f"{value!r} is not {param.metavar}", param=param)
+            raise click.BadParameter(f"got {value!r}, expected {param.metavar}", param=param)
         found = [int(word) for word in words]
         return (*found, *found[-1:] * (count - len(found)))
 

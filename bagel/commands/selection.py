@@ -116,7 +116,7 @@ def _masks(request: Request, device: torch.device) -> tuple[str, ...]:
         trained = MODELS[request.model].mask if request.model in MODELS else "bagel"
         names = () if trained == "bagel" and request.length is None else (trained,)
     if request.length is not None and (not names or "bagel" in names):
-        raise ValueError("--length: goes with --mask causal, full or window:N; packs have their own length")
+        raise ValueError("--length: needs --mask causal, full or window:N; packs have their own length")
     return tuple(_mask(name, request, device) for name in names)
 
 
@@ -153,7 +153,7 @@ def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of cases. Raises ValueError for a field that only kernels have yet."""
     for f in PROBLEM_FIELDS:
         if f.attribute in given and f.attribute not in Case.__dataclass_fields__:
-            raise ValueError(f"{f.option}: cases cannot have it yet; `attnforge render` takes it")
+            raise ValueError(f"{f.option}: measured cases do not support it yet; `attnforge render` does")
     return {f.attribute: f.type(given[f.attribute]) for f in PROBLEM_FIELDS if f.attribute in given}
 
 

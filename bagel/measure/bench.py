@@ -84,7 +84,7 @@ def chosen_peers(text: str | None, device: torch.device) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in known():
-            raise ValueError(f"--peers: there is no {name!r}; there are {', '.join(known())}")
+            raise ValueError(f"--peers: got {name!r}, accepted are {', '.join(known())}")
     return names
 
 

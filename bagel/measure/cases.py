@@ -92,7 +92,7 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
 def with_batch(case: Case, batch: int) -> Case:
     """The case with `batch` entries, which share its mask. ValueError if it has several already."""
     if case.batch not in (1, batch) and batch != 1:
-        raise ValueError(f"--batch: {case.name} says {case.batch} already")
+        raise ValueError(f"--batch: leave it out, {case.name} has a batch of {case.batch}")
     return case if batch in (1, case.batch) else replace(case, name=f"{batch} x {case.name}", batch=batch)
 
 

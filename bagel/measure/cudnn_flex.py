@@ -50,7 +50,9 @@ def endpoints(case: Case) -> Tensor:
     Raises Unavailable for masks that differ between batch entries or heads, or have more than MOST endpoints.
     """
     if isinstance(case.mask, DenseMask) and case.mask.shape[:2] != (1, 1):
-        raise Unavailable("a mask of its own for each batch entry or head is not written for cudnn-flex here")
+        raise Unavailable(
+            "masks that differ between batch entries or heads are not supported for cudnn-flex here"
+        )
     step = max(1, CHUNK // case.seq_k)
     chunks = [
         _rows(case, torch.arange(begin, min(begin + step, case.seq_q), device=case.device))
@@ -58,7 +60,7 @@ def endpoints(case: Case) -> Tensor:
     ]
     width = max(chunk.shape[1] for chunk in chunks)
     if width > MOST:
-        raise Unavailable(f"a row of the mask has {width} endpoints")
+        raise Unavailable(f"a row of the mask has {width} endpoints, more than cudnn-flex supports here")
     padded = [
         torch.nn.functional.pad(chunk, (0, width - chunk.shape[1]), value=case.seq_k) for chunk in chunks
     ]

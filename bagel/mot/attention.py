@@ -56,7 +56,7 @@ def make_operator(
         return Flex(heads_q, max_tokens)
     if name == "sdpa":
         return PerSample(dtype)
-    raise ValueError(f"attention: {name!r}; operators are {', '.join(OPERATORS)}")
+    raise ValueError(f"attention: got {name!r}, accepted are {', '.join(OPERATORS)}")
 
 
 class Ours:
@@ -100,7 +100,9 @@ class Flex:
 
         rest = self.max_tokens - sum(sample_lens)
         if rest < 0:
-            raise ValueError(f"pack: {sum(sample_lens)} tokens, but flex pads to {self.max_tokens}")
+            raise ValueError(
+                f"pack: {sum(sample_lens)} tokens, more than the {self.max_tokens} that flex pads to; raise max_tokens"
+            )
         # As BAGEL: padding is a sample of one causal split.
         mod = _mask_mod([*sample_lens, rest], [*split_lens, rest], [*attn_modes, "causal"], device)
         size = self.max_tokens

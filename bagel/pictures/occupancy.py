@@ -24,8 +24,8 @@ def draw_schedules(title: str, rows: Sequence[tuple[str, Schedule]]) -> Image.Im
     left, right = MARGIN + LABEL, MARGIN + LABEL + WIDTH + GAP
     draw.text((MARGIN, 22), title, INK, font(30))
     heads = (
-        (left, f"multiprocessors at work, the last {1 - FROM:.0%} of the time; orange: idle"),
-        (right, f"multiprocessors by their work, {LOWEST} to {HIGHEST} of the mean"),
+        (left, f"busy SMs in the last {1 - FROM:.0%} of the time; orange: idle"),
+        (right, f"number of SMs by work, {LOWEST} to {HIGHEST} of the mean"),
     )
     for x, text in heads:
         draw.text((x, top - 36), text, FAINT, font(17))
@@ -39,9 +39,9 @@ def draw_schedules(title: str, rows: Sequence[tuple[str, Schedule]]) -> Image.Im
 
 def _label(draw: ImageDraw.ImageDraw, label: str, schedule: Schedule, y: int) -> None:
     lines = (
-        f"useful in visited tiles {schedule.tile_use:.1%}",
-        f"balance {schedule.balance:.1%}",
-        f"both, and costs {schedule.allowed:.1%}",
+        f"visible pairs of visited tiles {schedule.tile_use:.1%}",
+        f"load balance {schedule.balance:.1%}",
+        f"efficiency at most {schedule.allowed:.1%}",
     )
     draw.text((MARGIN, y - 2), label, INK, font(18))
     for number, line in enumerate(lines):

@@ -68,7 +68,7 @@ def case_of(name: str, dtype: str) -> Case:
     case = make_case(pack, model, DType(dtype), torch.device("cpu"))
     if isinstance(case.mask, Spans) and case.mask.starts.dim() > 1:
         raise ValueError(
-            f"mask: {case.mask} has several intervals or planes, which no picture or bound here knows"
+            f"mask: {case.mask} has several intervals or planes, which the report does not support"
         )
     return replace(case, name=name, batch=int(match[1])) if match else case
 

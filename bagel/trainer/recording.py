@@ -124,7 +124,7 @@ def splits_of(
     lens, modes = [length for length, _ in splits], [mode for _, mode in splits]
     mask = PackedMask(sample_lens, lens, modes, "cpu")
     if not (torch.equal(mask.starts, starts.cpu()) and torch.equal(mask.ends, ends.cpu())):
-        raise ValueError("nested_attention_masks: no causal, full and noise splits give these masks")
+        raise ValueError("nested_attention_masks: not made of causal, full and noise splits, as a pack is")
     return lens, modes
 
 

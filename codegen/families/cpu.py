@@ -69,7 +69,8 @@ def plan(spec: Spec) -> Plan:
     forward = isinstance(t, CpuForward)
     scratch = _forward_scratch(spec, t) if isinstance(t, CpuForward) else _backward_scratch(spec, t)
     if scratch > SCRATCH_LIMIT:
-        raise Infeasible(f"scratch: {scratch} bytes of a thread, {scratch - SCRATCH_LIMIT} too many")
+        over = scratch - SCRATCH_LIMIT
+        raise Infeasible(f"scratch: {scratch} bytes per thread, {over} more than the limit ({SCRATCH_LIMIT})")
     schedule = spec.problem.mask.listed
     return Plan(
         spec=spec,
@@ -114,20 +115,24 @@ def _require_problem(p: Problem, t: CpuForward | CpuBackward) -> None:
         if not 1 <= dim <= HEAD_DIM_LIMIT:
             raise Infeasible(f"head_dim {dim}: the cpu kernels take 1 to {HEAD_DIM_LIMIT}")
     if p.align < p.dtype.bytes:
-        raise Infeasible(f"align {p.align}: elements of {p.dtype.value} are aligned to {p.dtype.bytes} bytes")
+        raise Infeasible(
+            f"align {p.align}: must be at least {p.dtype.bytes}, the bytes of a {p.dtype.value} element"
+        )
     if t.pairs and p.dtype is not DType.BFLOAT16:
-        raise Infeasible(f"pairs: only for bf16, not {p.dtype.value}")
+        raise Infeasible(f"pairs: needs dtype bf16, not {p.dtype.value}")
 
 
 def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
     if t.lanes not in REGISTERS:
-        raise Infeasible(f"lanes {t.lanes}: one of {', '.join(map(str, REGISTERS))}")
+        raise Infeasible(f"lanes {t.lanes}: must be one of {', '.join(map(str, REGISTERS))}")
     if min(t.tile_m, t.tile_n, t.rows, t.cols, getattr(t, "heads", 1)) < 1:
         raise Infeasible("tile_m, tile_n, heads, rows and cols must be at least 1")
     needed = t.rows * t.cols + t.cols + 1
     if needed > REGISTERS[t.lanes]:
         over = needed - REGISTERS[t.lanes]
-        raise Infeasible(f"registers: rows x cols needs {needed}, {over} more than there are")
+        raise Infeasible(
+            f"registers: rows x cols takes {needed} vector registers, {over} more than the CPU has"
+        )
     panel = t.lanes * t.cols
     in_lanes, in_rows = ("tile_m", "tile_n") if isinstance(t, CpuForward) else ("tile_n", "tile_m")
     if getattr(t, in_lanes) % panel:

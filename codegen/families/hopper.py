@@ -35,7 +35,7 @@ def consumer_warpgroups(tile_m: int, tile_n: int, stages: int, ping_pong: bool) 
     if not 1 <= stages <= 4:
         raise Infeasible(f"stages {stages}: must be 1 to 4")
     if ping_pong and consumers < 2:
-        raise Infeasible("ping_pong: takes at least two consumer warpgroups, tile_m 128 or more")
+        raise Infeasible("ping_pong: needs at least two consumer warpgroups; set tile_m to 128 or 192")
     return consumers
 
 
@@ -69,7 +69,9 @@ def require_registers(live: int, has: int, tiles: str) -> None:
     """Infeasible if `tiles`, which take `live` registers of a consumer thread, do not fit in the `has` it has."""
     over = live + REGISTERS_BESIDES - has
     if over > 0:
-        raise Infeasible(f"registers: {tiles} take {live} of a consumer thread, {over} more than fit")
+        raise Infeasible(
+            f"registers: {tiles} take {live} per consumer thread, {over} more than are available"
+        )
 
 
 def wgmma_type(dtype: DType) -> str:

@@ -44,7 +44,7 @@ def require_words(spec: Spec) -> None:
     t = spec.tuning
     if spec.problem.mask is Mask.DENSE and (t.tile_m % 32 or t.tile_n % 32):
         raise Infeasible(
-            f"dense mask: tile_m {t.tile_m} and tile_n {t.tile_n} must be multiples of 32, the pairs of a word"
+            f"dense mask: tile_m {t.tile_m} and tile_n {t.tile_n} must be multiples of 32, the bits of a word"
         )
 
 
@@ -57,4 +57,4 @@ def require_positive(*values: int) -> None:
 def require_split(name: str, size: int, parts: int, unit: int, by: str) -> None:
     """Infeasible unless `size`, called `name`, falls into `parts`, called `by`, of whole `unit`s."""
     if size % (parts * unit):
-        raise Infeasible(f"{name} {size} is not a multiple of {by} {parts} x {unit}")
+        raise Infeasible(f"{name} {size}: must be a multiple of {parts * unit} ({by}: {parts} x {unit})")

@@ -119,7 +119,7 @@ def require_fit(spec: Spec, shared: int, registers: int, threads: int) -> None:
     """Infeasible unless a block of `threads` has `shared` bytes, and each thread `registers` for its tiles."""
     arch = spec.problem.arch
     if threads > 1024:
-        raise Infeasible(f"{threads} threads: a block has at most 1024")
+        raise Infeasible(f"{threads} threads: a block has at most 1024; lower warps")
     if shared > SHARED_LIMIT[arch]:
         over = shared - SHARED_LIMIT[arch]
         raise Infeasible(
@@ -128,7 +128,7 @@ def require_fit(spec: Spec, shared: int, registers: int, threads: int) -> None:
     limit = min(REGISTER_LIMIT, REGISTER_FILE // threads) - REGISTERS_BESIDES
     if registers > limit:
         raise Infeasible(
-            f"registers: the tiles alone take {registers} of a thread, {registers - limit} more than fit"
+            f"registers: the tiles alone take {registers} per thread, {registers - limit} more than are available"
         )
 
 
@@ -147,7 +147,7 @@ def require_grids(t: WarpGrids, keys: int) -> None:
     """Infeasible unless the warps of each product share its rows and columns evenly, in S and dP `keys` at least."""
     require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.warps_sdp, t.warps_dkv, t.warps_dq)
     if t.stages > 2:
-        raise Infeasible(f"stages {t.stages}: the backward kernel has 1 or 2")
+        raise Infeasible(f"stages {t.stages}: must be 1 or 2 in a backward kernel")
     for name in ("warps_sdp", "warps_dkv", "warps_dq"):
         if t.warps % getattr(t, name):
             raise Infeasible(f"{name} {getattr(t, name)} does not divide warps {t.warps}")
@@ -160,4 +160,6 @@ def require_grids(t: WarpGrids, keys: int) -> None:
 def require_one_order(split_heads: bool, deterministic: bool) -> None:
     """Infeasible where deterministic sums are asked for that blocks of several q heads share."""
     if split_heads and deterministic:
-        raise Infeasible("deterministic: with split_heads the sums of dK and dV have no fixed order")
+        raise Infeasible(
+            "deterministic: needs split_heads 0; with split_heads the sums of dK and dV have no fixed order"
+        )

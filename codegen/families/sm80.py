@@ -48,7 +48,8 @@ def plan(spec: Spec) -> Plan:
     q_bytes, kv_bytes = t.tile_m * row, t.stages * t.tile_n * (row + row_v)
     if t.q_in_regs and q_bytes > kv_bytes:
         raise Infeasible(
-            f"q_in_regs: Q takes {q_bytes} bytes, {q_bytes - kv_bytes} more than the K and V it shares with"
+            f"q_in_regs: Q passes through the shared memory of K and V, but takes {q_bytes} bytes, "
+            f"{q_bytes - kv_bytes} more than they have"
         )
     shared = kv_bytes if t.q_in_regs else q_bytes + kv_bytes
     frags = t.tile_m // t.warps // 16

@@ -151,7 +151,9 @@ def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
     """The kernel that multiplies on FP32 cores: a thread owns rows x (keys and columns of O)."""
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     if spec.problem.score:
-        raise Infeasible("score: the forward on FP32 cores takes none; set parts above 0")
+        raise Infeasible(
+            "score: the forward kernel on FP32 cores (o_splits 0) supports no score function; set o_splits to 1 or more"
+        )
     require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
     require_split("tile_m", t.tile_m, t.warps, 4, "warps")
     require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
@@ -258,7 +260,8 @@ def _check_grids(t: Fp32Backward) -> None:
     require_one_order(t.split_heads, t.deterministic)
     if (frags := t.tile_n // (t.warps // t.warps_sdp) // 8) % 4 and frags not in (1, 2):
         raise Infeasible(
-            f"tile_n {t.tile_n}: the {8 * frags} keys of a warp neither share nor fill words of 32"
+            f"tile_n {t.tile_n}: a warp has {8 * frags} keys, but must have 8, 16 or a multiple of 32, the keys in a "
+            "word of the mask"
         )
 
 
@@ -267,17 +270,18 @@ def _split(knob_name: str, what: str, groups: int, splits: int) -> int:
     size = -(-groups // splits)
     if -(-groups // size) != splits:
         raise Infeasible(
-            f"{knob_name} {splits}: {what} has {groups} groups of columns, too few to fill each split"
+            f"{knob_name} {splits}: {what} has {groups} groups of 8 columns, which leave the last split empty"
         )
     return size
 
 
 def _require_fit(spec: Spec, shared: int, registers: int, threads: int, blocks: int) -> None:
     arch = spec.problem.arch
-    if threads * blocks > (
-        1024 if blocks == 1 else 1536 if arch in (Arch.SM86, Arch.SM89, Arch.SM120) else 2048
-    ):
-        raise Infeasible(f"{blocks} blocks of {threads} threads: more than a block or multiprocessor has")
+    most = 1024 if blocks == 1 else 1536 if arch in (Arch.SM86, Arch.SM89, Arch.SM120) else 2048
+    if threads * blocks > most:
+        raise Infeasible(
+            f"blocks {blocks}: {blocks} x {threads} threads are more than {most} on {arch.value}"
+        )
     limit = (SHARED_LIMIT[arch] + RESERVED) // blocks - RESERVED
     if shared > limit:
         raise Infeasible(
@@ -287,7 +291,7 @@ def _require_fit(spec: Spec, shared: int, registers: int, threads: int, blocks: 
     fits = min(REGISTER_LIMIT, REGISTER_FILE // (threads * blocks) // 8 * 8) - REGISTERS_BESIDES
     if registers > fits:
         raise Infeasible(
-            f"registers: the tiles alone take {registers} of a thread, {registers - fits} more than fit"
+            f"registers: the tiles alone take {registers} per thread, {registers - fits} more than are available"
         )
 
 

@@ -84,12 +84,12 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(f"cluster {t.cluster}: must be 1 or 2")
     if t.cluster > 1 and p.mask is not Mask.FULL:
         raise Infeasible(
-            f"cluster: its blocks must visit the same key tiles, which a {p.mask.value} mask denies"
+            f"cluster {t.cluster}: must be 1 with a {p.mask.value} mask; blocks of a cluster load the same key tiles"
         )
     if p.intervals > 2 and consumers > 2:
         raise Infeasible(
-            f"intervals {p.intervals}: their bounds take registers that {consumers} consumer warpgroups do not have; "
-            "tile_m 128 fits"
+            f"intervals {p.intervals}: their bounds do not fit in the registers of {consumers} consumer warpgroups; "
+            "set tile_m to 128 or less"
         )
     _require_knobs(p, t)
     return _forward(spec, t, consumers)
@@ -230,9 +230,7 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool
         q_buffers = 1
     shared += q_buffers * (q_bytes + 16)
     if t.dynamic and (q_buffers < 2 or mask is not Mask.SPANS):
-        raise Infeasible(
-            "dynamic: takes spans (tile_counter is part of their schedule), persistent, room for two Q"
-        )
+        raise Infeasible("dynamic: needs mask spans, persistent, and shared memory for two tiles of Q")
     # The producer runs ahead, so it decodes a work tile and broadcasts it: 16 bytes, and 16 for each row group if
     # there are several.
     work_tile = 16 * (1 + row_groups if row_groups > 1 else 1)

@@ -75,26 +75,29 @@ def plan(spec: Spec) -> Plan:
     require_hopper(p, "backward", 128)
     if p.in_planes and not t.split_heads:
         what = "dense mask" if p.mask is Mask.DENSE else "planes of spans"
-        raise Infeasible(f"{what}: takes split_heads, for q heads of a group may visit different tiles")
+        raise Infeasible(f"{what}: needs split_heads, because q heads of a group may visit different tiles")
     if t.tile_m != 64:
-        raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
+        raise Infeasible(f"tile_m {t.tile_m}: must be 64, the rows of one wgmma")
     if t.tile_n != 64 * CONSUMERS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {64 * CONSUMERS}, 64 keys for each consumer warpgroup")
     for name in ("stages", "stages_dout"):
         if not 1 <= getattr(t, name) <= 4:
             raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
     if t.stages < 2:
-        raise Infeasible("stages 1: the next tile of Q arrives while this one is in use, which takes 2")
+        raise Infeasible(
+            "stages 1: must be at least 2; the next tile of Q is loaded while this one is in use"
+        )
     if not 0 <= t.in_regs <= 2:
         raise Infeasible(f"in_regs {t.in_regs}: must be 0, 1 (K) or 2 (K and V)")
     if t.lag and t.stages_dout < 2:
-        raise Infeasible("stages_dout 1: with lag the next dO is in use while this one is, which takes 2")
+        raise Infeasible("stages_dout 1: must be at least 2 with lag, which uses two tiles of dO at a time")
     if t.deterministic and not t.split_heads and p.mask is not Mask.FULL:
         raise Infeasible(
-            "deterministic: a block per kv head waits longer for dq_semaphore than it saves, but for mask full"
+            "deterministic: needs split_heads unless the mask is full, "
+            "because one block per kv head waits too long for dq_semaphore"
         )
     if t.descending and p.mask is Mask.FULL:
-        raise Infeasible("descending: without a mask all key tiles have the same work")
+        raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
     _require_knobs(p, t)
     return _plan(spec, t)
 
@@ -153,7 +156,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     d, mask = spec.problem.head_dim, spec.problem.mask
     if curved(spec.problem):
         raise Infeasible(
-            "score: the sm90a backward takes functions that only add to a score; sm90 takes this one"
+            "score: the sm90a backward supports only functions that add to the score; use arch sm90 for others"
         )
     shared = _shared_bytes(t, d)
     require_shared(shared)

@@ -140,7 +140,7 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         if not 1 <= getattr(t, name) <= 4:
             raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
     if t.descending and p.mask is Mask.FULL:
-        raise Infeasible("descending: without a mask all key tiles have the same work")
+        raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
 
 
 def live_registers(p: Problem, t: Sm90BackwardWide) -> int:

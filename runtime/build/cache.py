@@ -161,7 +161,7 @@ def _read_ready_made(source: Compilable, directory: Path) -> Entry:
         raise BadEntry(f"{META}: field identity or flags is wrong")
     digest = _digest(source.text, identity, flags)
     if directory.name != _name(source, digest):
-        raise BadEntry(f"{META}: is of another text or launch protocol")
+        raise BadEntry(f"{META}: is of another source text or version of the launcher")
     if not any(flag.endswith(f"={source.arch.nvcc_name}") for flag in flags):
         raise BadEntry(f"{META}: is not for {source.arch.nvcc_name}")
     return _read(directory, digest)

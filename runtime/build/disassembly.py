@@ -59,4 +59,6 @@ def find_tool(name: str) -> Path | None:
 
 def _expect_gpu(source: Source) -> None:
     if not source.arch.is_gpu:
-        raise ValueError(f"{source.slug}: a CPU kernel has neither PTX nor SASS; --what source or registers")
+        raise ValueError(
+            f"{source.slug}: a CPU kernel has neither PTX nor SASS; use --what source or registers"
+        )

@@ -88,12 +88,14 @@ def publish(name: str, build: Callable[[Path], None], check: Callable[[Path], T]
     try:
         return look(name, check)
     except BadEntry as why:
-        raise CacheError(f"cache entry {root() / name} was built {ATTEMPTS} times and is bad: {why}") from why
+        raise CacheError(
+            f"cache entry {root() / name} is damaged after each of {ATTEMPTS} builds: {why}; check the disk"
+        ) from why
 
 
 def _safe(name: str) -> str:
     if not _NAME.fullmatch(name) or name in (TMP, LOCKS, FAILED):
-        raise ValueError(f"name: {name!r} is not usable as a cache entry; letters, digits and _ . + - are")
+        raise ValueError(f"name: {name!r} is not usable as a cache entry; use letters, digits and _ . + -")
     return name
 
 

@@ -184,10 +184,11 @@ class ContextParallel:
             length = mask.seq_k
             if isinstance(mask, Spans) and mask.planes[1] > 1:
                 raise ValueError(
-                    f"mask: has spans for {mask.planes[1]} heads, expected one plane for all, as ranks share heads out"
+                    f"mask: has spans for {mask.planes[1]} heads, expected one plane for all heads, "
+                    "because each rank computes some of them"
                 )
             if isinstance(mask, DenseMask) and mask.seq_q != length:
-                raise ValueError(f"mask: is of {mask.seq_q} queries and {length} keys, expected as many")
+                raise ValueError(f"mask: is of {mask.seq_q} queries and {length} keys, expected equally many")
             if total is not None and total != length:
                 raise ValueError(f"total: got {total}, but the mask is of {length} rows")
             total = length

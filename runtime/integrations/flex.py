@@ -63,7 +63,7 @@ def flex_attention(
     if block_mask is not None and tuple(block_mask.seq_lengths) != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"block_mask: is of {block_mask.seq_lengths} queries and keys, but q and k have "
-            f"{query.shape[2]} and {key.shape[2]}; make one of these lengths"
+            f"{query.shape[2]} and {key.shape[2]}; create it with Q_LEN and KV_LEN of q and k"
         )
     out, lse = attention(query, key, value, mask, scale=scale, return_lse=True, score=score_mod)
     if return_aux is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+
+from attnforge.runtime.build.atomic import replace_file
 
 
 class Claims:
@@ -42,10 +42,4 @@ class Claims:
 
     def finish(self, name: str, note: dict[str, Any]) -> None:
         """Write the note of a problem that `take` gave to this process; whole or not at all."""
-        handle, unfinished = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(note, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(unfinished).chmod(0o644)
-        Path(unfinished).replace(self._folder / f"{name}.json")
+        replace_file(self._folder / f"{name}.json", json.dumps(note, indent=1) + "\n")

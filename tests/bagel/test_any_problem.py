@@ -134,12 +134,12 @@ def test_other_files_are_refused(write: Any, message: str, tmp_path: Path) -> No
         ({"head_dim": 64}, "--head-dim: --heads is missing"),
         ({"heads": (5, 2), "head_dim": 8, "masks": ("causal",)}, "heads: got 5/2"),
         ({"heads": (4, 2), "head_dim": 999}, "--head-dim: got 999, accepted are 1 to 256"),
-        ({"length": (8, 8)}, "--length: goes with --mask"),
-        ({"length": (8, 8), "packs": ("pretrain/0",)}, "--length: goes with --mask"),
+        ({"length": (8, 8)}, "--length: needs --mask"),
+        ({"length": (8, 8), "packs": ("pretrain/0",)}, "--length: needs --mask"),
         ({"masks": ("window:0",)}, "--mask: 'window:0' is neither"),
         ({"masks": ("gone.npy",)}, "there is no file gone.npy"),
         ({"masks": ("gone.npy",), "length": (8, 8)}, "has a length of its own"),
-        ({"packs": ("full/2x64",), "batch": 3}, "--batch: full/2x64 7B says 2 already"),
+        ({"packs": ("full/2x64",), "batch": 3}, "--batch: leave it out, full/2x64 7B has a batch of 2"),
         ({"dtype": "fp16"}, "--dtype: fp16 runs on GPUs only"),
         ({"device": "mps"}, "--device: kernels run on cpu, cuda and cuda:N, not on mps"),
     ],
@@ -155,7 +155,7 @@ def test_fields_of_problems_become_options() -> None:
         f.attribute for f in PROBLEM_FIELDS if f.optional and f.match == "same"
     }
     assert "dim_v" in {f.attribute for f in options.ASKED}
-    with pytest.raises(ValueError, match="--align: cases cannot have it yet"):
+    with pytest.raises(ValueError, match="--align: measured cases do not support it yet"):
         chosen(extra={"align": 4})
 
 

@@ -119,14 +119,14 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
             "/proc/nowhere: tuned tables cannot be written here",
         ),
         ("verify --pack causal/64 --variants -1", "Invalid value for '--variants'"),
-        ("bench --peers sdpa-flash,fa5 --pack causal/64", "--peers: there is no 'fa5'; there are sdpa-flash"),
+        ("bench --peers sdpa-flash,fa5 --pack causal/64", "--peers: got 'fa5', accepted are sdpa-flash"),
         ("search --pack causal/64 --seconds -1", "Invalid value for '--seconds'"),
-        ("model --arch sm80 --head-dim 77", "--head-dim: 77 is not modelled; 16, "),
+        ("model --arch sm80 --head-dim 77", "--head-dim: 77 has no model; accepted are 16, "),
         ("render --dtype fp64", "Invalid value for '--dtype'"),
         ("bench --suite huge", "Invalid value for '--suite'"),
         ("search --pack causal/64 --dtype fp16 --device cpu", "--dtype: fp16 runs on GPUs only"),
         ("search --device mps", "--device: kernels run on cpu, cuda and cuda:N, not on mps"),
-        ("verify --heads 32/8/2 --head-dim 64", "'32/8/2' is not Q[/KV]"),
+        ("verify --heads 32/8/2 --head-dim 64", "got '32/8/2', expected Q[/KV]"),
     ],
 )
 def test_user_errors_are_one_message(arguments: str, message: str) -> None:
@@ -335,7 +335,7 @@ def test_a_failure_of_ours_is_reported_after_the_rest(monkeypatch: pytest.Monkey
     monkeypatch.setattr("attnforge.bagel.measure.bench.time_ours", boom)
     result = run("bench", *TINY, "--direction", "fwd", "--peers", "sdpa-flash", code=1)
     assert "sdpa-flash" in result.stdout
-    assert "ours failed:\ncausal/96 0.5B fwd fp32: RuntimeError: no kernel" in result.stderr
+    assert "kernels of attnforge failed:\ncausal/96 0.5B fwd fp32: RuntimeError: no kernel" in result.stderr
 
 
 def test_markdown_ratio_is_to_the_best_peer() -> None:

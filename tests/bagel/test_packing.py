@@ -92,7 +92,7 @@ def test_bad_packs_name_the_argument(args: tuple[list[int], list[int], list[str]
 def test_padding_must_be_whole_samples() -> None:
     with pytest.raises(ValueError, match="used: 3 real tokens end inside a sample"):
         PackedMask([4, 2], [4, 2], ["full", "causal"], CPU, used=3)
-    with pytest.raises(ValueError, match="padding: 'drop'"):
+    with pytest.raises(ValueError, match="padding: got 'drop'"):
         PackedMask([4], [4], ["full"], CPU, padding="drop")  # type: ignore[arg-type]
 
 

@@ -160,10 +160,25 @@ def test_cpu_forward_by_hand() -> None:
         # (128 + 2 * 3 * 128) rows of 256 bytes; the limit is 99 KiB.
         (Arch.SM86, 128, Sm80Forward(128, 128, 8, 3, False), "229376 bytes, 128000 more than sm86 has"),
         # Two fragments of O 256/8*4, S 128/8*4 and Q 4; the limit is 255 - 40.
-        (Arch.SM80, 256, Sm80Forward(128, 32, 4, 1, False), "take 296 of a thread, 81 more than fit"),
-        (Arch.SM80, 64, Sm80Forward(128, 24, 4, 1, False), "tile_n 24 is not a multiple of k16 steps 1 x 16"),
+        (
+            Arch.SM80,
+            256,
+            Sm80Forward(128, 32, 4, 1, False),
+            "take 296 per thread, 81 more than are available",
+        ),
+        (
+            Arch.SM80,
+            64,
+            Sm80Forward(128, 24, 4, 1, False),
+            "tile_n 24: must be a multiple of 16 .k16 steps: 1 x 16.",
+        ),
         (Arch.SM80, 264, Sm80Forward(128, 64, 4, 1, False), "head_dim 264: the sm80 kernels take 1 to 256"),
-        (Arch.CPU, 64, CpuForward(48, 64, 1, 16, 8, 4, False), "rows x cols needs 37, 5 more than there are"),
+        (
+            Arch.CPU,
+            64,
+            CpuForward(48, 64, 1, 16, 8, 4, False),
+            "rows x cols takes 37 vector registers, 5 more than the CPU has",
+        ),
         (Arch.CPU, 64, CpuForward(40, 64, 1, 16, 8, 2, False), "tile_m 40 is not a multiple of lanes"),
     ],
 )

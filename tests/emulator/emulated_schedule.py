@@ -46,7 +46,7 @@ class EmulatedSchedule:
         self.spec, self.plan = spec, render(spec).plan
         path = directory / f"{spec.slug}.cpp"
         path.write_text(schedule_text(spec))
-        self.library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
+        self.library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS, header="emulator.h")
 
     def run(self, mask: Tensor, ends: Tensor | None, seq_q: int, seq_k: int) -> dict[str, Tensor]:
         """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).

@@ -133,7 +133,7 @@ class Emulated:
         path = directory / f"{spec.slug}.cpp"
         path.write_text(translate(source))
         half = f"-DEMULATED_FP16={int(spec.problem.dtype is DType.FLOAT16)}"
-        self.library = gxx.library(path, *FLAGS, half, parts=PARTS)
+        self.library = gxx.library(path, *FLAGS, half, parts=PARTS, header="emulator.h")
         self.held: list[Tensor] = []  # memory that Params point to
         self.scale: float | None = None
         self.score_tensors: tuple[Tensor, ...] = ()

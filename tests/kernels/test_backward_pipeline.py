@@ -135,7 +135,7 @@ class Simulated:
         path = directory / "kernel.cpp"
         path.write_text(translate(source, breaks))
         words = ["-DDQ_RED"] if source.spec.to_json()["tuning"].get("dq_red") else []
-        self.library = gxx.library(path, *FLAGS, *words)
+        self.library = gxx.library(path, *FLAGS, *words, header="cuda_words.h")
         self.library.run.restype = ctypes.c_char_p
         self.words = (ctypes.c_ulonglong * (16 * len(self.plan.tensor_maps) + 8))()
         start = -ctypes.addressof(self.words) % 64 // 8

@@ -167,9 +167,9 @@ def test_limits_of_head_dim(tmp_path: Path) -> None:
     check_forward(kernel, inputs(SHAPES[0], 256, DType.FLOAT32, Mask.FULL))
     with pytest.raises(Infeasible, match="head_dim 257: the cpu kernels take 1 to 256"):
         make_plan(Spec(replace(widest, dim_v=257), CpuForward(48, 64, 1, 16, 8, 3, False)))
-    with pytest.raises(Infeasible, match="more than there are"):
+    with pytest.raises(Infeasible, match="more than the CPU has"):
         make_plan(Spec(widest, CpuForward(64, 64, 1, 16, 8, 4, False)))
-    with pytest.raises(Infeasible, match="bytes of a thread"):
+    with pytest.raises(Infeasible, match="bytes per thread"):
         make_plan(Spec(widest, CpuForward(192, 64, 8, 16, 8, 3, False)))
 
 

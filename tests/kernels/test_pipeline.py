@@ -105,7 +105,7 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
     words += [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
     words.append(f"-DINTERVALS={source.spec.problem.intervals}")
     words += [f"-DHEAD_DIM_V={source.spec.problem.head_dim_v}", f"-DPANELS_V={plan.constants['panels_v']}"]
-    library = gxx.library(path, *FLAGS, *words)
+    library = gxx.library(path, *FLAGS, *words, header="cuda_words.h")
     library.run.restype = ctypes.c_char_p
     schedule = EmulatedSchedule(source.spec, directory) if listed else None
     per_tensor = len(plan.tensor_maps) // len(TENSORS)
@@ -192,11 +192,11 @@ def hopper(
     return render(Spec(problem, tuning))
 
 
+# Those of test_a_broken_protocol_is_found are run there, sound as well.
 @pytest.mark.parametrize(
     "source",
     [
         hopper(128, 192, 64, 3, 0, 1, 0, 2),
-        hopper(128, 192, 80, 2, 1, 1, 0, 2),
         hopper(64, 128, 128, 2, 1, 0, 1, 2),
         hopper(72, 192, 128, 3, 1, 1, 0, 2),
         hopper(72, 64, 64, 1, 0, 0, 0, 2),
@@ -206,9 +206,7 @@ def hopper(
         *(
             hopper(head_dim, *knobs, mask=Mask.CAUSAL)
             for head_dim, *knobs in (
-                (128, 192, 80, 2, 1, 1, 0, 1),
                 (128, 192, 80, 3, 1, 1, 0, 1),
-                (64, 192, 128, 3, 1, 1, 0, 1),
                 (128, 192, 64, 3, 0, 1, 0, 1),
                 (64, 128, 128, 2, 1, 1, 1, 1),
                 (64, 192, 128, 2, 1, 0, 0, 1),
@@ -219,7 +217,6 @@ def hopper(
             hopper(head_dim, *knobs, mask=mask)
             for mask, head_dim, *knobs in (
                 (Mask.SPANS, 128, 192, 80, 3, 1, 1, 0, 1, 1),
-                (Mask.SPANS, 64, 192, 96, 3, 1, 1, 1, 1, 1),
                 (Mask.SPANS, 128, 128, 128, 2, 0, 1, 1, 1, 1),
                 (Mask.SPANS, 128, 192, 80, 2, 1, 1, 0, 1),
                 (Mask.SPANS, 64, 192, 128, 2, 1, 0, 0, 1),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Shape, check, dense, draw
+from oracle import Shape, check, check_deterministic, check_schedules_of_layers, dense, draw
 from torch import Tensor
 
 import attnforge
@@ -25,10 +25,6 @@ targets = pytest.mark.parametrize(
 )
 SEQ_Q, SEQ_K = 300, 261
 SHAPE = Shape(seq_q=SEQ_Q, seq_k=SEQ_K, group=2, batch=2)
-
-
-def schedules(mask: attnforge.DenseMask) -> int:
-    return int(torch.ops.attnforge.schedule_count(mask.data))
 
 
 @targets
@@ -89,26 +85,14 @@ def test_deterministic(device: str, dtype: torch.dtype) -> None:
     visible[:, 1, :, :256] = False  # tiles of keys that one head of a group does not see at all
     visible[:, 2, 128:300] = False  # and tiles of queries that see nothing
     mask = attnforge.DenseMask(visible)
-    first, *others = (attnforge.attention(x.q, x.k, x.v, mask, deterministic=True) for _ in range(5))
-    grads = x.grads(first)
-    for other in others:
-        assert torch.equal(first, other)
-        assert all(torch.equal(a, b) for a, b in zip(grads, x.grads(other), strict=True))
-    exact = reference(x.q.detach(), x.k.detach(), x.v.detach(), mask, dout=x.dout)
-    for grad, answer in zip(grads, (exact.dq, exact.dk, exact.dv), strict=True):
-        assert answer is not None
-        assert (grad - answer).abs().max().item() < 2e-2 * answer.abs().max().item()
+    check_deterministic(x, mask)
 
 
 @devices
 def test_one_schedule_for_all_layers(device: str) -> None:
     x = draw(Shape(), torch.bfloat16, device)
     mask = dense(65, 65, device)
-    y = x.q
-    for _ in range(3):
-        y = attnforge.attention(y, x.k, x.v, mask)
-    y.backward(x.dout)
-    assert schedules(mask) == 2
+    check_schedules_of_layers(x, mask)
 
 
 @devices

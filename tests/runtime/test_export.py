@@ -277,7 +277,7 @@ def test_command_writes_what_was_asked_for(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ((), "export: give --head-dim, --shapes, --specs or --contract"),
-        (("--contract", "openkernel", "--mask", "causal"), "the challenge's mask is dense"),
+        (("--contract", "openkernel", "--mask", "causal"), "must be dense with --contract"),
     ],
 )
 def test_command_says_what_it_lacks(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

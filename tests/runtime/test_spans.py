@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Shape, check, draw, unions
+from oracle import Shape, check, check_deterministic, check_schedules_of_layers, draw, unions
 from torch import Tensor
 
 import attnforge
@@ -42,10 +42,6 @@ def union(starts: Tensor, ends: Tensor, seq_q: int) -> Tensor:
     return seen
 
 
-def schedules(mask: attnforge.Spans) -> int:
-    return int(torch.ops.attnforge.schedule_count(mask.data))
-
-
 # ---- Kernels
 
 
@@ -54,8 +50,8 @@ def schedules(mask: attnforge.Spans) -> int:
 @pytest.mark.parametrize("planes", [(1, 1), (2, 1), (1, 2), (1, 4), (2, 4)], ids=str)
 def test_planes(device: str, dtype: torch.dtype, count: int, planes: tuple[int, int]) -> None:
     """One union for all, for each batch entry, each kv head, each query head, or each of both."""
-    if dtype is torch.float32 and count in (1, 3) and planes[0] == 1:
-        pytest.skip("as the others")
+    if device == "cpu" and (dtype is torch.float32) != (count % 2 == 1):
+        pytest.skip("each count with one dtype: the CPU kernels loop over intervals whatever the dtype")
     check(draw(SHAPE, dtype, device), unions(SEQ_Q, SEQ_K, count, device, planes))
 
 
@@ -90,15 +86,7 @@ def test_deterministic(device: str, dtype: torch.dtype) -> None:
     """Also where the q heads of a kv head visit different tiles, whose sums of dq take turns."""
     x = draw(Shape(seq_q=700, seq_k=600, group=3, batch=2), dtype, device)
     mask = unions(700, 600, 2, device, (2, 6))
-    first, *others = (attnforge.attention(x.q, x.k, x.v, mask, deterministic=True) for _ in range(5))
-    grads = x.grads(first)
-    for other in others:
-        assert torch.equal(first, other)
-        assert all(torch.equal(a, b) for a, b in zip(grads, x.grads(other), strict=True))
-    exact = reference(x.q.detach(), x.k.detach(), x.v.detach(), mask, dout=x.dout)
-    for grad, answer in zip(grads, (exact.dq, exact.dk, exact.dv), strict=True):
-        assert answer is not None
-        assert (grad - answer).abs().max().item() < 2e-2 * answer.abs().max().item()
+    check_deterministic(x, mask)
 
 
 @devices
@@ -117,11 +105,7 @@ def test_masks_of_one_length_do_not_mix(device: str) -> None:
 def test_one_schedule_for_all_layers(device: str) -> None:
     x = draw(Shape(group=2, batch=2), torch.bfloat16, device)
     mask = unions(65, 65, 2, device, (2, 2))
-    y = x.q
-    for _ in range(3):
-        y = attnforge.attention(y, x.k, x.v, mask)
-    y.backward(x.dout)
-    assert schedules(mask) == 2
+    check_schedules_of_layers(x, mask)
 
 
 def test_a_long_sequence_takes_no_square() -> None:

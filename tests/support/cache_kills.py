@@ -187,8 +187,9 @@ def known(log: Path) -> set[str]:
             row = json.loads(line)
         except ValueError:
             continue
-        assert row["result"]["status"] == "ok"
-        found.add(row["source"])
+        if "source" in row:  # not a line about the search as a whole
+            assert row["result"]["status"] == "ok"
+            found.add(row["source"])
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -16,12 +17,14 @@ from attnforge.runtime.build.toolchain import toolchain
 
 HERE = Path(__file__).parents[1] / "emulator"  # headers and programs
 KEPT = 300  # libraries; those used longest ago go first
+KEPT_HEADERS = 6  # 50 MB each
 
 
-def library(source: Path, *flags: str, parts: tuple[str, ...] = ()) -> ctypes.CDLL:
+def library(source: Path, *flags: str, parts: tuple[str, ...] = (), header: str = "") -> ctypes.CDLL:
     """The shared library of a C++ file that includes nothing but headers of the system and of tests/emulator.
 
-    `parts` are files of tests/emulator that it is linked with, compiled once for all libraries with these flags.
+    `parts` are files of tests/emulator that it is linked with, and `header` is one that it includes; they are compiled
+    once for all libraries with these flags.
     """
     folder = kept.directory / "libraries"
     folder.mkdir(exist_ok=True)
@@ -31,7 +34,8 @@ def library(source: Path, *flags: str, parts: tuple[str, ...] = ()) -> ctypes.CD
     else:
         objects = [str(compiled(HERE / name, flags)) for name in parts]
         # Its own definitions, not those of the same names in another library.
-        words = (*flags, "-Wl,-Bsymbolic", str(source), *objects)
+        first = ("-include", str(precompiled(header, flags))) if header else ()
+        words = (*flags, *first, "-Wl,-Bsymbolic", str(source), *objects)
         aside = built.with_suffix(f".{os.getpid()}")
         subprocess.run(["g++", *words, "-o", str(aside)], check=True)
         aside.rename(built)
@@ -50,6 +54,23 @@ def compiled(source: Path, flags: tuple[str, ...]) -> Path:
             subprocess.run(["g++", *words, "-c", str(source), "-o", str(aside)], check=True)
             aside.rename(built)
     return built
+
+
+def precompiled(header: str, flags: tuple[str, ...]) -> Path:
+    """A copy of a header with its precompiled form beside it, which g++ takes in its place."""
+    common = tuple(flag for flag in flags if flag != "-shared" and not flag.startswith("-D"))
+    place = kept.directory / "headers" / digest(HERE / header, *common)
+    with kept.lock("headers"):
+        if not place.exists():
+            aside = place.with_suffix(f".{os.getpid()}")
+            aside.mkdir(parents=True)
+            copy = shutil.copy(HERE / header, aside)
+            words = ("g++", *common, "-x", "c++-header", str(copy), "-o", f"{copy}.gch")
+            subprocess.run(words, check=True)
+            aside.rename(place)
+            for old in sorted(place.parent.iterdir(), key=last_used)[:-KEPT_HEADERS]:
+                shutil.rmtree(old)
+    return place / header
 
 
 def digest(source: Path, *flags: str) -> str:

@@ -268,3 +268,25 @@ def distance(x: Tensor, exact: Tensor) -> tuple[float, float]:
     """Root mean square and largest absolute difference."""
     error = (x - exact).abs()
     return error.pow(2).mean().sqrt().item(), error.max().item()
+
+
+def check_deterministic(x: Inputs, mask: attnforge.Spans | attnforge.DenseMask) -> None:
+    """Five runs give the same bits, which are right."""
+    first, *others = (attnforge.attention(x.q, x.k, x.v, mask, deterministic=True) for _ in range(5))
+    grads = x.grads(first)
+    for other in others:
+        assert torch.equal(first, other)
+        assert all(torch.equal(a, b) for a, b in zip(grads, x.grads(other), strict=True))
+    exact = reference(x.q.detach(), x.k.detach(), x.v.detach(), mask, dout=x.dout)
+    for grad, answer in zip(grads, (exact.dq, exact.dk, exact.dv), strict=True):
+        assert answer is not None
+        assert (grad - answer).abs().max().item() < 2e-2 * answer.abs().max().item()
+
+
+def check_schedules_of_layers(x: Inputs, mask: attnforge.Spans | attnforge.DenseMask) -> None:
+    """Three layers share one schedule for each pass."""
+    y = x.q
+    for _ in range(3):
+        y = attnforge.attention(y, x.k, x.v, mask)
+    y.backward(x.dout)
+    assert torch.ops.attnforge.schedule_count(mask.data) == 2

@@ -1,19 +1,30 @@
-"""Programs of several processes, started as `torchrun` starts them."""
+"""Programs of several processes, in the environment that `torchrun` gives them.
+
+`torchrun` starts an interpreter for each rank, all of which import torch. Here one interpreter reads the program and
+what it imports, then forks into the ranks: most of such a test's time goes to imports.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+HERE = Path(__file__).parent
+
 
 def torchrun(ranks: int, script: Path, *arguments: str) -> str:
-    """What the ranks of `script` print, with a thread each. A rank that fails fails the test with its last words."""
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    """What the ranks of `script`, which has a function `main`, print, with a thread each.
+
+    A rank that fails fails the test with its last words.
+    """
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        (*command, str(script), *arguments),
+        (sys.executable, __file__, str(ranks), str(script), *arguments),
         capture_output=True,
         text=True,
         timeout=300,
@@ -21,3 +32,39 @@ def torchrun(ranks: int, script: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return done.stdout
+
+
+def fork_ranks(count: int, program: dict[str, object]) -> int:
+    """Run `main` of a program in `count` ranks; the status of the first that failed, which ends the others, or 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    children = [run_rank(program, common | {"RANK": rank, "LOCAL_RANK": rank}) for rank in range(count)]
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            return 1
+    return 0
+
+
+def run_rank(program: dict[str, object], environment: dict[str, object]) -> int:
+    """The id of a child that runs `main` and ends."""
+    if child := os.fork():
+        return child
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    main = program["main"]
+    assert callable(main)
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    _, number, script, *arguments = sys.argv
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    import torch._dynamo  # noqa: F401  (ranks that compile would each import it)
+
+    sys.exit(fork_ranks(int(number), runpy.run_path(script, run_name="__ranks__")))

@@ -81,7 +81,7 @@ def test_splits_are_read_back(samples: list[list[tuple[int, str]]]) -> None:
 
 def test_other_spans_have_no_splits() -> None:
     window = torch.arange(6, dtype=torch.int32)
-    with pytest.raises(ValueError, match="no causal, full and noise splits"):
+    with pytest.raises(ValueError, match="not made of causal, full and noise splits"):
         splits_of([6], window, (window + 3).clamp(max=6))
 
 
@@ -130,10 +130,10 @@ def test_search_tunes_for_a_recorded_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("packs.txt", "", "is not called *.jsonl"),
+        ("packs.txt", "", "expected a .jsonl file"),
         ("packs.jsonl", "", "has no pack"),
-        ("packs.jsonl", "{}\n", "packs.jsonl:1 is no pack"),
-        ("packs.jsonl", "nonsense\n", "packs.jsonl:1 is no pack"),
+        ("packs.jsonl", "{}\n", "packs.jsonl:1 is not a pack"),
+        ("packs.jsonl", "nonsense\n", "packs.jsonl:1 is not a pack"),
     ],
 )
 def test_a_wrong_file_is_one_message(name: str, text: str, message: str, tmp_path: Path) -> None:

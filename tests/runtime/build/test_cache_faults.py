@@ -114,7 +114,7 @@ def test_a_disk_that_returns_something_else_is_reported(
     compiler: fakes.Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "read", lambda path: b"{}")
-    with pytest.raises(CacheError, match="built 3 times and is bad"):
+    with pytest.raises(CacheError, match="damaged after each of 3 builds"):
         cache.obtain(SOURCE)
 
 
