@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -81,6 +83,26 @@ def test_every_constructor_has_a_section_with_a_picture(page: str, module: Any) 
         assert page == "scores.md" or "<!-- kernel: " in section, name
 
 
+MARKED = [
+    page for page in sorted(DOCS.rglob("*.md")) if re.search(r"^<!-- \w+: ", page.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("page", MARKED, ids=lambda p: p.stem)
+def test_pictures_are_drawn_and_lines_of_kernels_found(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without MkDocs, so that a changed template is noticed where the site is not built."""
+    monkeypatch.syspath_prepend(DOCS / "hooks")
+    gallery = importlib.import_module("gallery")
+    monkeypatch.setattr(gallery, "_formulas", lambda text: text)
+    text = page.read_text()
+    made = gallery.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=page.name)))
+    assert "<!-- " not in made
+    assert made.count("linenums=") == len(re.findall(r"^<!-- (?:lines|kernel|score): ", text, re.MULTILINE))
+    assert made.count('<div class="pictures">') == len(
+        re.findall(r"^<!-- (?:picture|score): ", text, re.MULTILINE)
+    )
+
+
 @cache
 def messages() -> tuple[str, ...]:
     """Every string of the package, with a NUL for each value in it; strings of a C++ statement joined."""
@@ -130,6 +152,7 @@ def test_the_site(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr[-3000:]
     check_that_nothing_is_loaded_from_elsewhere(site)
     check_links(site)
+    assert 'href="notebooks/attention.html"' in (site / "index.html").read_text()
     check_the_gallery(site)
     check_the_reference(site)
 

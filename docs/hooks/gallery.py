@@ -5,7 +5,7 @@ it, which are run; A and B are parts of the first and of the last line to show.
 
     <!-- picture: NAME [seq_q] -->              a mask: its pairs, and the tiles that a kernel makes of them
     <!-- score: NAME -->                        what a score does to a pair, and the functions that kernels hold
-    <!-- lines: FILE | A | B -->                lines of a file of the repository
+    <!-- lines: FILE | A | B -->                lines of a file of the repository, the one that matches FILE
     <!-- kernel: fwd sm90a spans 1 | A | B -->  lines of a kernel of this pass, architecture, mask kind and intervals;
                                                without A and B the function that applies the mask
 
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from latex2mathml.converter import convert
 
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
@@ -63,6 +62,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _formulas(text: str) -> str:
+    from latex2mathml.converter import convert  # the tests of pictures and lines do without it
+
     def mathml(match: re.Match[str]) -> str:
         if match[1] == "$":
             return convert(match[2])
@@ -217,7 +218,8 @@ def _score_lines(score: Score) -> str:
 
 def _lines(words: str, names: dict[str, Any]) -> str:
     path, first, last = (word.strip() for word in words.split("|"))
-    text, number = _cut((REPOSITORY / path).read_text(), first, last)
+    (file,) = REPOSITORY.glob(path)
+    text, number = _cut(file.read_text(), first, last)
     return _fence(text, number)
 
 

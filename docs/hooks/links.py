@@ -68,6 +68,8 @@ def _moved(text: str, here: str, files: Files) -> str:
             return match[0]
         path = posixpath.normpath(posixpath.join(folder, target))
         site = MOUNTED.get(path, path.removeprefix("docs/"))
+        if site.endswith(".ipynb"):
+            site = site.removesuffix(".ipynb") + ".md"  # see notebooks.py
         if files.get_file_from_path(site) is None:
             if (REPOSITORY / path).exists():
                 return words
