@@ -1,6 +1,7 @@
 # make search   find the fastest kernel for a BAGEL pack, on the GPU if there is one, else on the CPU
 # make test     run every test that this machine can run, with a process for each core (ARGS="-m slow": the slow ones)
 # make fuzz     run random problems for SECONDS (60), on the GPU if there is one: docs/reliability.md
+# make docs     build the documentation's site into build/site, links checked; the first time installs what it takes
 # make lint     ruff and mypy
 # make clean    remove the environment and what tools left (not the kernel cache: python cli.py cache clear)
 #
@@ -35,7 +36,7 @@ NEEDS := torch numpy scipy jinja2 click rich platformdirs filelock ninja PIL set
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help search test fuzz lint clean venv python system
+.PHONY: help search test fuzz docs lint clean venv python system
 
 search: $(READY)
 	$(PY) cli.py search $(ARGS)
@@ -46,6 +47,16 @@ test: $(READY)
 
 fuzz: $(READY)
 	$(PY) tests/fuzzing/fuzz.py --seconds $(SECONDS) $(ARGS)
+
+docs: NEEDS += mkdocs material mkdocstrings mkdocs_click nbconvert latex2mathml
+docs: $(if $(filter 1,$(SYSTEM)),$(READY),.venv/docs) $(LINK)
+	PYTHONPATH=.path $(PY) -m mkdocs build --strict
+	@echo "open build/site/index.html"
+
+.venv/docs: .venv/ready
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-c constraints.txt --editable ".[docs]"
+	@touch $@
 
 lint: $(READY) $(LINK)
 	$(PY) -m ruff check .

@@ -19,7 +19,7 @@ from attnforge.cli import main
 ROOT = Path(__file__).resolve().parent
 while not (ROOT / "pyproject.toml").exists():
     ROOT = ROOT.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = "# Needs "  # first words of a snippet that not every machine can run
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
@@ -29,21 +29,26 @@ def snippets(page: Path, language: str) -> list[str]:
     return [match[2] for match in FENCE.finditer(page.read_text()) if match[1] == language]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page, "python")], ids=lambda p: p.name)
+def runnable(page: Path) -> list[str]:
+    return [text for text in snippets(page, "python") if not text.startswith(NEEDS)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda p: p.name)
 def test_python_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snippets of a page run one after another, with the names of those before; without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     names: dict[str, Any] = {}
-    ran = 0
-    for number, text in enumerate(snippets(page, "python")):
+    for number, text in enumerate(runnable(page)):
         path = tmp_path / f"{page.stem}_{number}.py"
         path.write_text(text)
-        compiled = compile(text, str(path), "exec")
-        assert compiled
-        if not text.startswith(NEEDS):
-            names = runpy.run_path(str(path), names)
-            ran += 1
-    assert ran
+        names = runpy.run_path(str(path), names)
+
+
+def test_what_cannot_run_here_compiles() -> None:
+    texts = [text for page in PAGES for text in snippets(page, "python") if text.startswith(NEEDS)]
+    assert len(texts) > 5
+    for text in texts:
+        assert compile(text, "snippet", "exec")
 
 
 def test_the_quick_start_is_the_first_snippet_and_short() -> None:
@@ -64,6 +69,7 @@ def command_lines() -> Iterator[tuple[str, str]]:
 def test_commands_exist(page: str, line: str) -> None:
     """The command and each of its options are known; nothing is run."""
     words = shlex.split(line, comments=True)
+    words = words[1:] if words[0] == "--traceback" else words
     command: click.Command = main
     while words and isinstance(command, click.Group):
         command = command.commands[words.pop(0)]
@@ -93,12 +99,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_and_picture_is_reachable() -> None:
-    """From docs/README.md or the README, by links."""
-    linked = {target for page in PAGES for target, _ in LINK.findall(page.read_text())}
-    names = {Path(target).name for target in linked}
-    for path in (ROOT / "docs").iterdir():
+    """Pages and notebooks by the navigation of the site and by a link, pictures by a link."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    linked = {(page.parent / to).resolve() for page in PAGES for to, _ in LINK.findall(page.read_text())}
+    for path in (ROOT / "docs").rglob("*"):
+        if path.suffix in (".md", ".ipynb"):
+            assert path.relative_to(ROOT / "docs").as_posix() in navigation, path
         if path.suffix in (".md", ".png"):
-            assert path.name in names, path
+            assert path.resolve() in linked, path
 
 
 @pytest.mark.parametrize(
@@ -109,6 +117,10 @@ def test_commits_are_named_in_provenance_lines_only(page: Path) -> None:
     for line in page.read_text().splitlines():
         if re.search(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b", line):
             assert "commit" in line, line
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 def test_paragraphs_of_the_readme_are_short() -> None:

@@ -62,8 +62,8 @@ def settings() -> Settings:
         compiler,
         jit=not _flag(NO_JIT),
         tables=_tables(),
-        chaos=_number(CHAOS, "no chaos, and seeds"),
-        canary=_number(CANARY, "no checks, and numbers of calls"),
+        chaos=_number(CHAOS, "seeds"),
+        canary=_number(CANARY, "numbers of calls"),
         disabled=_flag(DISABLE),
     )
 
@@ -98,7 +98,7 @@ def _flag(name: str) -> bool:
 def _number(name: str, words: str) -> int:
     given = os.environ.get(name) or "0"
     if not (given.isdecimal() and int(given) < 1 << 32):
-        raise SettingsError(f"{name}={given!r}: accepted are 0, {words} up to {(1 << 32) - 1}")
+        raise SettingsError(f"{name}={given!r}: accepted are 0 (off) and {words} from 1 to {(1 << 32) - 1}")
     return int(given)
 
 

@@ -42,7 +42,7 @@ def context_parallel(
     heads: number of ranks that share the heads (U above), a divisor of the mesh size and of the kv heads; 1 only
         gathers keys. None: the largest possible number.
     pieces: number of portions of the heads in which exchanges and kernels overlap. 1 does not overlap, and was the
-        fastest on H200s, whose kernels leave no SM to the exchange (docs/training.md).
+        fastest on H200s, whose kernels leave no SM to the exchange (docs/recipes/context_parallel.md).
     Raises ValueError for a mesh of more dimensions and for numbers that do not divide, TypeError for wrong types.
     """
     return ContextParallel(device_mesh, heads, pieces)

@@ -251,11 +251,13 @@ def test_recorded_packs_that_are_not_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_that_of_click(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/search.md says how to switch it on."""
+    """docs/reference/environment.md says how to switch it on."""
     monkeypatch.setenv("_ATTNFORGE_COMPLETE", f"{shell}_source")
     result = CliRunner().invoke(main, prog_name="attnforge")
     assert "_ATTNFORGE_COMPLETE" in result.output
-    assert f"_ATTNFORGE_COMPLETE={shell}_source" in (ROOT / "docs" / "search.md").read_text()
+    assert (
+        f"_ATTNFORGE_COMPLETE={shell}_source" in (ROOT / "docs" / "reference" / "environment.md").read_text()
+    )
 
 
 def test_models_are_listed_with_their_sources(tmp_path: Path) -> None:

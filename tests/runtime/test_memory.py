@@ -22,7 +22,7 @@ def requested(moment: str) -> int:
 
 
 def workspace(plan: Plan) -> int:
-    """Bytes that the docstring of `ops.backward` and docs/training.md promise for the shapes above."""
+    """Bytes that the docstring of `ops.backward` and docs/attention.md promise for the shapes above."""
     tuning = plan.spec.tuning
     tiles_m, tiles_n = -(-SEQ_Q // tuning.tile_m), -(-SEQ_K // tuning.tile_n)
     rows = BATCH * HEADS_Q * tiles_m * tuning.tile_m
