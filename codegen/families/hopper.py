@@ -20,7 +20,6 @@ ALIGNMENT = 1024  # of every tile: the period of the widest swizzle
 # Why the 16-bit kernels refuse values of fields that they do not honour.
 REASONS = {
     "align": "TMA needs rows that start at multiples of 16 bytes; sm90 takes this call",
-    "dim_v": "the sm90a backward kernel needs the head_dim of q and k; sm90 takes this call",
     "score": "the sm90a fp32 kernels take none; sm90 takes this call",
 }
 

@@ -113,6 +113,7 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "type": wgmma_type(p.dtype),
         "columns": COLUMNS,
         "panels": p.head_dim // COLUMNS,
+        "panels_v": p.head_dim_v // COLUMNS,
         "tail": 0,
         "copies": 1,
         "swizzle": SWIZZLE_CODE[COLUMNS * 2],
