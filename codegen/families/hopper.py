@@ -21,6 +21,7 @@ ALIGNMENT = 1024  # of every tile: the period of the widest swizzle
 REASONS = {
     "align": "TMA needs rows that start at multiples of 16 bytes; sm90 takes this call",
     "dim_v": "the sm90a kernels need the head_dim of q and k",
+    "mask_mod": "the sm90a fp32 kernels take none; sm90 takes this call",
     "score": "the sm90a fp32 kernels take none; sm90 takes this call",
 }
 

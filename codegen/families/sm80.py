@@ -110,5 +110,8 @@ def _guesses(problem: Problem) -> tuple[tuple[int, Sm80Forward], ...]:
 
 
 FORWARD = Family(
-    Sm80Forward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes", "score"})
+    Sm80Forward,
+    plan,
+    tunings,
+    honours=frozenset({"align", "dim_v", "intervals", "planes", "mask_mod", "score"}),
 )

@@ -29,7 +29,7 @@ from attnforge.codegen.families.mma import (
 )
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
+from attnforge.codegen.spec import Arch, Problem, Spec, Tuning, knob
 
 # Arguments of one copy function of fp32_tile.cuh.jinja: its suffix, the names of the tile's rows and columns, copies
 # per row, threads that share a row.
@@ -152,6 +152,8 @@ def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
     dim, dim_v = spec.problem.head_dim, spec.problem.head_dim_v
     if spec.problem.score:
         raise Infeasible("score: the forward on FP32 cores takes none; set parts above 0")
+    if spec.problem.mask_mod:
+        raise Infeasible("mask_mod: the forward on FP32 cores takes none; set parts above 0")
     require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
     require_split("tile_m", t.tile_m, t.warps, 4, "warps")
     require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
@@ -196,7 +198,7 @@ def plan_backward(spec: Spec) -> Plan:
         schedule=schedule_launches(spec, "tiles_n", t.deterministic),
         owner="n",
         registers=registers + REGISTERS_BESIDES,
-        bits="k" if spec.problem.mask is Mask.DENSE else "",
+        bits="k" if spec.problem.packed else "",
         dq_semaphore=t.deterministic,
         deterministic=t.deterministic,
         constants=_backward_constants(spec, t, frags) | {"shared_bytes": shared},
@@ -365,6 +367,6 @@ def backward_tunings(problem: Problem) -> Iterator[Fp32Backward]:
     yield from (dataclasses.replace(tuning, deterministic=True) for tuning in guesses)
 
 
-HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "score"})
+HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "mask_mod", "score"})
 FORWARD = Family(Fp32Forward, plan_forward, forward_tunings, HONOURED)
 BACKWARD = Family(Fp32Backward, plan_backward, backward_tunings, HONOURED)

@@ -146,7 +146,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=mask is Mask.SPANS,
-        bits="k" if mask is Mask.DENSE else "",
+        bits="k" if spec.problem.packed else "",
         tensor_maps=_forward_maps(t, d),
         constants=_panel_constants(d)
         | {
@@ -293,5 +293,9 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
 
 
 FORWARD = Family(
-    Sm90Forward, plan, tunings, honours=frozenset({"intervals", "planes", "score"}), reasons=REASONS
+    Sm90Forward,
+    plan,
+    tunings,
+    honours=frozenset({"intervals", "planes", "mask_mod", "score"}),
+    reasons=REASONS,
 )
