@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 from itertools import product
 from pathlib import Path
 
+import gxx
 import pytest
 import torch
-from emulator import Emulated
+from cpu_kernel import Params, ScoreRef, full_params
+from emulator import FLAGS, PARTS, Emulated
 from mask_functions import functions, visible
 from oracle import Shape, check, draw
 from score_oracle import compare
@@ -30,7 +34,6 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 TORCH = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
 LIMIT = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 2e-5}
 SHAPE = Shape(70, 161, 32, 2, 2, 2)
-SCORE = ScoreMod("mixed(t0: float32[1]): 3.0 * tanh(score / 3.0) + t0[h] * (q_idx - kv_idx)")
 
 
 def first(
@@ -80,6 +83,64 @@ def test_emulated(
         compare([*answers[:2], *kernel.backward(x.dout, q, k, v, out, lse, mask)], answers, LIMIT[dtype])
 
 
+# What apply_mask of a Hopper kernel leaves of ones in a warp's 16 rows, from row `row` and column `column` on.
+RUN = """
+extern "C" void run(const Params* p, int plane, int row, int column, float* out) {
+    launch([=] {
+        float s[kWidth / 2];
+        std::fill(s, s + kWidth / 2, 1.0f);
+        apply_mask(*p, plane, s, PLACE);
+        for (int i = 0; i < kWidth / 2; ++i) {
+            const int place = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            out[(threadIdx.x / 4 + i / 2 % 2 * 8) * kWidth + place] = s[i];
+        }
+    }, 1, 32, 0);
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["documents", "window", "heads"])
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
+def test_a_warp_of_the_hopper_kernels(direction: Direction, name: str, tmp_path: Path) -> None:
+    """Which pair an element of a fragment is: rows are queries in the forward, keys in the backward."""
+    spec, forward = first(direction, Arch.SM90A, DType.BFLOAT16, name, 64), direction is FORWARD
+    mask = masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu")
+    head, *sections = re.split(r"(?=^// ---- )", full_params(render(spec).text), flags=re.MULTILINE)
+    kept = [s for s in sections if s.startswith(("// ---- Specialisation", "// ---- Mask"))]
+    apply = re.search(
+        r"^__device__ [^\n]* void apply_mask\(.*?^}\n", "".join(sections), re.MULTILINE | re.DOTALL
+    )
+    assert apply is not None
+    width, place = (
+        ("kTileN", "row + threadIdx.x / 4, column")
+        if forward
+        else ("kTileM", "column, row + threadIdx.x / 4")
+    )
+    text = "".join((head, *kept)) + (apply.group() if "void apply_mask(" not in "".join(kept) else "")
+    path = tmp_path / "mask.cpp"
+    run = RUN.replace("kWidth", width).replace("PLACE", place)
+    path.write_text('#include "emulator.h"\n' + text.replace("#pragma unroll", "//") + run)
+    library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
+    columns = spec.tuning.tile_n if forward else spec.tuning.tile_m
+    p, mod = Params(seq_q=SHAPE.seq_q, seq_k=SHAPE.seq_k), spec.problem.mask_mod
+    p.mask_batches, p.mask_heads = 2 if mod.reads("b") else 1, 4 if mod.reads("h") else 1
+    for i, x in enumerate(mask.tensors):
+        setattr(p, f"score{i}", ScoreRef.of(x))
+    batch, q_head = p.mask_batches - 1, p.mask_heads - 1
+    expected = visible(functions(SHAPE)[name], SHAPE)[batch, q_head]
+    expected = expected if forward else expected.mT
+    for row, column in ((16, 0), (48, 40)):
+        out = torch.full((16, columns), torch.nan)
+        plane = p.mask_batches * p.mask_heads - 1
+        library.run(ctypes.byref(p), plane, row, column, ctypes.c_void_p(out.data_ptr()))
+        inside = expected[row : row + 16, column : column + columns]
+        assert torch.equal(out[: inside.shape[0], : inside.shape[1]] == 1, inside)
+        hidden = -torch.inf if forward else 0.0
+        if forward:
+            assert (out[:, inside.shape[1] :] == hidden).all(), "keys past the end"
+        assert ((out == 1) | (out == hidden)).all()
+
+
 def test_a_kernel_without_functions_is_no_choice() -> None:
     plain = first(FORWARD, Arch.SM89, DType.FLOAT32, "documents")
     assert isinstance(plain.tuning, Fp32Forward)
@@ -88,6 +149,17 @@ def test_a_kernel_without_functions_is_no_choice() -> None:
         make_plan(spec)
     problem = Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.DENSE, mask_mod=plain.problem.mask_mod)
     assert "the sm90a fp32 kernels take none; sm90 takes this call" in why_infeasible(problem)
+
+
+def test_one_text_has_each_helper_once() -> None:
+    """A score and a mask that read tensors of one form share what loads them; the tensors of the score come first."""
+    score = "a(t0: int32[1]): score + t0[h] * floor(score)"
+    for arch in (Arch.CPU, Arch.SM80, Arch.SM90A):
+        text = render(first(FORWARD, arch, DType.BFLOAT16, "documents", score=score)).text
+        assert text.count("score_at(const ScoreRef& t") == 1
+        assert text.count("load_int32_1d(const ScoreRef& t") == 1
+        assert "load_int32_1d(p.score2, kv_idx)" in text
+        assert "load_int32_2d(p.score1, b, q_idx)" in text
 
 
 @pytest.mark.nvcc
