@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 import gxx
 import pytest
@@ -43,7 +45,7 @@ def first(
     name: str,
     head_dim: int = 32,
     score: str = "",
-    **knobs: bool,
+    knobs: Mapping[str, bool] = MappingProxyType({}),
 ) -> Spec:
     text = MaskMod(masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu").text)
     problem = Problem(direction, arch, dtype, head_dim, Mask.DENSE, mask_mod=text, score=ScoreMod(score))
@@ -66,7 +68,7 @@ def test_emulated(
     direction: Direction, arch: Arch, dtype: DType, name: str, knobs: dict[str, bool], tmp_path: Path
 ) -> None:
     """One variant against float64, on lengths off every tile."""
-    spec = first(direction, arch, dtype, name, **(knobs if direction is BACKWARD else {}))
+    spec = first(direction, arch, dtype, name, knobs=knobs if direction is BACKWARD else {})
     x = draw(SHAPE, TORCH[dtype], "cpu")
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
     mask = masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu")
@@ -178,6 +180,20 @@ def test_nvcc(
     monkeypatch.setenv(COMPILER, "nvcc")
     log = check_resources(render(first(direction, arch, dtype, name, 128)), tmp_path)
     assert not SERIALISED.search(log), log
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A], ids=lambda x: x.value)
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
+def test_nvcc_with_a_score(
+    direction: Direction, arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
+        pytest.skip(toolchain.NVCC_PLACES)
+    monkeypatch.setenv(COMPILER, "nvcc")
+    score = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
+    spec = first(direction, arch, DType.BFLOAT16, "documents", 128, score)
+    assert not SERIALISED.search(check_resources(render(spec), tmp_path))
 
 
 @pytest.mark.gpu
