@@ -20,7 +20,7 @@ from score_oracle import compare
 from strict_nvcc import SERIALISED, check_resources
 
 import attnforge
-from attnforge import masks
+from attnforge import masks, scores
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm80_fp32 import Fp32Forward
 from attnforge.codegen.plan import Infeasible
@@ -196,11 +196,49 @@ def test_nvcc_with_a_score(
     assert not SERIALISED.search(check_resources(render(spec), tmp_path))
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["documents", "window", "heads", "blocks", "nothing", "everything"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_on_a_gpu(head_dim: int, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "name"),
+    [
+        *((BF16, 128, name) for name in functions(SHAPE)),
+        (BF16, 64, "documents"),
+        (BF16, 72, "heads"),
+        (BF16, 41, "blocks"),  # of the mma.sync kernels, as float32 is
+        (FP16, 64, "heads"),
+        (FP32, 64, "documents"),
+        (FP32, 128, "heads"),
+    ],
+    ids=str,
+)
+def test_on_a_gpu(dtype: torch.dtype, head_dim: int, name: str) -> None:
     shape = Shape(459, 391, head_dim, 2, 2, 2)
     function = functions(shape, "cuda")[name]
     check(draw(shape, dtype, "cuda"), masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda"))
+
+
+@pytest.mark.gpu
+def test_deterministic_and_in_a_cuda_graph() -> None:
+    """With tile lists of each head, and with a score; schedules are built anew at each replay."""
+    shape = Shape(700, 600, 64, 2, 2, 2)
+    x, function = draw(shape, BF16, "cuda"), functions(shape, "cuda")["heads"]
+    mask = masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda")
+    slopes = scores.alibi(torch.rand(4, device="cuda"))
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    first = attnforge.attention(x.q, x.k, x.v, mask, deterministic=True)
+    for _ in range(3):
+        again = attnforge.attention(x.q, x.k, x.v, mask, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(x.grads(first), x.grads(again), strict=True))
+    seen = attnforge.DenseMask(visible(function, shape, "cuda"))
+    expected = attnforge.attention(q, k, v, seen, score=slopes)
+    assert (attnforge.attention(q, k, v, mask, score=slopes) - expected).abs().max().item() < 2e-2
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attnforge.attention(q, k, v, mask, score=slopes)
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        assert (out - expected).abs().max().item() < 2e-2
