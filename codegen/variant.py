@@ -58,7 +58,7 @@ VARIANT: tuple[Field, ...] = (
     Field(
         "std::vector<std::string>",
         "score_tensors",
-        "dtype and dimensions of those that the function reads, then of those of mask_mod",
+        "dtype and dimensions of what the score reads, then mask_mod",
         lambda s: tuple(f"{dtype}[{dims}]" for dtype, dims in s.plan.spec.problem.captured),
     ),
     _same("int64_t", "align", "bytes that every row start must be a multiple of", f"{_PROBLEM}.align"),
