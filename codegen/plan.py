@@ -102,5 +102,6 @@ class Plan:
         }
         target = "gpu" if problem.arch.is_gpu else "cpu"
         form = f" x{problem.intervals} p{problem.planes}" if problem.unions else ""
+        form += f" of {problem.mask_mod}" if problem.mask_mod else ""
         tile = f"{tuning.tile_m}x{tuning.tile_n}, {self.row_groups} row groups"
         return f"{target} {problem.mask.value}{form}, {tile}, owner {self.owner}, {flags}"

@@ -1,12 +1,14 @@
-"""`ScoreMod`: a function of one attention score, as text that names, JSON and command lines carry.
+"""`ScoreMod` and `MaskMod`: functions of a query and a key, as text that names, JSON and command lines carry.
 
     softcap: 30.0 * tanh(score / 30.0)
     alibi(t0: float32[1]): score + t0[h] * (kv_idx - q_idx)
+    documents(t0: int32[1]): t0[q_idx] == t0[kv_idx]
 
 A name, the captured tensors with dtype and number of dimensions, and a formula in Python's syntax and meaning: `score`
 is the scaled product of a query and a key in float32; b, h, q_idx and kv_idx are the int32 indices of batch entry,
 query head, query and key. Statements `name = formula` may come first, separated by semicolons. From it follow its
-derivative by the score and the text of both in C++.
+derivative by the score and the text of both in C++. The function of a mask has no score and gives a bool: is the pair
+visible?
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-MAX_TENSORS = 4  # members score0 to score3 of Params
+MAX_TENSORS = 4  # members score0 to score3 of Params, of a score and a mask together
 MAX_DIMS = 4
 COLUMNS = 112  # of a line of C++
 WIDTH = 60  # columns of C++ that one value may take before it gets a name
+SHORT = 12  # values of a mask's function whose evaluation is unrolled
 DTYPES = ("float32", "int32", "bfloat16")
 
 Kind = Literal["float", "int", "bool"]
@@ -128,7 +131,7 @@ class Program:
     def binary(self, op: str, x: int, y: int) -> int:
         """An operator of two values, with the type that torch's promotion gives; factors that are constants merge."""
         kinds = (self.kind(x), self.kind(y))
-        if op in ("&", "|", "^") and kinds == ("bool", "bool"):
+        if op in ("&", "|", "^", "==", "!=") and kinds == ("bool", "bool"):
             return self.node(op, (x, y), "bool")
         if "bool" in kinds:
             raise ScoreError(f"{op} of a bool is not supported; use where")
@@ -190,8 +193,11 @@ _HEADER = re.compile(r"\s*(?P<name>[a-z][a-z0-9_]*)\s*(?:\((?P<tensors>[^)]*)\))
 _TENSOR = re.compile(r"t(\d):\s*(\w+)\[(\d)\]")
 
 
-class ScoreMod(str):
-    """The text of a function of a score, "" for none; see the module. `parsed` raises ScoreError if it is not one."""
+class Formula(str):
+    """The text of a function of a pair, "" for none; see the module. `parsed` raises ScoreError if it is not one."""
+
+    argument: ClassVar[str]  # what errors call it
+    leaves: ClassVar[tuple[str, ...]] = ("b", "h", "q_idx", "kv_idx")  # what it may read beside tensors
 
     @cached_property
     def header(self) -> _Header:
@@ -200,7 +206,7 @@ class ScoreMod(str):
             return _Header("", (), "")
         match = _HEADER.fullmatch(self)
         if match is None:
-            raise ScoreError(f"score: expected 'name: formula', got {str(self)!r}")
+            raise ScoreError(f"{self.argument}: expected 'name: formula', got {str(self)!r}")
         declared = [text.strip() for text in (match["tensors"] or "").split(",") if text.strip()]
         found = [_TENSOR.fullmatch(text) for text in declared]
         for number, (text, item) in enumerate(zip(declared, found, strict=True)):
@@ -210,9 +216,11 @@ class ScoreMod(str):
                 or item[2] not in DTYPES
                 or not 1 <= int(item[3]) <= MAX_DIMS
             ):
-                raise ScoreError(f"score: expected 't{number}: dtype[dimensions]', got {text!r}")
+                raise ScoreError(f"{self.argument}: expected 't{number}: dtype[dimensions]', got {text!r}")
         if len(found) > MAX_TENSORS:
-            raise ScoreError(f"score: captures {len(found)} tensors, at most {MAX_TENSORS} are supported")
+            raise ScoreError(
+                f"{self.argument}: captures {len(found)} tensors, at most {MAX_TENSORS} are supported"
+            )
         tensors = tuple((item[2], int(item[3])) for item in found if item is not None)
         return _Header(match["name"], tensors, match["formula"].strip())
 
@@ -241,10 +249,28 @@ class ScoreMod(str):
     def parsed(self) -> tuple[Program, int]:
         """The program of the formula, and the number of its result."""
         program = Program(tuple(dtype for dtype, _ in self.tensors))
-        result = _Reader(program, self.tensors).read(self.formula)
-        if program.kind(result) == "bool":
-            raise ScoreError("score: the formula gives a bool, expected a number")
+        result = _Reader(program, self).read(self.formula)
+        if (program.kind(result) == "bool") != isinstance(self, MaskMod):
+            got, expected = (
+                ("a bool", "a number") if program.kind(result) == "bool" else ("a number", "a bool")
+            )
+            raise ScoreError(f"{self.argument}: the formula gives {got}, expected {expected}")
         return program, result
+
+    @classmethod
+    def of(cls, name: str, tensors: tuple[tuple[str, int], ...], program: Program, result: int) -> Self:
+        """The text of a program; the same for programs that compute the same in the same order."""
+        printer = _Printer(program, result, cpp=False)
+        end = printer.print()
+        declared = ", ".join(f"t{i}: {dtype}[{dims}]" for i, (dtype, dims) in enumerate(tensors))
+        return cls(f"{name}{f'({declared})' if declared else ''}: {'; '.join((*printer.lines, end))}")
+
+
+class ScoreMod(Formula):
+    """The text of a function of a score."""
+
+    argument = "score"
+    leaves = ("score", *Formula.leaves)
 
     @cached_property
     def gradient(self) -> tuple[Program, int]:
@@ -268,25 +294,44 @@ class ScoreMod(str):
         return _code(*self.gradient)
 
 
+class MaskMod(Formula):
+    """The text of a function that says which pairs are visible."""
+
+    argument = "mask_mod"
+
+    def code(self, first: int = 0) -> Code:
+        """The function in C++. `first`: the place of its first tensor, behind those of the score."""
+        return _code(*self.parsed, first)
+
+    @property
+    def short(self) -> bool:
+        """Is it a few comparisons and sums, which kernels unroll for all pairs of a thread? Longer ones would spill."""
+        return not self.code().calls and len(self.parsed[0].nodes) <= SHORT
+
+    def reads(self, leaf: str) -> bool:
+        """Does the function depend on this index, such as `h`?"""
+        return leaf in self.code().names
+
+
 class _Reader:
     """From the text of a formula to a program."""
 
-    def __init__(self, program: Program, tensors: tuple[tuple[str, int], ...]) -> None:
-        self.program = program
-        self.dims = {f"t{i}": (i, dims) for i, (_, dims) in enumerate(tensors)}
+    def __init__(self, program: Program, text: Formula) -> None:
+        self.program, self.argument, self.leaves = program, text.argument, text.leaves
+        self.dims = {f"t{i}": (i, dims) for i, (_, dims) in enumerate(text.tensors)}
         self.names: dict[str, int] = {}
 
     def read(self, formula: str) -> int:
         try:
             lines = ast.parse(formula).body
         except SyntaxError as error:
-            raise ScoreError(f"score: {formula!r} cannot be parsed: {error.msg}") from None
+            raise ScoreError(f"{self.argument}: {formula!r} cannot be parsed: {error.msg}") from None
         for line in lines[:-1]:
             if not isinstance(line, ast.Assign) or not isinstance(line.targets[0], ast.Name):
-                raise ScoreError(f"score: expected 'name = formula', got {ast.unparse(line)!r}")
+                raise ScoreError(f"{self.argument}: expected 'name = formula', got {ast.unparse(line)!r}")
             self.names[line.targets[0].id] = self.value(line.value)
         if not lines or not isinstance(lines[-1], ast.Expr):
-            raise ScoreError(f"score: {formula!r} must end in an expression")
+            raise ScoreError(f"{self.argument}: {formula!r} must end in an expression")
         return self.value(lines[-1].value)
 
     def value(self, x: ast.expr) -> int:
@@ -297,7 +342,7 @@ class _Reader:
                 return p.const(value)
             case ast.Name(id=name) if name in self.names:
                 return self.names[name]
-            case ast.Name(id="score" | "b" | "h" | "q_idx" | "kv_idx" as name):
+            case ast.Name(id=name) if name in self.leaves:
                 return p.leaf(name)
             case ast.Name(id="inf" | "nan" as name):
                 return p.const(float(name))
@@ -314,12 +359,12 @@ class _Reader:
                 return p.call(name, *(self.value(a) for a in args))
             case ast.Subscript(value=ast.Name(id=name), slice=at) if name in self.dims:
                 return self.element(name, list(at.elts) if isinstance(at, ast.Tuple) else [at])
-        raise ScoreError(f"score: {ast.unparse(x)!r} is not supported in a formula")
+        raise ScoreError(f"{self.argument}: {ast.unparse(x)!r} is not supported in a formula")
 
     def element(self, name: str, at: list[ast.expr]) -> int:
         tensor, dims = self.dims[name]
         if len(at) != dims:
-            raise ScoreError(f"score: {name} has {dims} dimensions, but {len(at)} indices")
+            raise ScoreError(f"{self.argument}: {name} has {dims} dimensions, but {len(at)} indices")
         return self.program.load(tensor, tuple(self.value(i) for i in at))
 
 
@@ -467,8 +512,8 @@ class Code:
 class _Printer:
     """Text of a program: values that are used more than once get a name, others are written where they are used."""
 
-    def __init__(self, program: Program, result: int, cpp: bool) -> None:
-        self.p, self.result, self.cpp = program, result, cpp
+    def __init__(self, program: Program, result: int, cpp: bool, first: int = 0) -> None:
+        self.p, self.result, self.cpp, self.first = program, result, cpp, first
         self.uses: dict[int, int] = {}
         self.text: dict[int, tuple[str, bool]] = {}  # and whether it must be put into parentheses
         self.lines: list[str] = []
@@ -535,7 +580,7 @@ class _Printer:
             return f"t{tensor}[{indices}]"
         name = f"load_{self.p.tensors[tensor]}_{len(at)}d"
         self.calls.add(name)
-        return f"{name}(p.score{tensor}, {indices})"
+        return f"{name}(p.score{self.first + tensor}, {indices})"
 
     def infix(self, node: Node) -> tuple[str, bool]:
         x, y = node.args
@@ -578,18 +623,10 @@ class _Printer:
         return f"{name}({', '.join(args)})", False
 
 
-def _code(program: Program, result: int) -> Code:
-    printer = _Printer(program, result, cpp=True)
+def _code(program: Program, result: int, first: int = 0) -> Code:
+    printer = _Printer(program, result, cpp=True, first=first)
     text = printer.print()
     used = [program.nodes[x] for x in printer.uses]
     names = {str(node.value) for node in used if node.op == "leaf"}
     names |= {"p" for node in used if node.op.startswith("load:")}
     return Code(tuple(printer.lines), text, frozenset(printer.calls), frozenset(names))
-
-
-def text_of(name: str, tensors: tuple[tuple[str, int], ...], program: Program, result: int) -> ScoreMod:
-    """The text of a program; the same for programs that compute the same in the same order."""
-    printer = _Printer(program, result, cpp=False)
-    end = printer.print()
-    declared = ", ".join(f"t{i}: {dtype}[{dims}]" for i, (dtype, dims) in enumerate(tensors))
-    return ScoreMod(f"{name}{f'({declared})' if declared else ''}: {'; '.join((*printer.lines, end))}")

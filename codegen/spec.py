@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_type_hints
 
-from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score import MAX_TENSORS, Formula, MaskMod, ScoreMod
 
 MAX_INTERVALS = 4  # of the queries that see a key of spans
 
@@ -69,7 +69,7 @@ class Mask(Enum):
 
     full: all. causal: j <= i + seq_k - seq_q (bottom-right aligned). spans: starts[j] <= i < ends[j], or the union of
     `Problem.intervals` of these, the same for all heads and batch entries or, with `Problem.planes`, not.
-    dense: a bool tensor says so, one for all heads or one for each head or batch entry.
+    dense: a bool tensor says so, one for all heads or one for each head or batch entry, or `Problem.mask_mod` does.
     """
 
     FULL = "full"
@@ -151,7 +151,13 @@ class Problem:
         default=0,
         metadata=about("1: spans differ between batch entries or heads", "p", after="mask", match="near"),
     )
-
+    mask_mod: MaskMod = field(
+        default=MaskMod(),
+        metadata=about(
+            "Function of a dense mask's pairs as text, see codegen/score.py; empty: a bool tensor",
+            match="near",
+        ),
+    )
     score: ScoreMod = field(
         default=ScoreMod(),
         metadata=about("Function of a score as text, see codegen/score.py; empty: none", match="near"),
@@ -166,11 +172,27 @@ class Problem:
             raise ValueError(f"planes: got {self.planes}, expected 0 or 1")
         if self.mask is not Mask.SPANS and (self.intervals > 1 or self.planes):
             raise ValueError(f"intervals, planes: need mask spans, not {self.mask.value}")
+        if self.mask_mod and self.mask is not Mask.DENSE:
+            raise ValueError(f"mask_mod: needs mask dense, not {self.mask.value}")
+        if self.mask_mod and len(self.captured) > MAX_TENSORS:
+            raise ValueError(
+                f"score, mask_mod: capture {len(self.captured)} tensors, at most {MAX_TENSORS} are supported together"
+            )
 
     @property
     def unions(self) -> bool:
         """Are these spans of several intervals or planes? Kernels then read `Params.spans`."""
         return self.intervals > 1 or bool(self.planes)
+
+    @property
+    def packed(self) -> bool:
+        """Are visible pairs bits in memory?"""
+        return self.mask is Mask.DENSE and not self.mask_mod
+
+    @property
+    def captured(self) -> tuple[tuple[str, int], ...]:
+        """dtype and number of dimensions of the tensors that the score reads, then of those that the mask reads."""
+        return self.score.tensors + self.mask_mod.tensors
 
     @property
     def in_planes(self) -> bool:
@@ -223,7 +245,7 @@ class ProblemField:
     """What was declared of a field of `Problem`; see `about`."""
 
     attribute: str
-    type: type[Enum] | type[int] | type[ScoreMod]
+    type: type[Enum] | type[int] | type[Formula]
     name: str
     code: str
     text: str
@@ -270,7 +292,7 @@ def plain(value: Any) -> str | int:
 
 def _word(f: ProblemField, value: str | int) -> str:
     """The value as slugs have it: a text that is no name goes by its label."""
-    return ScoreMod(value).label if f.type is ScoreMod else str(value)
+    return f.type(value).label if issubclass(f.type, Formula) else str(value)
 
 
 PROBLEM_FIELDS = _problem_fields()

@@ -35,6 +35,11 @@ def _same(ctype: str, name: str, text: str, path: str = "") -> Field:
     return Field(ctype, name, text, attrgetter(path or name))
 
 
+def _reads(source: Source, index: str) -> bool:
+    mask_mod = source.plan.spec.problem.mask_mod
+    return bool(mask_mod) and mask_mod.reads(index)
+
+
 _PROBLEM, _TUNING = "plan.spec.problem", "plan.spec.tuning"
 # Of a codegen.render.Source.
 VARIANT: tuple[Field, ...] = (
@@ -46,12 +51,15 @@ VARIANT: tuple[Field, ...] = (
     _same("MaskKind", "mask", "", f"{_PROBLEM}.mask.value"),
     _same("int64_t", "intervals", "of queries that see a key of spans", f"{_PROBLEM}.intervals"),
     Field("bool", "planes", "spans of batch entries or heads", lambda s: bool(s.plan.spec.problem.planes)),
+    _same("std::string", "mask_mod", "function of a dense mask as text, empty: bits", f"{_PROBLEM}.mask_mod"),
+    Field("bool", "mod_of_batch", "does it read b?", lambda s: _reads(s, "b")),
+    Field("bool", "mod_of_head", "does it read h?", lambda s: _reads(s, "h")),
     _same("std::string", "score", "its function as text, empty: none", f"{_PROBLEM}.score"),
     Field(
         "std::vector<std::string>",
         "score_tensors",
-        "dtype and dimensions of those that the function reads",
-        lambda s: tuple(f"{dtype}[{dims}]" for dtype, dims in s.plan.spec.problem.score.tensors),
+        "dtype and dimensions of what the score reads, then mask_mod",
+        lambda s: tuple(f"{dtype}[{dims}]" for dtype, dims in s.plan.spec.problem.captured),
     ),
     _same("int64_t", "align", "bytes that every row start must be a multiple of", f"{_PROBLEM}.align"),
     _same("int64_t", "tile_m", "queries of a tile", f"{_TUNING}.tile_m"),

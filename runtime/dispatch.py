@@ -14,7 +14,7 @@ import torch
 
 from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score import MaskMod, ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec
 from attnforge.runtime import kernels, tables
@@ -163,6 +163,7 @@ def resolve(
     intervals: int = 1,
     planes: bool = False,
     score: str = "",
+    mask_mod: str = "",
 ) -> int:
     """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
@@ -177,6 +178,7 @@ def resolve(
         head_dim_v,
         intervals=intervals,
         planes=int(planes),
+        mask_mod=MaskMod(mask_mod),
         score=ScoreMod(score),
     )
     choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward, visible_keys)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score import Formula, MaskMod, ScoreMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 
 # Masks are numbered in this order in operator schemas.
@@ -80,6 +80,7 @@ def check_forward(
     kind: int,
     scale: float | None,
     visible: int = 0,
+    mask_mod: str = "",
 ) -> None:
     """Raises ValueError or TypeError for the first argument that `attention` does not support."""
     expect_tensors(q=q, k=k, v=v)
@@ -88,7 +89,7 @@ def check_forward(
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_input(name, x, q)
     _check_shapes(q, k, v)
-    _check_mask(q, k, mask, kind)
+    _check_mask(q, k, mask, kind, mask_mod)
     if not is_scale(scale):
         raise ValueError(
             f"scale: got {scale}, expected a number above 0 that float32 holds, {LEAST_SCALE:.2g} to "
@@ -147,12 +148,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int) -> None:
+def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int, mask_mod: str) -> None:
     if not 0 <= kind < len(MASKS):
         raise ValueError(
             f"kind: got {kind}, accepted are " + ", ".join(f"{i} {m.value}" for i, m in enumerate(MASKS))
         )
     what = MASKS[kind]
+    if mask_mod and what is not Mask.DENSE:
+        raise ValueError(f"mask_mod: a function of a mask is given, but the mask is {what.value}")
     if not what.listed:
         if mask is not None:
             raise ValueError(f"mask: data is given, but the mask is {what.value}")
@@ -163,7 +166,10 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int) -> None:
         raise ValueError(f"mask: data has dtype {mask.dtype}, expected torch.int32")
     if mask.device != q.device:
         raise ValueError(f"mask: is on {mask.device}, but q is on {q.device}; move the mask there")
-    if what is Mask.SPANS:
+    if mask_mod:
+        if tuple(mask.shape) != (1,):
+            raise ValueError(f"mask: data of a function has shape {_shape(mask)}, expected (1)")
+    elif what is Mask.SPANS:
         _check_spans(mask, q, k)
     else:
         _check_dense(mask, q, k)
@@ -201,37 +207,41 @@ def _check_dense(mask: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def check_score(q: Tensor, k: Tensor, score: str, given: Sequence[Tensor | None]) -> None:
-    """Raises ValueError if a function of a score is none, or if the tensors are not what its formula reads.
+def check_score(q: Tensor, k: Tensor, score: str, given: Sequence[Tensor | None], mask_mod: str = "") -> None:
+    """Raises ValueError if a function of a score or of a mask is none, or if the tensors are not what they read.
 
-    Nor may they have fewer elements along an axis than the index that reads it has values.
+    Tensors of the score come first. Nor may they have fewer elements along an axis than the index that reads it has
+    values.
     """
-    expected = [f"{dtype}[{dims}]" for dtype, dims in ScoreMod(score).tensors]
+    what = "score, mask_mod" if score and mask_mod else "mask_mod" if mask_mod else "score"
+    first = len(ScoreMod(score).tensors)
+    expected = [f"{dtype}[{dims}]" for dtype, dims in ScoreMod(score).tensors + MaskMod(mask_mod).tensors]
     tensors = [x for x in given if x is not None]
     got = [f"{str(x.dtype).removeprefix('torch.')}[{x.dim()}]" for x in tensors]
     if got != expected:
         raise ValueError(
-            f"score: got tensors {', '.join(got) or 'none'}, expected {', '.join(expected) or 'none'}"
+            f"{what}: got tensors {', '.join(got) or 'none'}, expected {', '.join(expected) or 'none'}"
         )
     for x in tensors:
         if x.device != q.device:
-            raise ValueError(f"score: a tensor is on {x.device}, but q is on {q.device}; move it there")
+            raise ValueError(f"{what}: a tensor is on {x.device}, but q is on {q.device}; move it there")
         if x.numel() == 0:
-            raise ValueError(f"score: a tensor has no elements, its shape is {_shape(x)}")
+            raise ValueError(f"{what}: a tensor has no elements, its shape is {_shape(x)}")
     sizes = {"b": q.shape[0], "h": q.shape[1], "q_idx": q.shape[2], "kv_idx": k.shape[2]}
-    for tensor, axis, name in _direct(score) if score else ():
-        found = tensors[tensor].shape[axis]
-        if found < sizes[name]:
-            raise ValueError(
-                f"score: {name} takes {sizes[name]} values, but axis {axis} of captured tensor {tensor} has "
-                f"{found} elements; its shape is {tuple(tensors[tensor].shape)}"
-            )
+    for text, own in ((ScoreMod(score), tensors[:first]), (MaskMod(mask_mod), tensors[first:])):
+        for tensor, axis, name in _direct(text) if text else ():
+            found = own[tensor].shape[axis]
+            if found < sizes[name]:
+                raise ValueError(
+                    f"{text.argument}: {name} takes {sizes[name]} values, but axis {axis} of captured tensor {tensor} "
+                    f"has {found} elements; its shape is {tuple(own[tensor].shape)}"
+                )
 
 
 @lru_cache(maxsize=256)
-def _direct(text: str) -> tuple[tuple[int, int, str], ...]:
+def _direct(text: Formula) -> tuple[tuple[int, int, str], ...]:
     """(tensor, axis, index) wherever an axis is read at an index itself."""
-    program, _ = ScoreMod(text).parsed
+    program, _ = text.parsed
     found = set()
     for node in program.nodes:
         if node.op.startswith("load:"):

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnforge.runtime.inputs import expect_integers
-from attnforge.runtime.masks import Spans
+from attnforge.runtime.inputs import expect_integers, expect_number
+from attnforge.runtime.masks import FunctionMask, Spans
+from attnforge.runtime.score_trace import MaskFunction, traced_mask
 
 Device = torch.device | str
 Vector = npt.NDArray[np.int64]
@@ -167,6 +168,35 @@ def causal_or_image(
         ends = np.minimum(row + window, ends)
         ends = np.where(image, np.maximum(ends, segment_ends), ends)
     return _spans(np.where(image, starts, row), ends, device)
+
+
+def mask_mod(
+    function: MaskFunction, seq_q: int, seq_k: int, device: Device, *, visible_keys: float | None = None
+) -> FunctionMask:
+    """Any mask: query i of batch entry b and query head h sees key j when function(b, h, i, j), as in FlexAttention.
+
+    The function is traced once, with int32 scalar tensors, and becomes part of the kernels, which are compiled once for
+    each text. Nothing S x S is stored. Where few intervals of queries see each key, Spans are faster.
+
+    function: integers, floats, comparisons, &, |, ~, where, and up to 4 captured tensors, together with those of a
+        score, indexed by numbers: int32, bool, float32, bfloat16, float16, other integers that fit int32 (int64 waits
+        for the device to check that). They are copied to `device`: later changes do not change the mask.
+    visible_keys: as for `Spans`.
+    Raises ScoreError, a ValueError, that names an operation which cannot be translated.
+    """
+    if not callable(function):
+        raise TypeError(f"function: got {type(function).__name__}, expected a function (b, h, q_idx, kv_idx)")
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "function: cannot be traced inside torch.compile; make the mask outside and pass that"
+        )
+    expect_number("visible_keys", visible_keys)
+    _expect("seq_q", seq_q)
+    _expect("seq_k", seq_k)
+    text, tensors = traced_mask(function)
+    return FunctionMask(
+        text, tuple(x.to(device) for x in tensors), seq_q, seq_k, device, visible_keys=visible_keys
+    )
 
 
 def _expect(name: str, value: int, least: int = 0) -> int:

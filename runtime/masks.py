@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attnforge.codegen.score import MaskMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 from attnforge.runtime import mask_svg
 from attnforge.runtime.inputs import MAX_INDEX
 from attnforge.runtime.native.operators import operators
+from attnforge.runtime.score_trace import evaluate
 
 _operators = torch.ops.attnforge
 
@@ -326,6 +328,95 @@ class DenseMask(_Listed):
         tile = mask_svg.tile_of(self.seq_q, self.seq_k)
         shares = mask_svg.dense_shares(self.mask, tile, tile)
         return mask_svg.html(repr(self), shares, self.seq_q, self.seq_k, tile)
+
+
+class FunctionMask(_Listed):
+    """Key j is visible to query i of batch entry b and query head h where a function of (b, h, i, j) says so.
+
+    `attnforge.masks.mask_mod` makes it. Kernels evaluate the function: once per mask to list the tiles, of which empty
+    ones are skipped, and in the others for each pair that the tile does not show as a whole. Memory grows with the
+    number of tiles.
+    """
+
+    kind: ClassVar[Mask] = Mask.DENSE
+
+    def __init__(
+        self,
+        text: str,
+        tensors: tuple[Tensor, ...],
+        seq_q: int,
+        seq_k: int,
+        device: torch.device | str,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        visible_keys: float | None = None,
+    ) -> None:
+        """`text`: see codegen/score.py. `tensors`: those that it reads, on `device`; they must not change.
+
+        `batch`, `heads`: entries and query heads of the calls that it is for, None: any.
+        """
+        load_operators()
+        self.text, self.tensors, self.shape = text, tensors, (batch, heads, seq_q, seq_k)
+        self._adopt(_operators.mask_of_function(seq_k, torch.device(device)), visible_keys)
+
+    @property
+    def seq_q(self) -> int:
+        """Number of queries."""
+        return self.shape[2]
+
+    @property
+    def seq_k(self) -> int:
+        """Number of keys."""
+        return self.shape[3]
+
+    def fits(self, *sizes: int) -> bool:
+        """Is it for calls of these sizes (batch, heads_q, seq_q, seq_k)?"""
+        return all(mine in (None, size) for mine, size in zip(self.shape, sizes, strict=True))
+
+    def to(self, device: torch.device | str) -> FunctionMask:
+        """This mask on `device`; returns itself if it is there already."""
+        moved: FunctionMask = super().to(device)
+        if moved is not self:
+            moved.tensors = tuple(x.to(device) for x in self.tensors)
+        return moved
+
+    def visible_rows(self, rows: Tensor, batch: int | None = None, heads: int | None = None) -> Tensor:
+        """The keys that the query rows `rows` (R) see: bool (batch or 1, heads or 1, R, seq_k).
+
+        `batch`, `heads`: where the function depends on them and the mask does not know them; else a ValueError.
+        """
+        batch, heads = self.shape[0] or batch, self.shape[1] or heads
+        formula = MaskMod(self.text)
+        index = {"q_idx": rows.int()[:, None], "kv_idx": torch.arange(self.seq_k, device=rows.device).int()}
+        shape = [1, 1, rows.numel(), self.seq_k]
+        for axis, (leaf, name, size) in enumerate((("b", "batch", batch), ("h", "heads", heads))):
+            if not formula.reads(leaf):
+                continue
+            if size is None:
+                raise ValueError(f"{name}: the function of the mask depends on {leaf}; pass their number")
+            shape[axis] = size
+            index[leaf] = torch.arange(size, device=rows.device).int().view(-1, *(1,) * (3 - axis))
+        return evaluate(formula, index, self.tensors).expand(shape)
+
+    def visible(
+        self,
+        seq_q: int,
+        seq_k: int,
+        device: torch.device | str = "cpu",
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> Tensor:
+        """Dense bool mask (seq_q, seq_k) or (batch or 1, heads or 1, seq_q, seq_k), True = visible. For tests."""
+        if (self.seq_q, self.seq_k) != (seq_q, seq_k):
+            raise ValueError(
+                f"mask: is of {self.seq_q} x {self.seq_k} pairs, but these are {seq_q} x {seq_k}"
+            )
+        seen = self.visible_rows(torch.arange(seq_q, device=device), batch, heads)
+        return seen[0, 0] if seen.shape[:2] == (1, 1) else seen
+
+    def __repr__(self) -> str:
+        return f"FunctionMask({self.text!r}, seq_q={self.seq_q}, seq_k={self.seq_k}, device={self.device})"
 
 
 def round_visible_keys(visible_keys: float | None) -> int:

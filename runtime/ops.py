@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from attnforge.codegen.score import MAX_TENSORS
 from attnforge.runtime.inputs import MASKS, check_score, expect_flags, expect_number, expect_tensors
-from attnforge.runtime.masks import Causal, DenseMask, Spans, load_operators
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans, load_operators
 from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
 
-Mask = Causal | Spans | DenseMask | None
+Mask = Causal | Spans | DenseMask | FunctionMask | None
 
 _CODES = {mask: code for code, mask in enumerate(MASKS)}
 _FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)
@@ -98,7 +99,8 @@ def attention(
         not reduced to tf32. Any strides, with a unit stride along head_dim. Query head h reads kv head
         h // (Hq / Hkv). Pass a packed (T, H, D) tensor as x.transpose(0, 1)[None], without a copy. D, Dv: 1 to 256.
     mask: None (all pairs), Causal(), Spans(starts, ends), of up to 4 intervals a key and with planes for batch entries
-        or heads, or DenseMask(bool tensor). A row that sees no key gives zeros and zero gradients.
+        or heads, DenseMask(bool tensor), or masks.mask_mod(function). A row that sees no key gives zeros and zero
+        gradients.
     scale: factor of q k^T, above 0 in float32 (kernels use the nearest value in 1e-30 to 2e38); None: D ** -0.5.
     deterministic: gradients have the same bits on every run; implied by torch.use_deterministic_algorithms(True).
     score: a function of each scaled score, see attnforge.scores. sinks: (Hq), logits that join each row's softmax
@@ -126,10 +128,19 @@ def attention(
             if isinstance(mask, Spans):
                 spans = (q, k, v, mask.data, mask.visible_keys_rounded)
                 return _attend_spans(*spans) if scale is None else _attend_spans(*spans, scale)
-        data, kind, visible_keys = _unpack(mask, q, k)
-        return _attend(q, k, v, scale, deterministic, kind, data, visible_keys)
+        return _attended(q, k, v, mask, scale, deterministic)
     except (RuntimeError, ValueError):
         return _on_refusal(q, k, v, mask, scale, return_lse, deterministic)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, deterministic: bool
+) -> Tensor:
+    """`attention` with any mask."""
+    if isinstance(mask, FunctionMask):
+        return forward(q, k, v, mask, scale, 0, deterministic)[0]
+    data, kind, visible_keys = _unpack(mask, q, k)
+    return _attend(q, k, v, scale, deterministic, kind, data, visible_keys)
 
 
 def _scored(
@@ -150,8 +161,6 @@ def _scored(
     if _have_dtensor(q, k, v):
         raise ValueError("score, sinks: are not supported on DTensors; pass local tensors")
     found = None if score is None else as_score(score)
-    if found is not None and q.dim() == k.dim() == 4 and not is_compiling():  # then the fake kernels check
-        check_score(q, k, found.text, found.tensors)
     out, lse = forward(q, k, v, mask, scale, deterministic=deterministic, score=found)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -234,15 +243,31 @@ def forward(
     """(out, lse), as `attention`. `variant`: a handle of kernels.load; 0 lets dispatch choose the kernel."""
     load_operators()
     data, kind, visible_keys = _unpack(mask, q, k)
+    words = _words(q, k, mask, score)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
-        q, k, v, data, kind, scale, deterministic, visible_keys, variant, *_words(score)
+        q, k, v, data, kind, scale, deterministic, visible_keys, variant, *words
     )
     return result
 
 
-def _words(score: Score | None) -> tuple[str | Tensor, ...]:
-    """The operators' last arguments for a function of a score."""
-    return () if score is None else (score.text, *score.tensors)
+def _words(q: Tensor, k: Tensor, mask: Mask, score: Score | None) -> tuple[str | Tensor | None, ...]:
+    """The operators' last arguments, for functions of a score and of a mask. Raises ValueError for unfit tensors."""
+    mod = mask if isinstance(mask, FunctionMask) else None
+    if score is None and mod is None:
+        return ()
+    text, tensors = ("", ()) if score is None else (score.text, score.tensors)
+    tensors += () if mod is None else mod.tensors
+    if len(tensors) > MAX_TENSORS:
+        raise ValueError(
+            f"score, mask: capture {len(tensors)} tensors, at most {MAX_TENSORS} are supported together"
+        )
+    if q.dim() == k.dim() == 4 and not is_compiling():  # then the fake kernels check
+        check_score(q, k, text, tensors, "" if mod is None else mod.text)
+    return (
+        (text, *tensors)
+        if mod is None
+        else (text, *tensors, *[None] * (MAX_TENSORS - len(tensors)), mod.text)
+    )
 
 
 def backward(
@@ -266,8 +291,9 @@ def backward(
     """
     load_operators()
     data, kind, visible_keys = _unpack(mask, q, k)
+    words = _words(q, k, mask, score)
     result: tuple[Tensor, Tensor, Tensor] = _operators.backward.default(
-        dout, q, k, v, out, lse, data, kind, scale, deterministic, visible_keys, dlse, variant, *_words(score)
+        dout, q, k, v, out, lse, data, kind, scale, deterministic, visible_keys, dlse, variant, *words
     )
     return result
 
@@ -280,6 +306,13 @@ def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
         return mask.data, _SPANS, mask.visible_keys_rounded
     if isinstance(mask, Causal):
         return None, _CAUSAL, 0
+    if isinstance(mask, FunctionMask):
+        if q.dim() == k.dim() == 4 and not mask.fits(*q.shape[:3], k.shape[2]):
+            raise ValueError(
+                f"mask: is of shape {mask.shape} (batch, heads_q, seq_q, seq_k), but the call is of "
+                f"{(*q.shape[:3], k.shape[2])}"
+            )
+        return mask.data, _DENSE, mask.visible_keys_rounded
     if isinstance(mask, DenseMask):
         # The data holds words of 32 keys, so the operators cannot check the number of keys.
         if q.dim() == k.dim() == 4 and mask.shape[2:] != (q.shape[2], k.shape[2]):
@@ -290,6 +323,6 @@ def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
         return mask.data, _DENSE, mask.visible_keys_rounded
     hint = "; a bool tensor, True where a key is visible, goes in as attnforge.DenseMask(mask)"
     raise TypeError(
-        f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...) "
-        f"and attnforge.DenseMask(...){hint if isinstance(mask, Tensor) else ''}"
+        f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...), "
+        f"attnforge.masks.mask_mod(...) and attnforge.DenseMask(...){hint if isinstance(mask, Tensor) else ''}"
     )

@@ -1,9 +1,13 @@
-"""From a Python function of a score to its text (codegen/score.py): make_fx traces it, and its graph is translated."""
+"""From a Python function of a pair to its text (codegen/score.py) and back to tensors.
+
+make_fx traces a function of a score or of a mask, and its graph is translated; `evaluate` computes a text with torch.
+"""
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +16,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from attnforge.codegen.score import MAX_TENSORS, Program, ScoreError, ScoreMod, text_of
+from attnforge.codegen.score import MAX_TENSORS, Formula, MaskMod, Program, ScoreError, ScoreMod
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 FLOATS = (torch.float32, torch.bfloat16)  # of captured tensors as kernels read them
-_LEAVES = ("score", "b", "h", "q_idx", "kv_idx")
 
 
 class _Indexing(TorchFunctionMode):
@@ -29,9 +33,7 @@ class _Indexing(TorchFunctionMode):
             at = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, Tensor) for i in at):
                 if not all(isinstance(i, (int, Tensor)) for i in at):
-                    raise ScoreError(
-                        "score: a captured tensor is indexed with slices; use a number for each axis"
-                    )
+                    raise ScoreError("a captured tensor is indexed with slices; use a number for each axis")
                 return torch.ops.aten.index.Tensor(
                     args[0], [torch.as_tensor(i, dtype=torch.int32) for i in at]
                 )
@@ -40,33 +42,83 @@ class _Indexing(TorchFunctionMode):
 
 def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
     """(text, captured tensors) of a function (score, b, h, q_idx, kv_idx). Raises ScoreError naming what is wrong."""
-    scalars = [torch.zeros(())] + [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    try:
+        translation = _Translation(_graph(function, [torch.zeros(()), *_indices()]), ScoreMod.leaves)
+        tensors = _readable(translation.tensors)
+        text = _text(ScoreMod, function, translation, tensors)
+    except ScoreError as error:
+        raise ScoreError(f"score: {error}") from None
+    ScoreMod(text).gradient  # noqa: B018 - an operation without a derivative is refused here, not in a backward
+    return text, tensors
+
+
+def traced_mask(
+    function: MaskFunction, fixed: Mapping[str, int] | None = None
+) -> tuple[str, tuple[Tensor, ...]]:
+    """(text, captured tensors) of a function (b, h, q_idx, kv_idx) that says which pairs are visible.
+
+    fixed: values of indices that the text shall not depend on. Captured tensors are copies: bool and int64 as int32.
+    Raises ScoreError naming what is wrong.
+    """
+    try:
+        translation = _Translation(_graph(function, _indices()), MaskMod.leaves, fixed or {})
+        tensors = _readable([_as_int32(x) for x in translation.tensors])
+        text = _text(MaskMod, function, translation, tensors)
+    except ScoreError as error:
+        raise ScoreError(f"mask_mod: {error}") from None
+    return text, tuple(x.detach().clone(memory_format=torch.contiguous_format) for x in tensors)
+
+
+def _indices() -> list[Tensor]:
+    return [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+
+
+def _graph(function: Callable[..., Tensor], scalars: list[Tensor]) -> GraphModule:
     with torch.no_grad(), _Indexing():
-        graph = make_fx(function, tracing_mode="real")(*scalars)
+        return make_fx(function, tracing_mode="real")(*scalars)
+
+
+def _text(
+    form: type[Formula],
+    function: Callable[..., Tensor],
+    translation: _Translation,
+    tensors: tuple[Tensor, ...],
+) -> str:
+    """The text of a traced function, named after it."""
+    truth, fallback = form is MaskMod, "mask_mod" if form is MaskMod else "score_mod"
     name = re.sub(r"[^a-z0-9_]", "", getattr(function, "__name__", "").lower()).strip("_")
-    translation = _Translation(graph)
-    tensors = _readable(translation.tensors)
     translation.program.tensors = tuple(str(x.dtype).removeprefix("torch.") for x in tensors)
     result = translation.result()
+    result = _truth(translation.program, result) if truth else translation.program.call("float", result)
     declared = tuple((dtype, x.dim()) for dtype, x in zip(translation.program.tensors, tensors, strict=True))
-    text = text_of(name if name[:1].isalpha() else "score_mod", declared, translation.program, result)
-    ScoreMod(text).gradient  # noqa: B018 - an operation without a derivative is refused here, not in a backward
-    return str(text), tensors
+    name = name if name[:1].isalpha() else fallback
+    return str(form.of(name, declared, translation.program, result))
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    """bool and integers as int32. Raises ScoreError for values that do not fit, which waits for the device."""
+    if x.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+        return x.to(torch.int32)
+    if x.dtype == torch.int64:
+        if bool((x != x.to(torch.int32)).any()):
+            raise ScoreError("a captured tensor is torch.int64, and some of its values do not fit int32")
+        return x.to(torch.int32)
+    return x
 
 
 def _readable(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Captured tensors of a traced function as kernels read them, with at least one axis."""
     if len(tensors) > MAX_TENSORS:
-        raise ScoreError(f"score: captures {len(tensors)} tensors, at most {MAX_TENSORS} are supported")
+        raise ScoreError(f"captures {len(tensors)} tensors, at most {MAX_TENSORS} are supported")
     found = []
     for x in tensors:
         if x.dtype not in (*FLOATS, torch.float16, torch.int32):
             raise ScoreError(
-                f"score: a captured tensor is {x.dtype}, accepted are float32, bfloat16, float16 and int32"
+                f"a captured tensor is {x.dtype}, accepted are float32, bfloat16, float16 and int32"
             )
         if x.dim() > 4 or x.numel() == 0:
             raise ScoreError(
-                f"score: a captured tensor has shape {tuple(x.shape)}, expected 0 to 4 axes and elements"
+                f"a captured tensor has shape {tuple(x.shape)}, expected 0 to 4 axes and elements"
             )
         x = x.float() if x.dtype == torch.float16 else x
         found.append(x.reshape(1) if x.dim() == 0 else x)
@@ -83,8 +135,10 @@ class _Partial:
 class _Translation:
     """From the nodes of a graph to values of a program."""
 
-    def __init__(self, graph: GraphModule) -> None:
-        self.graph, self.program = graph, Program()
+    def __init__(
+        self, graph: GraphModule, leaves: Sequence[str], fixed: Mapping[str, int] | None = None
+    ) -> None:
+        self.graph, self.program, self.leaves, self.fixed = graph, Program(), leaves, fixed or {}
         self.tensors: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # of captured tensors by identity
         self.values: dict[Node, int | _Partial] = {}
@@ -94,22 +148,25 @@ class _Translation:
                 if id(x) not in self.numbers:
                     self.numbers[id(x)] = len(self.tensors)
                     self.tensors.append(x)
+        self.bools = {i for i, x in enumerate(self.tensors) if x.dtype == torch.bool}
 
     def result(self) -> int:
         """The number of the function's value."""
-        leaves = iter(_LEAVES)
+        leaves = iter(self.leaves)
         for node in self.graph.graph.nodes:
             if node.op == "placeholder":
-                self.values[node] = self.program.leaf(next(leaves))
+                leaf, program = next(leaves), self.program
+                fixed = self.fixed.get(leaf)
+                self.values[node] = program.leaf(leaf) if fixed is None else program.const(fixed)
             elif node.op == "get_attr":
                 x = getattr(self.graph, str(node.target))
                 self.values[node] = _Partial(self.numbers[id(x)], x.dim())
             elif node.op == "call_function":
                 self.values[node] = self.called(node)
             elif not isinstance(node.args[0], Node):
-                raise ScoreError("score: the function does not return one tensor")
+                raise ScoreError("the function does not return one tensor")
             else:
-                return self.program.call("float", self.number(node.args[0]))
+                return self.number(node.args[0])
         raise AssertionError("the traced graph has no output node")
 
     def number(self, x: Any) -> int:
@@ -119,12 +176,13 @@ class _Translation:
         found = self.values[x]
         if isinstance(found, int):
             return found
-        if found.dims == 0 and not found.at:  # a captured scalar
-            return self.program.load(found.tensor, (self.program.const(0),))
         if len(found.at) == found.dims:
-            return self.program.load(found.tensor, found.at)
+            loaded = self.program.load(
+                found.tensor, found.at or (self.program.const(0),)
+            )  # or a captured scalar
+            return _truth(self.program, loaded) if found.tensor in self.bools else loaded
         raise ScoreError(
-            "score: a captured tensor is used without an index for each of its axes, such as bias[h, q_idx]"
+            "a captured tensor is used without an index for each of its axes, such as bias[h, q_idx]"
         )
 
     def called(self, node: Node) -> int | _Partial:
@@ -136,24 +194,35 @@ class _Translation:
             return self.values[node.args[0]]  # type: ignore[index]
         if name == "_to_copy":
             return self.converted(node)
+        if name in _FILLED:
+            return self.filled(node, _FILLED[name])
         if name in ("scalar_tensor", "full"):
             return self.number(node.args[-1 if name == "full" else 0])
         if name not in _OPERATIONS:
-            raise ScoreError(f"score: {node.target} is not supported")
+            raise ScoreError(f"{node.target} is not supported")
         if float(node.kwargs.get("alpha", 1)) != 1:  # type: ignore[arg-type]
-            raise ScoreError(f"score: alpha of {node.target} is not supported")
+            raise ScoreError(f"alpha of {node.target} is not supported")
         if node.kwargs.get("rounding_mode") is not None:
             name = f"div_{node.kwargs['rounding_mode']}"
         args = [None if x is None else self.number(x) for x in node.args]
         try:
             return _OPERATIONS[name](self.program, *args)
         except ScoreError as error:
-            raise ScoreError(f"score: {node.target}: {error}") from None
+            raise ScoreError(f"{node.target}: {error}") from None
+
+    def filled(self, node: Node, value: int) -> int:
+        """One scalar of zeros or ones."""
+        dtype = node.kwargs.get("dtype") or torch.float32
+        shape = node.args[-1]
+        if shape not in ([], ()) or dtype not in (torch.bool, torch.float32, torch.int32, torch.int64):
+            raise ScoreError(f"{node.target} of shape {shape} and {dtype} is not supported")
+        kinds: dict[Any, Callable[[int], float]] = {torch.bool: bool, torch.float32: float}
+        return self.program.const(kinds.get(dtype, int)(value))
 
     def indexed(self, node: Node) -> _Partial:
         of = self.values[node.args[0]]  # type: ignore[index]
         if not isinstance(of, _Partial):
-            raise ScoreError("score: only captured tensors can be indexed")
+            raise ScoreError("only captured tensors can be indexed")
         at = tuple(self.number(i) for i in node.args[1])  # type: ignore[union-attr]
         return _Partial(of.tensor, of.dims, of.at + at)
 
@@ -165,11 +234,15 @@ class _Translation:
             return self.program.call("int", value)
         if dtype in (torch.int32, torch.int64):
             return self.program.call("where", value, self.program.const(1), self.program.const(0))
-        raise ScoreError(f"score: a conversion to {dtype} is not supported")
+        raise ScoreError(f"a conversion to {dtype} is not supported")
 
 
 # Operations that change nothing here.
 _SAME = ("detach", "alias", "clone", "lift_fresh_copy", "lift_fresh", "view", "_unsafe_view", "squeeze")
+
+
+# Scalars of one value: and_masks and or_masks of FlexAttention begin with them.
+_FILLED = {"new_ones": 1, "ones": 1, "new_zeros": 0, "zeros": 0}
 
 
 def _clamp(p: Program, x: int, low: int | None = None, high: int | None = None) -> int:
@@ -204,8 +277,20 @@ def _infix(op: str) -> Callable[..., int]:
     return lambda p, x, y: p.binary(op, x, y)
 
 
+def _bitwise(op: str) -> Callable[..., int]:
+    """& and |; of a bool that is a constant, such as the one that and_masks begins with, nothing remains."""
+
+    def combined(p: Program, x: int, y: int) -> int:
+        for one, other in ((x, y), (y, x)):
+            if p.nodes[one].op == "const" and p.kind(one) == p.kind(other) == "bool":
+                return other if bool(p.nodes[one].value) == (op == "&") else one
+        return p.binary(op, x, y)
+
+    return combined
+
+
 def _logical(op: str) -> Callable[..., int]:
-    return lambda p, x, y: p.binary(op, _truth(p, x), _truth(p, y))
+    return lambda p, x, y: _bitwise(op)(p, _truth(p, x), _truth(p, y))
 
 
 def _calling(name: str) -> Callable[..., int]:
@@ -214,7 +299,7 @@ def _calling(name: str) -> Callable[..., int]:
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "floor_divide": "//", "div_floor": "//", "remainder": "%",
-    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "__and__": "&", "__or__": "|",
+    "bitwise_xor": "^",
     "bitwise_left_shift": "<<", "bitwise_right_shift": ">>", "__lshift__": "<<", "__rshift__": ">>",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
 }  # fmt: skip
@@ -225,6 +310,8 @@ _CALLS = (
 _OPERATIONS: dict[str, Callable[..., int]] = {
     **{name: _infix(op) for name, op in _INFIX.items()},
     **{name: _calling(name) for name in _CALLS},
+    **{name: _bitwise("&") for name in ("bitwise_and", "__and__")},
+    **{name: _bitwise("|") for name in ("bitwise_or", "__or__")},
     "logical_and": _logical("&"),
     "logical_or": _logical("|"),
     "logical_not": lambda p, x: p.invert(_truth(p, x)),
@@ -244,3 +331,40 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
     "silu": lambda p, x: p.binary("*", x, _sigmoid(p, x)),
     "masked_fill": lambda p, x, mask, value: p.call("where", mask, value, x),
 }
+
+
+# ---- Evaluation
+
+_TORCH: dict[str, Callable[..., Tensor]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+    "//": lambda x, y: torch.div(x, y, rounding_mode="floor"), "%": operator.mod,
+    "&": operator.and_, "|": operator.or_, "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift,
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+    "neg": operator.neg, "~": lambda x: ~x, "float": lambda x: x.float(), "int": lambda x: x.int(),
+}  # fmt: skip
+_DTYPE = {"float": torch.float32, "int": torch.int32, "bool": torch.bool}
+
+
+def evaluate(text: Formula, leaves: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """What the function gives with torch's operations, for tensors of indices by name that can be broadcast.
+
+    As in kernels, an index of a captured tensor below 0 counts from its end, and one outside of it is moved inside.
+    """
+    program, result = text.parsed
+    device = next(iter(leaves.values())).device
+    found: list[Tensor] = []
+    for node in program.nodes[: result + 1]:
+        args = [found[i] for i in node.args]
+        if node.op == "const":
+            value = torch.tensor(float(node.value), dtype=torch.float64)
+            found.append(value.to(_DTYPE[node.kind]).to(device))
+        elif node.op == "leaf":
+            found.append(leaves[str(node.value)])
+        elif node.op.startswith("load:"):
+            x = tensors[int(node.op[5:])].to(device)
+            at = (i.long() + (i < 0) * n for i, n in zip(args, x.shape, strict=True))
+            loaded = x[tuple(i.clamp(0, n - 1) for i, n in zip(at, x.shape, strict=True))]
+            found.append(loaded.to(_DTYPE[node.kind]))
+        else:
+            found.append((_TORCH.get(node.op) or getattr(torch, node.op))(*args))
+    return found[result]

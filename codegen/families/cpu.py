@@ -83,7 +83,7 @@ def plan(spec: Spec) -> Plan:
         dq_accum=not forward,
         dq_semaphore=not forward,
         deterministic=True,
-        bits=("q" if forward else "k") if spec.problem.mask is Mask.DENSE else "",
+        bits=("q" if forward else "k") if spec.problem.packed else "",
         constants=_constants(spec, t, scratch),
     )
 
@@ -239,6 +239,6 @@ def host_lanes() -> int:
     return 16 if "avx512f" in flags else 8 if "avx2" in flags or not flags else 4
 
 
-HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "score"})
+HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "mask_mod", "score"})
 FORWARD = Family(CpuForward, plan, forward_tunings, HONOURED)
 BACKWARD = Family(CpuBackward, plan, backward_tunings, HONOURED)

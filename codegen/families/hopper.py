@@ -20,6 +20,7 @@ ALIGNMENT = 1024  # of every tile: the period of the widest swizzle
 # Why the 16-bit kernels refuse values of fields that they do not honour.
 REASONS = {
     "align": "TMA needs rows that start at multiples of 16 bytes; sm90 takes this call",
+    "mask_mod": "the sm90a fp32 kernels take none; sm90 takes this call",
     "score": "the sm90a fp32 kernels take none; sm90 takes this call",
 }
 

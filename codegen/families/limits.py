@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, Mask, Problem, Spec
+from attnforge.codegen.spec import Arch, Problem, Spec
 
 # Shared memory one block may use, bytes (CUDA programming guide, table of compute capabilities).
 SHARED_LIMIT = {
@@ -42,7 +42,7 @@ def curved(problem: Problem) -> bool:
 def require_words(spec: Spec) -> None:
     """Infeasible unless the tiles of a dense mask are whole words of its bits."""
     t = spec.tuning
-    if spec.problem.mask is Mask.DENSE and (t.tile_m % 32 or t.tile_n % 32):
+    if spec.problem.packed and (t.tile_m % 32 or t.tile_n % 32):
         raise Infeasible(
             f"dense mask: tile_m {t.tile_m} and tile_n {t.tile_n} must be multiples of 32, the bits of a word"
         )

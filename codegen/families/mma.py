@@ -110,7 +110,7 @@ def forward_plan(
         owner="m",
         registers=registers + REGISTERS_BESIDES,
         deterministic=True,
-        bits="k" if spec.problem.mask is Mask.DENSE else "",
+        bits="k" if spec.problem.packed else "",
         constants=constants,
     )
 

@@ -25,7 +25,7 @@ from attnforge.codegen.families.mma import (
 )
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Launch, Plan
-from attnforge.codegen.spec import Arch, Mask, Problem, Spec, knob
+from attnforge.codegen.spec import Arch, Problem, Spec, knob
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def plan(spec: Spec) -> Plan:
         columns=tiles.columns,
         columns_v=tiles.columns_v,
         deterministic=t.deterministic,
-        bits="k" if spec.problem.mask is Mask.DENSE else "",
+        bits="k" if spec.problem.packed else "",
         constants=_constants(spec, t, tiles, shared),
     )
 
@@ -232,5 +232,8 @@ def _guesses(problem: Problem) -> list[Sm80Backward]:
 
 
 BACKWARD = Family(
-    Sm80Backward, plan, tunings, honours=frozenset({"align", "dim_v", "intervals", "planes", "score"})
+    Sm80Backward,
+    plan,
+    tunings,
+    honours=frozenset({"align", "dim_v", "intervals", "planes", "mask_mod", "score"}),
 )

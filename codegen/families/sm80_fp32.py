@@ -29,7 +29,7 @@ from attnforge.codegen.families.mma import (
 )
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
+from attnforge.codegen.spec import Arch, Problem, Spec, Tuning, knob
 
 # Arguments of one copy function of fp32_tile.cuh.jinja: its suffix, the names of the tile's rows and columns, copies
 # per row, threads that share a row.
@@ -154,6 +154,11 @@ def _ffma(spec: Spec, t: Fp32Forward) -> Plan:
         raise Infeasible(
             "score: the forward kernel on FP32 cores (o_splits 0) supports no score function; set o_splits to 1 or more"
         )
+    if spec.problem.mask_mod:
+        raise Infeasible(
+            "mask_mod: the forward kernel on FP32 cores (o_splits 0) supports no mask function; "
+            "set o_splits to 1 or more"
+        )
     require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.blocks)
     require_split("tile_m", t.tile_m, t.warps, 4, "warps")
     require_split("tile_n", t.tile_n, 1, 16, "two keys of 8 threads")
@@ -198,7 +203,7 @@ def plan_backward(spec: Spec) -> Plan:
         schedule=schedule_launches(spec, "tiles_n", t.deterministic),
         owner="n",
         registers=registers + REGISTERS_BESIDES,
-        bits="k" if spec.problem.mask is Mask.DENSE else "",
+        bits="k" if spec.problem.packed else "",
         dq_semaphore=t.deterministic,
         deterministic=t.deterministic,
         constants=_backward_constants(spec, t, frags) | {"shared_bytes": shared},
@@ -369,6 +374,6 @@ def backward_tunings(problem: Problem) -> Iterator[Fp32Backward]:
     yield from (dataclasses.replace(tuning, deterministic=True) for tuning in guesses)
 
 
-HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "score"})
+HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "mask_mod", "score"})
 FORWARD = Family(Fp32Forward, plan_forward, forward_tunings, HONOURED)
 BACKWARD = Family(Fp32Backward, plan_backward, backward_tunings, HONOURED)

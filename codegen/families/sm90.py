@@ -197,7 +197,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=mask is Mask.SPANS,
-        bits="k" if mask is Mask.DENSE else "",
+        bits="k" if p.packed else "",
         tensor_maps=_forward_maps(t, p),
         constants=_panel_constants(p)
         | {
@@ -420,5 +420,9 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
 
 
 FORWARD = Family(
-    Sm90Forward, plan, tunings, honours=frozenset({"dim_v", "intervals", "planes", "score"}), reasons=REASONS
+    Sm90Forward,
+    plan,
+    tunings,
+    honours=frozenset({"dim_v", "intervals", "planes", "mask_mod", "score"}),
+    reasons=REASONS,
 )

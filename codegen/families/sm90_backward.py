@@ -172,7 +172,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         schedule=schedule_launches(spec, "tiles_n", t.deterministic, descending),
         owner="n",
         registers=live + REGISTERS_BESIDES,
-        bits="q" if mask is Mask.DENSE else "",
+        bits="q" if spec.problem.packed else "",
         row_stats=ROW_STATS,
         dq_accum=True,
         dkv_accum=t.split_heads,
@@ -306,5 +306,9 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
 
 
 BACKWARD = Family(
-    Sm90Backward, plan, tunings, honours=frozenset({"intervals", "planes", "score"}), reasons=REASONS
+    Sm90Backward,
+    plan,
+    tunings,
+    honours=frozenset({"intervals", "planes", "mask_mod", "score"}),
+    reasons=REASONS,
 )

@@ -77,7 +77,7 @@ def _plan(spec: Spec, t: Sm90Fp32Forward, consumers: int) -> Plan:
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=p.mask is Mask.SPANS,
-        bits="k" if p.mask is Mask.DENSE else "",
+        bits="k" if p.packed else "",
         dkv_accum=True,
         columns=SPLITS * up(p.head_dim, 16) // 2,  # floats of a row of bf16 splits of K
         columns_v=SPLITS * up(p.head_dim_v, 16) // 2,

@@ -7,7 +7,8 @@ it, which are run; A and B are parts of the first and of the last line to show.
     <!-- score: NAME -->                        what a score does to a pair, and the functions that kernels hold
     <!-- lines: FILE | A | B -->                lines of a file of the repository, the one that matches FILE
     <!-- kernel: fwd sm90a spans 1 | A | B -->  lines of a kernel of this pass, architecture, mask kind and intervals;
-                                               without A and B the function that applies the mask
+                                               without A and B the function that applies the mask; after the
+                                               intervals may come the NAME of a mask function
 
 Formulas between dollar signs become MathML, which browsers draw without a library.
 """
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from attnforge.codegen.render import render
-from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score import MaskMod, ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import mask_svg
@@ -225,12 +226,14 @@ def _lines(words: str, names: dict[str, Any]) -> str:
 
 def _kernel(words: str, names: dict[str, Any]) -> str:
     spec, *ends = (word.strip() for word in words.split("|"))
-    source = render(next(candidates(_problem(spec))))
+    *form, last = shlex.split(spec)
+    function = names[last].text if last in names else ""
+    source = render(next(candidates(_problem(" ".join(form) if function else spec, mask_mod=function))))
     cut = _cut(source.text, *ends) if ends else _function(source.text, "apply_mask")
     return _details(f"In a kernel: {source.slug}", *cut)
 
 
-def _problem(words: str, score: str = "") -> Problem:
+def _problem(words: str, score: str = "", mask_mod: str = "") -> Problem:
     direction, arch, mask, intervals = shlex.split(words)
     return Problem(
         Direction(direction),
@@ -240,6 +243,7 @@ def _problem(words: str, score: str = "") -> Problem:
         Mask(mask),
         intervals=int(intervals),
         score=ScoreMod(score),
+        mask_mod=MaskMod(mask_mod),
     )
 
 

@@ -27,7 +27,7 @@ from attnforge.runtime import ops
 from attnforge.runtime.distributed.exchange import Attention, Call, all_gather
 from attnforge.runtime.distributed.shards import Layout, local_dense, local_plain, local_spans, make_layout
 from attnforge.runtime.inputs import expect_layout
-from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
 
 
 def context_parallel(
@@ -180,6 +180,8 @@ class ContextParallel:
                 f"k: got shapes {tuple(k.shape)} and {tuple(v.shape)} for k and v, expected equal ones with the "
                 f"{rows} rows of q"
             )
+        if isinstance(mask, FunctionMask):
+            raise ValueError("mask: a function of the mask is not supported here; make Spans or a DenseMask")
         if isinstance(mask, (Spans, DenseMask)):
             length = mask.seq_k
             if isinstance(mask, Spans) and mask.planes[1] > 1:

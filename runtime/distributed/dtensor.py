@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from attnforge.runtime.inputs import expect_layout
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 
 _BATCH, _HEADS = 0, 1
 _ACCEPTED = (
@@ -28,7 +28,7 @@ def attention_on_dtensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Causal | Spans | DenseMask | None = None,
+    mask: Causal | Spans | DenseMask | FunctionMask | None = None,
     *,
     scale: float | None = None,
     return_lse: bool = False,
@@ -46,6 +46,8 @@ def attention_on_dtensors(
     Raises TypeError or ValueError naming the argument.
     """
     mesh, placements = _common(q, k, v)
+    if isinstance(mask, FunctionMask):
+        raise ValueError("mask: a function of the mask is not supported on DTensors; pass local tensors")
     if isinstance(mask, (Spans, DenseMask)):
         mask = _local_mask(mask, q, k, mesh, placements)
     local_q, local_k, local_v = (_local(x) for x in (q, k, v))

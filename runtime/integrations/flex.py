@@ -1,11 +1,13 @@
 """FlexAttention's call on our kernels: `flex_attention`, and `from_block_mask`, which converts a BlockMask.
 
-A mask_mod is a function of one pair; our kernels need the interval of queries that see each key. The BlockMask lists
-its full and partial blocks, so all pairs of the partial blocks are evaluated, once per BlockMask. The result is exact.
+A mask_mod is a function of one pair; the fastest kernels take the interval of queries that see each key. The BlockMask
+lists its full and partial blocks, so all pairs of the partial blocks are evaluated, once per BlockMask. Where more than
+one interval of queries sees some key, kernels evaluate the mask_mod itself. The result is exact.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,10 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from attnforge.codegen.score import MaskMod, ScoreError
 from attnforge.runtime.inputs import expect_layout
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.ops import Mask, attention
+from attnforge.runtime.score_trace import evaluate, traced_mask
 from attnforge.runtime.scores import Score
+
+log = logging.getLogger("attnforge")
 
 CHUNK = 1 << 24  # pairs evaluated at a time
 DENSE_BYTES = 1 << 30  # largest dense mask that a BlockMask is converted to
@@ -72,11 +78,13 @@ def flex_attention(
 
 
 def from_block_mask(block_mask: BlockMask) -> Mask:
-    """The mask of a BlockMask: None (everything is visible), Causal(), Spans, or a DenseMask.
+    """The mask of a BlockMask: None (everything is visible), Causal(), Spans, its function, or a DenseMask.
 
     Spans if one interval of queries sees each key, in each batch entry and head: documents, causal, prefix, window and
-    noise masks. Else a DenseMask of at most DENSE_BYTES. The first call evaluates the partial blocks and
-    synchronises with the host; later calls are free. Call it outside compiled code.
+    noise masks. Else `attnforge.masks.mask_mod` of its mask_mod, unless that cannot be translated, captures more than
+    a bit for each pair, or says something else than the lists of blocks: then a DenseMask of at most DENSE_BYTES. The
+    first call evaluates the partial blocks, in the second case all pairs, and synchronises with the host; later calls
+    are free. Call it outside compiled code.
     Raises TypeError for anything but a BlockMask, ValueError if the DenseMask would be too large.
     """
     if not isinstance(block_mask, BlockMask):
@@ -104,7 +112,9 @@ def _convert(mask: BlockMask) -> Mask:
     good = torch.stack([is_interval for _, _, is_interval in spans]).all()
     alike = torch.stack([((a == spans[0][0]) & (b == spans[0][1])).all() for a, b, _ in spans]).all()
     if not bool(good):
-        return _dense(mask, planes)
+        function, why_not = _function(mask, planes)
+        log.debug("block_mask: %s", why_not or "becomes a function")
+        return function or _dense(mask, planes, why_not)
     if not bool(alike):
         batch, heads = mask.kv_num_blocks.shape[:2]
         starts, ends = (
@@ -186,13 +196,62 @@ def _intervals(mask: BlockMask, plane: _Blocks) -> tuple[Tensor, Tensor, Tensor]
     return starts, ends, good
 
 
-def _dense(mask: BlockMask, planes: list[_Blocks]) -> DenseMask:
+def _function(mask: BlockMask, planes: list[_Blocks]) -> tuple[FunctionMask | None, str]:
+    """The mask by its mask_mod; or None, and why not."""
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    seq_q, seq_k = mask.seq_lengths
+    # What is evaluated for one batch entry or head holds for all.
+    fixed = {leaf: 0 for leaf, size in (("b", batch), ("h", heads)) if size == 1}
+    try:
+        text, tensors = traced_mask(mask.mask_mod, fixed)
+    except ScoreError as error:
+        return None, str(error)
+    if 8 * sum(x.nbytes for x in tensors) > len(planes) * seq_q * seq_k:
+        return None, "mask_mod: captures more than a bit for each pair"
+    pairs = 0
+    for plane in planes:
+        seen = _agreeing(mask, plane, MaskMod(text), tensors)
+        if seen is None:
+            return None, "mask_mod: shows other pairs than the lists of blocks"
+        pairs += seen
+    depends = [size if MaskMod(text).reads(leaf) else None for leaf, size in (("b", batch), ("h", heads))]
+    visible_keys = pairs // (seq_q * len(planes))
+    device = planes[0].full.device
+    tensors = tuple(x.to(device) for x in tensors)
+    made = FunctionMask(
+        text, tensors, seq_q, seq_k, device, batch=depends[0], heads=depends[1], visible_keys=visible_keys
+    )
+    return made, ""
+
+
+def _agreeing(mask: BlockMask, plane: _Blocks, text: MaskMod, tensors: tuple[Tensor, ...]) -> int | None:
+    """How many pairs the function shows; None if it hides pairs of full blocks or shows some of blocks not listed."""
+    (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
+    device = plane.full.device
+    partial = torch.zeros_like(plane.full)
+    partial[plane.partial[:, 0], plane.partial[:, 1]] = True
+    key = torch.arange(seq_k, device=device, dtype=torch.int32)
+    index = {"b": torch.tensor(plane.batch, device=device), "h": torch.tensor(plane.head, device=device)}
+    pairs, wrong = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device) > 0
+    for first in range(0, seq_q, max(1, CHUNK // seq_k)):
+        row = torch.arange(
+            first, min(seq_q, first + max(1, CHUNK // seq_k)), device=device, dtype=torch.int32
+        )
+        seen = evaluate(text, index | {"q_idx": row[:, None], "kv_idx": key}, tensors)
+        seen = seen.expand(row.numel(), seq_k)
+        full, some = (x[row // size_q].repeat_interleave(size_k, 1)[:, :seq_k] for x in (plane.full, partial))
+        wrong |= torch.where(some, False, seen != full).any()
+        pairs += seen.sum()
+    return None if bool(wrong) else int(pairs)
+
+
+def _dense(mask: BlockMask, planes: list[_Blocks], why: str) -> DenseMask:
     (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
     batch, heads = mask.kv_num_blocks.shape[:2]
     if (size := batch * heads * seq_q * seq_k) > DENSE_BYTES:
         raise ValueError(
-            f"block_mask: some key is visible to more than one interval of queries, and a dense mask of {batch} x "
-            f"{heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than {DENSE_BYTES >> 20}. Make "
+            f"block_mask: some key is visible to more than one interval of queries ({why}), and a dense mask of "
+            f"{batch} x {heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than {DENSE_BYTES >> 20}. Make "
             "attnforge.Spans of intervals, attnforge.DenseMask where that is worth it, or call torch's flex_attention"
         )
     visible = torch.empty(batch, heads, seq_q, seq_k, dtype=torch.bool, device=planes[0].full.device)

@@ -100,7 +100,9 @@ def _mapped(op: Any, size: int, in_dims: tuple[int | None, ...], arguments: tupl
     values = dict(zip(_names(op), arguments, strict=True))
     dims = dict(zip(values, in_dims, strict=True))
     first = {name: _dim_first(x, dims[name], size) for name, x in values.items() if isinstance(x, Tensor)}
-    if first.keys() <= set(_BATCHED) and not values["score"]:  # a score may depend on the batch entry
+    if first.keys() <= set(_BATCHED) and not (
+        values["score"] or values["mask_mod"]
+    ):  # these may depend on it
         folded = values | {name: x.flatten(0, 1) for name, x in first.items()}
         results = [x.unflatten(0, (size, -1)) for x in op(*folded.values())]
     else:

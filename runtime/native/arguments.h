@@ -58,18 +58,18 @@ inline ScoreRef score_ref(const Tensor& x) {
     return found;
 }
 
-// The tensors that the variant's formula reads; they are as it declares them, or an error says which is not.
+// The tensors that the variant's formulas read; they are as these declare them, or an error says which is not.
 inline void set_score(Params& p, const Variant& variant, at::TensorList tensors) {
     ScoreRef* const places[] = {&p.score0, &p.score1, &p.score2, &p.score3};
-    TORCH_CHECK_VALUE(tensors.size() == variant.score_tensors.size(), "score: got ", tensors.size(),
-                      " tensors, but its formula has ", variant.score_tensors.size());
+    TORCH_CHECK_VALUE(tensors.size() == variant.score_tensors.size(), "score, mask_mod: got ", tensors.size(),
+                      " tensors, but the formulas have ", variant.score_tensors.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
         const Tensor& x = tensors[i];
         const auto dtype = x.scalar_type();
         const std::string name = dtype == at::kFloat ? "float32" : dtype == at::kInt ? "int32" : "bfloat16";
         const std::string kind = name + "[" + std::to_string(x.dim()) + "]";
-        TORCH_CHECK_VALUE(kind == variant.score_tensors[i], "score: tensor ", i, " is ", kind,
-                          ", but its formula has ", variant.score_tensors[i]);
+        TORCH_CHECK_VALUE(kind == variant.score_tensors[i], "score, mask_mod: tensor ", i, " is ", kind,
+                          ", but the formulas have ", variant.score_tensors[i]);
         *places[i] = score_ref(x);
     }
 }
@@ -99,10 +99,14 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     p.mask_batches = p.mask_heads = p.mask_planes = 1;
     if (c.kind == kSpans) {
         set_spans(p, c.mask);
+    } else if (!c.score.mask_mod.empty()) {
+        p.mask_batches = variant.mod_of_batch ? p.batch : 1;
+        p.mask_heads = variant.mod_of_head ? p.heads_q : 1;
+        p.mask_planes = p.mask_batches * p.mask_heads;
     } else if (c.kind == kDense) {
         set_dense(p, c.mask[0]);
     }
-    if (!c.score.text.empty()) {
+    if (!c.score.text.empty() || !c.score.mask_mod.empty()) {
         set_score(p, variant, c.score.tensors);
     }
     p.threads = at::get_num_threads();

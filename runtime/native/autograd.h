@@ -16,7 +16,7 @@ inline const auto& forward_op() {
         find_op<ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t,
                               std::optional<double>, bool, c10::SymInt, int64_t, std::string_view,
                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                              const OptionalTensor&)>("attnforge::forward");
+                              const OptionalTensor&, std::string_view)>("attnforge::forward");
     return op;
 }
 
@@ -25,8 +25,8 @@ inline const auto& backward_op() {
         find_op<BackwardResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                const OptionalTensor&, int64_t, std::optional<double>, bool, c10::SymInt,
                                const OptionalTensor&, int64_t, std::string_view, const OptionalTensor&,
-                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>(
-            "attnforge::backward");
+                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                               std::string_view)>("attnforge::backward");
     return op;
 }
 
@@ -68,8 +68,9 @@ inline ForwardResult forward_below(const Tensor& q, const Tensor& k, const Tenso
         return run_forward({q, k, v, mask_list(r.mask), r.kind, r.scale, r.visible_keys.expect_int(), r.score},
                            r.variant, with_lse);
     }
-    return forward_op().call(q, k, v, r.mask, r.kind, r.scale, r.deterministic, r.visible_keys, r.variant, r.score.text,
-                             r.score.tensor(0), r.score.tensor(1), r.score.tensor(2), r.score.tensor(3));
+    const Score& s = r.score;
+    return forward_op().call(q, k, v, r.mask, r.kind, r.scale, r.deterministic, r.visible_keys, r.variant, s.text,
+                             s.tensor(0), s.tensor(1), s.tensor(2), s.tensor(3), s.mask_mod);
 }
 
 // The lse is a result only where somebody gets it: what is but saved needs no place in the graph.
@@ -99,6 +100,11 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
         }
         if (!rest.score.text.empty()) {
             data["score"] = std::string(rest.score.text);
+        }
+        if (!rest.score.mask_mod.empty()) {
+            data["mask_mod"] = std::string(rest.score.mask_mod);
+        }
+        if (!rest.score.tensors.empty()) {
             data["score_tensors"] = static_cast<int64_t>(rest.score.tensors.size());
         }
         if (rest.visible_keys.is_symbolic() || rest.visible_keys.expect_int() != 0) {
@@ -126,8 +132,9 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
         };
         const c10::IValue kind = given("kind"), deterministic = given("deterministic");
         const c10::IValue visible_keys = given("visible_keys");
-        const c10::IValue score = given("score");
-        const size_t others = 5 + (score.isNone() ? 0 : given("score_tensors").toInt());  // than the mask
+        const c10::IValue score = given("score"), mask_mod = given("mask_mod"), count = given("score_tensors");
+        const size_t others = 5 + (count.isNone() ? 0 : count.toInt());  // than the mask
+        const auto text_of = [](const c10::IValue& x) { return x.isNone() ? std::string_view() : x.toStringView(); };
         const auto score_tensor = [&](size_t i) {
             const size_t place = saved.size() - (others - 5) + i;
             return place < saved.size() ? OptionalTensor(saved[place]) : std::nullopt;
@@ -138,8 +145,7 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
             kind.isNone() ? int64_t{kFull} : kind.toInt(),
             given("scale").template toOptional<double>(), !deterministic.isNone(),
             visible_keys.isNone() ? c10::SymInt(0) : visible_keys.toSymInt(), dlse, 0,
-            score.isNone() ? std::string_view() : score.toStringView(), score_tensor(0), score_tensor(1),
-            score_tensor(2), score_tensor(3));
+            text_of(score), score_tensor(0), score_tensor(1), score_tensor(2), score_tensor(3), text_of(mask_mod));
         return result;
     }
 };
@@ -157,8 +163,9 @@ inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Te
                                       int64_t kind, std::optional<double> scale, bool deterministic,
                                       c10::SymInt visible_keys, int64_t variant, std::string_view text,
                                       const OptionalTensor& score0, const OptionalTensor& score1,
-                                      const OptionalTensor& score2, const OptionalTensor& score3) {
-    const Score score(text, {score0, score1, score2, score3});
+                                      const OptionalTensor& score2, const OptionalTensor& score3,
+                                      std::string_view mask_mod) {
+    const Score score(text, {score0, score1, score2, score3}, mask_mod);
     for (const Tensor& x : score.tensors) {
         TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled() || !x.requires_grad(),
                                     "attnforge: score: a captured tensor requires grad, but gradients of captured "
@@ -177,7 +184,8 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
                                         std::optional<double> scale, bool deterministic, c10::SymInt visible_keys,
                                         const OptionalTensor& dlse, int64_t variant, std::string_view score,
                                         const OptionalTensor& score0, const OptionalTensor& score1,
-                                        const OptionalTensor& score2, const OptionalTensor& score3) {
+                                        const OptionalTensor& score2, const OptionalTensor& score3,
+                                        std::string_view mask_mod) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !at::GradMode::is_enabled() ||
             !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad() ||
@@ -185,7 +193,7 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
         "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
     const at::AutoDispatchBelowADInplaceOrView below;
     return backward_op().call(dout, q, k, v, out, lse, mask, kind, scale, deterministic, std::move(visible_keys), dlse,
-                              variant, score, score0, score1, score2, score3);
+                              variant, score, score0, score1, score2, score3, mask_mod);
 }
 
 // `forward` without the lse. Its caller would make a Python object of it, only to drop it; and what an operator does
@@ -196,7 +204,7 @@ inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::opt
                      int64_t kind, const OptionalTensor& mask, c10::SymInt visible_keys) {
     if (visible_keys.is_symbolic() || !is_plain({&q, &k, &v}, mask)) {
         return std::get<0>(forward_op().call(q, k, v, mask, kind, scale, deterministic, std::move(visible_keys), 0, {},
-                                             {}, {}, {}, {}));
+                                             {}, {}, {}, {}, {}));
     }
     const Rest rest{mask, kind, scale, deterministic, std::move(visible_keys), 0, true};
     return records(q, k, v) ? std::move(Attention<false>::apply(q, k, v, rest)[0])
@@ -221,13 +229,13 @@ ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v
                                int64_t kind, std::optional<double> scale, bool deterministic, c10::SymInt visible_keys,
                                int64_t variant, std::string_view score, const OptionalTensor& score0,
                                const OptionalTensor& score1, const OptionalTensor& score2,
-                               const OptionalTensor& score3) {
+                               const OptionalTensor& score3, std::string_view mask_mod) {
     const c10::impl::ExcludeDispatchKeyGuard once(at::autocast::get_autocast_dispatch_key_from_device_type(type));
     const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
         return at::autocast::cached_cast(dtype, x, type);
     };
     return forward_op().call(cast(q), cast(k), cast(v), mask, kind, scale, deterministic, std::move(visible_keys),
-                             variant, score, score0, score1, score2, score3);
+                             variant, score, score0, score1, score2, score3, mask_mod);
 }
 
 }  // namespace attnforge

@@ -21,13 +21,16 @@ struct ScoreTensors {
     const OptionalTensor &x0, &x1, &x2, &x3;
 };
 
-// A function of a score: its text (codegen/score.py), empty for none, and its tensors.
+// Functions of a score and of a dense mask: their texts (codegen/score.py), empty for none, and the tensors of the
+// score, then those of the mask.
 struct Score {
     std::string_view text = {};
+    std::string_view mask_mod = {};
     std::vector<Tensor> tensors = {};
 
     Score() = default;
-    Score(std::string_view text_, const ScoreTensors& given) : text(text_) {
+    Score(std::string_view text_, const ScoreTensors& given, std::string_view mask_mod_)
+        : text(text_), mask_mod(mask_mod_) {
         for (const OptionalTensor* x : {&given.x0, &given.x1, &given.x2, &given.x3}) {
             if (x->has_value()) {
                 tensors.push_back(**x);
@@ -49,7 +52,8 @@ struct Call {
     const Tensor& k;
     const Tensor& v;
     // Of spans: their data, see masks.h, or starts and ends (seq_k). Of a dense mask: its data, or a bool tensor
-    // (seq_q, seq_k) or (batch or 1, heads_q or 1, seq_q, seq_k). Else none.
+    // (seq_q, seq_k) or (batch or 1, heads_q or 1, seq_q, seq_k), or data without pairs, (1), where score.mask_mod says
+    // which are visible. Else none.
     at::TensorList mask;
     int64_t kind;
     std::optional<double> scale;

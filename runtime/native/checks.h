@@ -38,11 +38,17 @@ inline bool is_mask_data(const Tensor& x, const Call& c) {
     if (c.kind == kSpans) {
         return x.dim() == 2 && x.size(0) == 2 && x.size(1) == seq_k;
     }
+    if (!c.score.mask_mod.empty()) {
+        return x.dim() == 1 && x.size(0) == 1;
+    }
     return x.dim() == 4 && (x.size(0) == 1 || x.size(0) == c.q.size(0)) &&
            (x.size(1) == 1 || x.size(1) == c.q.size(1)) && x.size(2) == seq_q && x.size(3) == (seq_k + 31) / 32;
 }
 
 inline bool is_mask(const Call& c) {
+    if (!c.score.mask_mod.empty() && c.kind != kDense) {
+        return false;
+    }
     switch (c.kind) {
         case kFull:
         case kCausal:
@@ -104,11 +110,11 @@ inline void complain(const Call& c, const OptionalTensor& dout = {}, const Optio
         find_op<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t, std::optional<double>,
                      int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                      const OptionalTensor&, std::string_view, const OptionalTensor&, const OptionalTensor&,
-                     const OptionalTensor&, const OptionalTensor&)>("attnforge::complain");
+                     const OptionalTensor&, const OptionalTensor&, std::string_view)>("attnforge::complain");
     const at::AutoDispatchBelowAutograd below;
     const OptionalTensor mask = c.mask.empty() ? OptionalTensor() : c.mask[0];
     op.call(c.q, c.k, c.v, mask, c.kind, c.scale, c.visible_keys, dout, out, lse, dlse, c.score.text, c.score.tensor(0),
-            c.score.tensor(1), c.score.tensor(2), c.score.tensor(3));
+            c.score.tensor(1), c.score.tensor(2), c.score.tensor(3), c.score.mask_mod);
     TORCH_INTERNAL_ASSERT(false, "attnforge: inputs were refused, but runtime/inputs.py finds nothing wrong");
 }
 

@@ -16,10 +16,10 @@ TORCH_LIBRARY(attnforge, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
     m.def("forward(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, float? scale, bool deterministic=False, "
           "SymInt visible=0, int variant=0, str score=\"\", "
-          ATTNFORGE_SCORE_TENSORS ") -> (Tensor out, Tensor lse)", tags);
+          ATTNFORGE_SCORE_TENSORS ", str mask_mod=\"\") -> (Tensor out, Tensor lse)", tags);
     m.def("backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, int kind, "
           "float? scale, bool deterministic=False, SymInt visible=0, Tensor? dlse=None, int variant=0, str score=\"\", "
-          ATTNFORGE_SCORE_TENSORS ") "
+          ATTNFORGE_SCORE_TENSORS ", str mask_mod=\"\") "
           "-> (Tensor dq, Tensor dk, Tensor dv)", tags);
     m.def("attend(Tensor q, Tensor k, Tensor v, float? scale, bool deterministic=False, int kind=0, "
           "Tensor? mask=None, SymInt visible=0) -> Tensor", tags);
@@ -32,13 +32,15 @@ TORCH_LIBRARY(attnforge, m) {
     m.def("mask_of_documents(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt seq_q, SymInt seq_k, int left, "
           "int right) -> Tensor", tags);
     m.def("mask_of_splits(int[] ends, int[] firsts, int[] lasts, int limit, Device device) -> Tensor", tags);
+    m.def("mask_of_function(int seq_k, Device device) -> Tensor", tags);
     m.def("mask_of_data(Tensor data) -> Tensor", tags);
     // Called from C++, implemented in Python.
     m.def("complain(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, float? scale, int visible, Tensor? dout, "
-          "Tensor? out, Tensor? lse, Tensor? dlse, str score=\"\", " ATTNFORGE_SCORE_TENSORS ") -> ()");
+          "Tensor? out, Tensor? lse, Tensor? dlse, str score=\"\", "
+          ATTNFORGE_SCORE_TENSORS ", str mask_mod=\"\") -> ()");
     m.def("resolve(bool backward, ScalarType dtype, int head_dim, int head_dim_v, int kind, int heads_q, int heads_kv, "
           "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible, int intervals, "
-          "bool planes, str score=\"\") -> int");
+          "bool planes, str score=\"\", str mask_mod=\"\") -> int");
     m.def("load_mask_kernels(Device device) -> ()");
     // Called from Python.
     m.def("route(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, bool deterministic, int visible, Tensor? dout, "
@@ -74,6 +76,7 @@ TORCH_LIBRARY_IMPL(attnforge, CompositeExplicitAutograd, m) {
     m.impl("add_variant", add_variant);
     m.impl("add_mask_kernels", add_mask_kernels);
     m.impl("mask_of_splits", mask_of_splits);
+    m.impl("mask_of_function", mask_of_function);
 }
 
 TORCH_LIBRARY_IMPL(attnforge, Autograd, m) {

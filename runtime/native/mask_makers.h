@@ -104,7 +104,7 @@ inline Tensor mask_of_spans(const Tensor& starts, const Tensor& ends) {
 
 // A copy of the data of a mask, or of a part of it, as a mask of its own.
 inline Tensor mask_of_data(const Tensor& data) {
-    TORCH_CHECK_VALUE(data.scalar_type() == at::kInt && (data.dim() == 2 || data.dim() == 4 || data.dim() == 5),
+    TORCH_CHECK_VALUE(data.scalar_type() == at::kInt && (data.dim() < 3 || data.dim() == 4 || data.dim() == 5),
                       "data: expected that of a mask, int32");
     const c10::DeviceGuard guard(data.device());
     const Tensor copy = new_mask(data.sizes(), data.device(), data.dim() == 2 ? room_for_schedules(data.size(1)) : 0);
@@ -236,6 +236,14 @@ inline Tensor mask_of_pairs(const Tensor& visible_any) {
         }
     });
     return data;
+}
+
+// The data of a mask whose pairs a function decides.
+inline Tensor mask_of_function(int64_t seq_k, at::Device place) {
+    const c10::Device device =
+        place.has_index() || place.is_cpu() ? place : c10::impl::VirtualGuardImpl(place.type()).getDevice();
+    const c10::DeviceGuard guard(device);
+    return new_mask({1}, device, room_for_schedules(seq_k)).zero_();
 }
 
 // Schedules that a mask owns; without one all in this process.

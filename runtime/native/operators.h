@@ -38,9 +38,10 @@ inline ForwardResult run_forward(const Call& call, int64_t variant_handle, bool 
 inline ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                              int64_t kind, std::optional<double> scale, bool /*deterministic*/, int64_t visible_keys,
                              int64_t variant_handle, std::string_view score, const OptionalTensor& score0,
-                             const OptionalTensor& score1, const OptionalTensor& score2, const OptionalTensor& score3) {
-    return run_forward({q, k, v, mask_list(mask), kind, scale, visible_keys, {score, {score0, score1, score2, score3}}},
-                       variant_handle, true);
+                             const OptionalTensor& score1, const OptionalTensor& score2, const OptionalTensor& score3,
+                             std::string_view mask_mod) {
+    const Score given(score, {score0, score1, score2, score3}, mask_mod);
+    return run_forward({q, k, v, mask_list(mask), kind, scale, visible_keys, given}, variant_handle, true);
 }
 
 // torch's own warning, word for word: filters look for it. Once per name, as each of torch's operators warns once.
@@ -93,10 +94,10 @@ inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor
                                std::optional<double> scale, bool deterministic, int64_t visible_keys,
                                const OptionalTensor& dlse, int64_t variant_handle, std::string_view score,
                                const OptionalTensor& score0, const OptionalTensor& score1, const OptionalTensor& score2,
-                               const OptionalTensor& score3) {
+                               const OptionalTensor& score3, std::string_view mask_mod) {
     const at::Context& torch = at::globalContext();  // as its own kernels: with warn_only they only warn
     deterministic = deterministic || (torch.deterministicAlgorithms() && !torch.deterministicAlgorithmsWarnOnly());
-    const Score given(score, {score0, score1, score2, score3});
+    const Score given(score, {score0, score1, score2, score3}, mask_mod);
     return run_backward({q, k, v, mask_list(mask), kind, scale, visible_keys, given}, {dout, out, lse, dlse},
                         deterministic, variant_handle);
 }

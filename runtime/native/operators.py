@@ -46,9 +46,10 @@ def _forward(
     score1: Tensor | None = None,
     score2: Tensor | None = None,
     score3: Tensor | None = None,
+    mask_mod: str = "",
 ) -> tuple[Tensor, Tensor]:
-    inputs.check_forward(q, k, v, mask, kind, scale)
-    inputs.check_score(q, k, score, (score0, score1, score2, score3))
+    inputs.check_forward(q, k, v, mask, kind, scale, mask_mod=mask_mod)
+    inputs.check_score(q, k, score, (score0, score1, score2, score3), mask_mod)
     return _output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
@@ -71,9 +72,10 @@ def _backward(
     score1: Tensor | None = None,
     score2: Tensor | None = None,
     score3: Tensor | None = None,
+    mask_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs.check_forward(q, k, v, mask, kind, scale)
-    inputs.check_score(q, k, score, (score0, score1, score2, score3))
+    inputs.check_forward(q, k, v, mask, kind, scale, mask_mod=mask_mod)
+    inputs.check_score(q, k, score, (score0, score1, score2, score3), mask_mod)
     inputs.check_backward(q, v, dout, out, lse, dlse)
     return _like(q), _like(k), _like(v)
 
@@ -95,9 +97,10 @@ def _complain(
     score1: Tensor | None = None,
     score2: Tensor | None = None,
     score3: Tensor | None = None,
+    mask_mod: str = "",
 ) -> None:
-    inputs.check_forward(q, k, v, mask, kind, scale, visible)
-    inputs.check_score(q, k, score, (score0, score1, score2, score3))
+    inputs.check_forward(q, k, v, mask, kind, scale, visible, mask_mod)
+    inputs.check_score(q, k, score, (score0, score1, score2, score3), mask_mod)
     if dout is not None and out is not None and lse is not None:
         inputs.check_backward(q, v, dout, out, lse, dlse)
 
@@ -132,6 +135,10 @@ def _mask_of_splits(
     return torch.empty((2, ends[-1] if ends else 0), dtype=torch.int32, device=device)
 
 
+def _mask_of_function(seq_k: int, device: torch.device) -> Tensor:
+    return torch.empty((1,), dtype=torch.int32, device=device)
+
+
 def _mask_of_data(data: Tensor) -> Tensor:
     return _data(data, *data.shape)
 
@@ -143,6 +150,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "mask_of_pairs": _mask_of_pairs,
     "mask_of_documents": _mask_of_documents,
     "mask_of_splits": _mask_of_splits,
+    "mask_of_function": _mask_of_function,
     "mask_of_data": _mask_of_data,
 }
 _ANSWERS: dict[str, Callable[..., object]] = {

@@ -21,6 +21,10 @@ struct RouteHash {
     }
 };
 
+inline uint64_t number_or_none(std::string_view text) {
+    return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
+}
+
 class Router {
 public:
     int64_t choose(const Call& c, bool backward, bool deterministic, int64_t align) {
@@ -34,7 +38,7 @@ public:
             visible_octave << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
                 rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 |
                 static_cast<uint64_t>(c.intervals()) << 4 | c.planes() * 4u | deterministic * 2u | backward,
-            c.score.text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(c.score.text)))};
+            number_or_none(c.score.text) | number_or_none(c.score.mask_mod) << 32};
         {
             const std::shared_lock lock(mutex_);
             const auto found = handles_.find(route);
@@ -44,11 +48,11 @@ public:
         }
         static const auto resolve = find_op<int64_t(bool, at::ScalarType, int64_t, int64_t, int64_t, int64_t, int64_t,
                                                     int64_t, int64_t, int64_t, at::Device, bool, int64_t, int64_t,
-                                                    bool, std::string_view)>("attnforge::resolve");
+                                                    bool, std::string_view, std::string_view)>("attnforge::resolve");
         const int64_t handle =
             resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.kind, c.q.size(1), c.k.size(1),
                          c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible_keys, c.intervals(),
-                         c.planes(), c.score.text);
+                         c.planes(), c.score.text, c.score.mask_mod);
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;
@@ -76,7 +80,8 @@ inline const Variant& choose(const Call& c, bool backward, bool deterministic, i
     const Variant& v = variants().at(handle);
     TORCH_CHECK_VALUE(v.backward == backward && v.dtype == c.q.scalar_type() && v.head_dim == c.q.size(3) &&
                           v.head_dim_v == c.v.size(3) && v.mask == c.kind && v.intervals == c.intervals() &&
-                          v.planes == c.planes() && v.score == c.score.text && v.device == c.q.device() &&
+                          v.planes == c.planes() && v.score == c.score.text &&
+                          v.mask_mod == c.score.mask_mod && v.device == c.q.device() &&
                           align % v.align == 0 && (v.deterministic || !deterministic),
                       "variant: ", v.name, " on ", v.device, " does not fit this call (", backward ? "bwd" : "fwd",
                       ", ", c.q.scalar_type(), ", head_dim ", c.q.size(3), " and of v ", c.v.size(3), ", mask ", c.kind,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 
 CHUNK = 1 << 22  # scores held at a time
 
@@ -28,7 +28,7 @@ def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Causal | Spans | DenseMask | None = None,
+    mask: Causal | Spans | DenseMask | FunctionMask | None = None,
     scale: float | None = None,
     dout: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -48,7 +48,7 @@ def reference(
     lse = queries.new_empty(queries.shape[:3])
     out = queries.new_zeros(*lse.shape, v.shape[3])
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    for chunk, planes in _chunks(rows, mask, q.shape[2], k.shape[2]):
+    for chunk, planes in _chunks(rows, mask, q.shape, k.shape[2]):
         for b, h in product(range(q.shape[0]), range(q.shape[1])):
             # A plane for all heads, for each q head, or for each kv head.
             seen = planes[b % planes.shape[0], h * planes.shape[1] // q.shape[1]]
@@ -77,12 +77,16 @@ def _softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(
-    rows: Tensor, mask: Causal | Spans | DenseMask | None, seq_q: int, seq_k: int
+    rows: Tensor, mask: Causal | Spans | DenseMask | FunctionMask | None, q_shape: torch.Size, seq_k: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Slices of `rows` with the pairs they see, bool (B or 1, Hq or 1, rows of the slice, seq_k)."""
     step = max(1, CHUNK // seq_k)
     for begin in range(0, rows.numel(), step):
-        yield slice(begin, begin + step), visible_rows(mask, rows[begin : begin + step], seq_q, seq_k)
+        chunk = rows[begin : begin + step]
+        if isinstance(mask, FunctionMask):
+            yield slice(begin, begin + step), mask.visible_rows(chunk, q_shape[0], q_shape[1])
+        else:
+            yield slice(begin, begin + step), visible_rows(mask, chunk, q_shape[2], seq_k)
 
 
 def visible_rows(mask: Causal | Spans | DenseMask | None, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:

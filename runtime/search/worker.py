@@ -14,8 +14,7 @@ import torch
 
 from attnforge.codegen.spec import Direction, Spec
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.masks import DenseMask, Spans
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.timing import Effort, Timing, effort, measure_interleaved, rotate
 from attnforge.runtime.search.verify import Check, Error, Outputs, WrongResult, make_check, odd_case, verify
@@ -112,10 +111,12 @@ def _portable(case: Case) -> Case:
     return replace(case, mask=_moved(case.mask, torch.device("cpu")))
 
 
-def _moved(mask: Mask, device: torch.device) -> Mask:
+def _moved(
+    mask: Causal | Spans | DenseMask | None, device: torch.device
+) -> Causal | Spans | DenseMask | None:
     """`mask` on `device`."""
     if isinstance(mask, (Spans, DenseMask)):
-        moved: Mask = mask.to(device)
+        moved: Spans | DenseMask = mask.to(device)
         return moved
     return mask
 

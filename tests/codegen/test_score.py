@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
-from attnforge.codegen.score import Program, ScoreError, ScoreMod, text_of
+from attnforge.codegen.score import Program, ScoreError, ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
@@ -60,10 +60,10 @@ def test_derivatives_are_those_of_autograd(formula: str) -> None:
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_the_text_of_a_program_is_that_program(formula: str) -> None:
     mod = ScoreMod(f"a: {formula}")
-    again = text_of("a", (), *mod.parsed)
+    again = ScoreMod.of("a", (), *mod.parsed)
     score = torch.linspace(-2.1, 2.3, 23, dtype=torch.float64)
     assert torch.equal(value(*again.parsed, score), value(*mod.parsed, score))
-    assert text_of("a", (), *again.parsed) == again
+    assert ScoreMod.of("a", (), *again.parsed) == again
 
 
 def test_a_bias_has_slope_one() -> None:

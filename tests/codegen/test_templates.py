@@ -16,7 +16,7 @@ from attnforge.codegen.families import make_plan
 from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.package import Item, Tree
 from attnforge.codegen.render import TEMPLATES, RenderError, render
-from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score import MaskMod, ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import cache, toolchain
@@ -72,10 +72,12 @@ def test_every_template_is_used(templates: Path) -> None:
     for arch, dtype in targets:
         for mask in Mask:
             scores = (ScoreMod(), ScoreMod("softcap: 30.0 * tanh(score / 30.0)"))
+            mods = (MaskMod(), MaskMod("a: q_idx > kv_idx // 2"))[: 2 if mask is Mask.DENSE else 1]
             problems = [
-                Problem(direction, arch, dtype, 64, mask, score=score)
+                Problem(direction, arch, dtype, 64, mask, score=score, mask_mod=mod)
                 for direction in Direction
                 for score in scores
+                for mod in mods
             ]
             problems.append(Problem(Direction.BACKWARD, arch, dtype, 192, mask))  # Hopper's wide heads
             specs = [spec for problem in problems for spec in kinds(problem)]

@@ -21,6 +21,7 @@ import attnforge
 from attnforge.codegen.plan import Launch
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import DType, Spec
+from attnforge.runtime.masks import FunctionMask
 from attnforge.runtime.ops import Mask
 
 # Like nvcc, g++ joins products and sums, where the machine has an instruction for it.
@@ -206,6 +207,13 @@ class Emulated:
             p.mask_planes = p.mask_batches * p.mask_heads
         elif isinstance(mask, attnforge.Spans):
             p.starts, p.ends = (row.data_ptr() for row in mask.data)
+        elif isinstance(mask, FunctionMask):
+            mod, first = self.spec.problem.mask_mod, len(self.score_tensors)
+            p.mask_batches = p.batch if mod.reads("b") else 1
+            p.mask_heads = p.heads_q if mod.reads("h") else 1
+            p.mask_planes = p.mask_batches * p.mask_heads
+            for i, x in enumerate(mask.tensors, first):
+                setattr(p, f"score{i}", ScoreRef.of(x))
         elif isinstance(mask, attnforge.DenseMask):
             p.mask_bits = mask.data.data_ptr()
             p.mask_batches, p.mask_heads, _, p.mask_words = mask.data.shape

@@ -104,7 +104,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="table: got shape"):
         scores.relative_bias(torch.ones(2, 4))
     for tensors, message in (((), "got 0 tensors"), ((torch.ones(2, dtype=torch.int32),), "int32")):
-        with pytest.raises(ValueError, match=f"score: .*{message}"):
+        with pytest.raises(ValueError, match=f"score, mask_mod: .*{message}"):
             torch.ops.attnforge.forward(
                 x.q, x.k, x.v, None, 0, None, False, 0, 0, "a(t0: float32[1]): score + t0[h]", *tensors
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
+from attnforge.runtime.masks import FunctionMask
 from attnforge.runtime.ops import Mask
 from attnforge.runtime.search.reference import reference
 
@@ -148,11 +149,12 @@ def make_mask(kind: str, seq_q: int, seq_k: int, device: str, seed: int = 0) -> 
     return attnforge.Causal() if kind == "causal" else spans(seq_q, seq_k, device, seed)
 
 
-def visible(mask: Mask, seq_q: int, seq_k: int, device: str, heads_q: int = 1) -> Tensor:
+def visible(mask: Mask, seq_q: int, seq_k: int, device: str, heads_q: int = 1, batch: int = 1) -> Tensor:
     """Dense bool (seq_q, seq_k), with two more axes in front if the mask has them: planes of kv heads as of q heads."""
     if mask is None:
         return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
-    seen = mask.visible(seq_q, seq_k, device)
+    planes = {"batch": batch, "heads": heads_q} if isinstance(mask, FunctionMask) else {}
+    seen = mask.visible(seq_q, seq_k, device, **planes)
     if seen.dim() == 4 and 1 < seen.shape[1] < heads_q:
         seen = seen.repeat_interleave(heads_q // seen.shape[1], 1)
     return seen
@@ -171,7 +173,7 @@ def peers(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[tuple[Tens
     single = x.q.dtype == torch.float32
     wide = x.q.shape[3] == x.v.shape[3]
     real = x.q.is_cuda and not single and wide and (mask is None or (causal and square))
-    seen = visible(mask, x.q.shape[2], x.k.shape[2], str(x.q.device), x.q.shape[1])
+    seen = visible(mask, x.q.shape[2], x.k.shape[2], str(x.q.device), x.q.shape[1], x.q.shape[0])
     return (
         efficient(x, seen, scale)
         if x.q.is_cuda and single
@@ -218,7 +220,7 @@ def flash(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ..
     scale = x.q.shape[3] ** -0.5 if scale is None else scale
     q, do = x.q.detach().float(), x.dout.float()
     k, v = (t.detach().float().repeat_interleave(group, 1) for t in (x.k, x.v))
-    seen = visible(mask, q.shape[2], k.shape[2], str(q.device), q.shape[1])
+    seen = visible(mask, q.shape[2], k.shape[2], str(q.device), q.shape[1], q.shape[0])
     scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
     top = scores.amax(-1, keepdim=True).clamp_min(-1e30)
     weights = (scores - top).exp()

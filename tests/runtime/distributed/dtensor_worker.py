@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -121,6 +122,14 @@ def check_tensor_parallel(mesh: DeviceMesh) -> None:
         assert (whole(parameter.grad) - gradient).abs().max() <= 1e-5 * largest
 
 
+def check_refusal(mesh: DeviceMesh) -> None:
+    """Of a function of the mask, whose heads and batch entries would be those of the rank."""
+    mask = attnforge.masks.mask_mod(lambda b, h, i, j: i != j + h, SEQ, SEQ, "cpu")
+    q, k, v = (distribute_tensor(x, mesh, PLACEMENTS[0]) for x in inputs()[:3])
+    with pytest.raises(ValueError, match="mask: a function of the mask is not supported on DTensors"):
+        attnforge.attention(q, k, v, mask)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -128,6 +137,7 @@ def main() -> None:
         check(mesh, placements, MASKS[name]())
     for name in ("causal", "both"):
         check(mesh, PLACEMENTS[0], MASKS[name](), compiled=True)
+    check_refusal(mesh)
     check_tensor_parallel(mesh["tensor"])
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks agree on {len(PLACEMENTS) * len(MASKS)} cases")

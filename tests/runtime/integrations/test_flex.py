@@ -16,10 +16,14 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 import attnforge
 from attnforge.bagel.packing import visible_from_definition
 from attnforge.runtime.integrations import flex
+from attnforge.runtime.masks import FunctionMask
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DOCUMENTS = torch.repeat_interleave(torch.arange(4), torch.tensor([70, 1, 150, 79]))
 HOLES = torch.rand(300, 300, generator=torch.Generator().manual_seed(0)) < 0.5
+
+
+TEXT = torch.arange(300) % 7 < 2
 
 
 def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -35,12 +39,16 @@ MODS: dict[str, tuple[Mod, type]] = {
     "window": (lambda b, h, q, k: (q >= k) & (q - k < 33), attnforge.Spans),
     "nothing": (lambda b, h, q, k: q < 0, attnforge.Spans),
     "holes": (lambda b, h, q, k: HOLES[q, k], attnforge.DenseMask),
+    "comb": (lambda b, h, q, k: (q // 16 + k // 8) % 3 != h, FunctionMask),
+    "images": (lambda b, h, q, k: document(b, h, q, k) | (TEXT[k] & TEXT[q]), FunctionMask),
     "heads": (lambda b, h, q, k: q >= k + h, attnforge.Spans),
     "batch": (lambda b, h, q, k: q >= k * b, attnforge.Spans),
 }
 
 
 def dense(mask: Any, seq_q: int, seq_k: int) -> Tensor:
+    if isinstance(mask, FunctionMask):
+        return mask.visible(seq_q, seq_k, batch=1)
     return torch.ones(seq_q, seq_k, dtype=torch.bool) if mask is None else mask.visible(seq_q, seq_k)
 
 
@@ -100,9 +108,12 @@ def test_other_lengths_and_block_sizes() -> None:
     ("device", "dtype", "tolerance"),
     [("cpu", torch.float32, 2e-5), pytest.param("cuda", torch.bfloat16, 3e-2, marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize("name", ["everything", "causal", "prefix", "window"])
+@pytest.mark.parametrize("name", ["everything", "causal", "prefix", "window", "comb", "images"])
 def test_same_as_torch(name: str, device: str, dtype: torch.dtype, tolerance: float) -> None:
     mod, _ = MODS[name]
+    if name == "images":
+        documents, text = DOCUMENTS.to(device), TEXT.to(device)
+        mod = lambda b, h, q, k: (documents[q] == documents[k]) | (text[k] & text[q])  # noqa: E731
     mask = create_block_mask(mod, 1, 1, 300, 300, device=device)
     q, k, v = (
         torch.randn(2, heads, 300, 32, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
@@ -117,6 +128,19 @@ def test_same_as_torch(name: str, device: str, dtype: torch.dtype, tolerance: fl
         strict=True,
     ):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_lists_of_blocks_that_say_something_else_than_the_function() -> None:
+    """BlockMask.from_kv_blocks takes any lists; the mask_mod decides in partial blocks only."""
+    mod = MODS["comb"][0]
+    made = create_block_mask(mod, 1, 1, 256, 256, device="cpu", BLOCK_SIZE=128)
+    first = made.kv_indices.clone()
+    mask = BlockMask.from_kv_blocks(torch.ones_like(made.kv_num_blocks), first, BLOCK_SIZE=128, mask_mod=mod)
+    ours = attnforge.from_block_mask(mask)
+    assert isinstance(ours, attnforge.DenseMask)
+    expected = create_mask(mod, 1, 1, 256, 256, device="cpu")[0, 0]
+    expected[:, 128:] = False
+    assert torch.equal(ours.visible(256, 256), expected)
 
 
 def test_lse_as_torch_gives_it() -> None:

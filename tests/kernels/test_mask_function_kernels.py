@@ -1,0 +1,244 @@
+"""Functions of masks in the GPU kernels: their text on the CPU by the emulator, nvcc, and a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from types import MappingProxyType
+
+import gxx
+import pytest
+import torch
+from cpu_kernel import Params, ScoreRef, full_params
+from emulator import FLAGS, PARTS, Emulated
+from mask_functions import functions, visible
+from oracle import Shape, check, draw
+from score_oracle import compare
+from strict_nvcc import SERIALISED, check_resources
+
+import attnforge
+from attnforge import masks, scores
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm80_fp32 import Fp32Forward
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.render import render
+from attnforge.codegen.score import MaskMod, ScoreMod
+from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime.build import toolchain
+from attnforge.runtime.build.settings import COMPILER
+from attnforge.runtime.search.reference import reference
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+TORCH = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
+LIMIT = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 2e-5}
+SHAPE = Shape(70, 161, 32, 2, 2, 2)
+
+
+def first(
+    direction: Direction,
+    arch: Arch,
+    dtype: DType,
+    name: str,
+    head_dim: int = 32,
+    score: str = "",
+    knobs: Mapping[str, bool] = MappingProxyType({}),
+) -> Spec:
+    text = MaskMod(masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu").text)
+    problem = Problem(direction, arch, dtype, head_dim, Mask.DENSE, mask_mod=text, score=ScoreMod(score))
+    return next(s for s in candidates(problem) if knobs.items() <= s.to_json()["tuning"].items())
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "name", "knobs"),
+    [
+        (Arch.SM80, DType.BFLOAT16, "documents", {"split_heads": True}),
+        (Arch.SM90, DType.FLOAT16, "heads", {"split_heads": False}),
+        (Arch.SM120, DType.BFLOAT16, "window", {}),
+        (Arch.SM80, DType.FLOAT32, "documents", {}),
+        (Arch.SM89, DType.FLOAT32, "blocks", {}),
+    ],
+    ids=lambda x: getattr(x, "value", x),
+)
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
+def test_emulated(
+    direction: Direction, arch: Arch, dtype: DType, name: str, knobs: dict[str, bool], tmp_path: Path
+) -> None:
+    """One variant against float64, on lengths off every tile."""
+    spec = first(direction, arch, dtype, name, knobs=knobs if direction is BACKWARD else {})
+    x = draw(SHAPE, TORCH[dtype], "cpu")
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    mask = masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu")
+    exact = reference(q, k, v, attnforge.DenseMask(visible(functions(SHAPE)[name], SHAPE)), dout=x.dout)
+    assert exact.dq is not None
+    assert exact.dk is not None
+    assert exact.dv is not None
+    kernel = Emulated(spec, tmp_path)
+    if direction is FORWARD:
+        compare(list(kernel.forward(q, k, v, mask)), [exact.out, exact.lse], LIMIT[dtype])
+    else:
+        out, lse = exact.out.to(q.dtype), exact.lse.float().contiguous()
+        answers = [exact.out, exact.lse, exact.dq, exact.dk, exact.dv]
+        compare([*answers[:2], *kernel.backward(x.dout, q, k, v, out, lse, mask)], answers, LIMIT[dtype])
+
+
+# What apply_mask of a Hopper kernel leaves of ones in a warp's 16 rows, from row `row` and column `column` on.
+RUN = """
+extern "C" void run(const Params* p, int plane, int row, int column, float* out) {
+    launch([=] {
+        float s[kWidth / 2];
+        std::fill(s, s + kWidth / 2, 1.0f);
+        apply_mask(*p, plane, s, PLACE);
+        for (int i = 0; i < kWidth / 2; ++i) {
+            const int place = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            out[(threadIdx.x / 4 + i / 2 % 2 * 8) * kWidth + place] = s[i];
+        }
+    }, 1, 32, 0);
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["documents", "window", "heads"])
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
+def test_a_warp_of_the_hopper_kernels(direction: Direction, name: str, tmp_path: Path) -> None:
+    """Which pair an element of a fragment is: rows are queries in the forward, keys in the backward."""
+    spec, forward = first(direction, Arch.SM90A, DType.BFLOAT16, name, 64), direction is FORWARD
+    mask = masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu")
+    head, *sections = re.split(r"(?=^// ---- )", full_params(render(spec).text), flags=re.MULTILINE)
+    kept = [s for s in sections if s.startswith(("// ---- Specialisation", "// ---- Mask"))]
+    apply = re.search(
+        r"^__device__ [^\n]* void apply_mask\(.*?^}\n", "".join(sections), re.MULTILINE | re.DOTALL
+    )
+    assert apply is not None
+    width, place = (
+        ("kTileN", "row + threadIdx.x / 4, column")
+        if forward
+        else ("kTileM", "column, row + threadIdx.x / 4")
+    )
+    text = "".join((head, *kept)) + (apply.group() if "void apply_mask(" not in "".join(kept) else "")
+    path = tmp_path / "mask.cpp"
+    run = RUN.replace("kWidth", width).replace("PLACE", place)
+    path.write_text('#include "emulator.h"\n' + text.replace("#pragma unroll", "//") + run)
+    library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
+    columns = spec.tuning.tile_n if forward else spec.tuning.tile_m
+    p, mod = Params(seq_q=SHAPE.seq_q, seq_k=SHAPE.seq_k), spec.problem.mask_mod
+    p.mask_batches, p.mask_heads = 2 if mod.reads("b") else 1, 4 if mod.reads("h") else 1
+    for i, x in enumerate(mask.tensors):
+        setattr(p, f"score{i}", ScoreRef.of(x))
+    batch, q_head = p.mask_batches - 1, p.mask_heads - 1
+    expected = visible(functions(SHAPE)[name], SHAPE)[batch, q_head]
+    expected = expected if forward else expected.mT
+    for row, column in ((16, 0), (48, 40)):
+        out = torch.full((16, columns), torch.nan)
+        plane = p.mask_batches * p.mask_heads - 1
+        library.run(ctypes.byref(p), plane, row, column, ctypes.c_void_p(out.data_ptr()))
+        inside = expected[row : row + 16, column : column + columns]
+        assert torch.equal(out[: inside.shape[0], : inside.shape[1]] == 1, inside)
+        hidden = -torch.inf if forward else 0.0
+        if forward:
+            assert (out[:, inside.shape[1] :] == hidden).all(), "keys past the end"
+        assert ((out == 1) | (out == hidden)).all()
+
+
+def test_a_kernel_without_functions_is_no_choice() -> None:
+    plain = first(FORWARD, Arch.SM89, DType.FLOAT32, "documents")
+    assert isinstance(plain.tuning, Fp32Forward)
+    spec = Spec(plain.problem, Fp32Forward(64, 32, 4, 1, 0, 1))
+    with pytest.raises(Infeasible, match="mask_mod: the forward on FP32 cores takes none"):
+        make_plan(spec)
+    problem = Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.DENSE, mask_mod=plain.problem.mask_mod)
+    assert "the sm90a fp32 kernels take none; sm90 takes this call" in why_infeasible(problem)
+
+
+def test_one_text_has_each_helper_once() -> None:
+    """A score and a mask that read tensors of one form share what loads them; the tensors of the score come first."""
+    score = "a(t0: int32[1]): score + t0[h] * floor(score)"
+    for arch in (Arch.CPU, Arch.SM80, Arch.SM90A):
+        text = render(first(FORWARD, arch, DType.BFLOAT16, "documents", score=score)).text
+        assert text.count("score_at(const ScoreRef& t") == 1
+        assert text.count("load_int32_1d(const ScoreRef& t") == 1
+        assert "load_int32_1d(p.score2, kv_idx)" in text
+        assert "load_int32_2d(p.score1, b, q_idx)" in text
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [*product((Arch.SM80, Arch.SM90A, Arch.SM120), (DType.BFLOAT16,)), (Arch.SM80, DType.FLOAT32)],
+    ids=lambda x: x.value,
+)
+@pytest.mark.parametrize("name", ["documents", "window", "blocks"])
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
+def test_nvcc(
+    direction: Direction, name: str, arch: Arch, dtype: DType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
+        pytest.skip(toolchain.NVCC_PLACES)
+    monkeypatch.setenv(COMPILER, "nvcc")
+    log = check_resources(render(first(direction, arch, dtype, name, 128)), tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A], ids=lambda x: x.value)
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
+def test_nvcc_with_a_score(
+    direction: Direction, arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
+        pytest.skip(toolchain.NVCC_PLACES)
+    monkeypatch.setenv(COMPILER, "nvcc")
+    score = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
+    spec = first(direction, arch, DType.BFLOAT16, "documents", 128, score)
+    assert not SERIALISED.search(check_resources(render(spec), tmp_path))
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "name"),
+    [
+        *((BF16, 128, name) for name in functions(SHAPE)),
+        (BF16, 64, "documents"),
+        (BF16, 72, "heads"),
+        (BF16, 41, "blocks"),  # of the mma.sync kernels, as float32 is
+        (FP16, 64, "heads"),
+        (FP32, 64, "documents"),
+        (FP32, 128, "heads"),
+    ],
+    ids=str,
+)
+def test_on_a_gpu(dtype: torch.dtype, head_dim: int, name: str) -> None:
+    shape = Shape(459, 391, head_dim, 2, 2, 2)
+    function = functions(shape, "cuda")[name]
+    check(draw(shape, dtype, "cuda"), masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda"))
+
+
+@pytest.mark.gpu
+def test_deterministic_and_in_a_cuda_graph() -> None:
+    """With tile lists of each head, and with a score; schedules are built anew at each replay."""
+    shape = Shape(700, 600, 64, 2, 2, 2)
+    x, function = draw(shape, BF16, "cuda"), functions(shape, "cuda")["heads"]
+    mask = masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda")
+    slopes = scores.alibi(torch.rand(4, device="cuda"))
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    first = attnforge.attention(x.q, x.k, x.v, mask, deterministic=True)
+    for _ in range(3):
+        again = attnforge.attention(x.q, x.k, x.v, mask, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(x.grads(first), x.grads(again), strict=True))
+    seen = attnforge.DenseMask(visible(function, shape, "cuda"))
+    expected = attnforge.attention(q, k, v, seen, score=slopes)
+    assert (attnforge.attention(q, k, v, mask, score=slopes) - expected).abs().max().item() < 2e-2
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attnforge.attention(q, k, v, mask, score=slopes)
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        assert (out - expected).abs().max().item() < 2e-2

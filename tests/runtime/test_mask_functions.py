@@ -1,0 +1,201 @@
+"""Functions of masks on the CPU: results and gradients against float64, tracing, schedules, compilation, refusals."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from mask_functions import functions, visible
+from oracle import Shape, check, draw
+from score_oracle import attended, compare, oracle
+from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, or_masks
+from torch.testing import assert_close
+
+import attnforge
+from attnforge import masks, scores
+from attnforge.codegen.score import MaskMod, ScoreError
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime.masks import FunctionMask
+from attnforge.runtime.score_trace import MaskFunction
+
+SHAPE = Shape(131, 203, 16, 2, 2, 2)
+
+
+def mask_of(name: str, shape: Shape = SHAPE) -> FunctionMask:
+    return masks.mask_mod(functions(shape)[name], shape.seq_q, shape.seq_k, "cpu")
+
+
+@pytest.mark.parametrize("name", functions(SHAPE))
+def test_the_pairs_are_those_of_the_function(name: str) -> None:
+    """What the trace shows, by which `check` judges kernels, is what the function itself shows."""
+    seen = mask_of(name).visible(SHAPE.seq_q, SHAPE.seq_k, batch=SHAPE.batch, heads=4)
+    assert torch.equal(seen.expand(2, 4, -1, -1), visible(functions(SHAPE)[name], SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("documents", torch.float32),
+        ("heads", torch.float32),
+        ("nothing", torch.float32),
+        ("blocks", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_results(name: str, dtype: torch.dtype) -> None:
+    check(draw(SHAPE, dtype, "cpu"), mask_of(name))
+
+
+def test_with_a_score() -> None:
+    """Both read tensors: those of the score come first."""
+    slopes = torch.rand(4)
+    score = scores.score_mod(lambda s, b, h, i, j: 3 * torch.tanh(s / 3) - slopes[h] * (i - j).abs())
+    x = draw(SHAPE, torch.float32, "cpu")
+    seen = attnforge.DenseMask(visible(functions(SHAPE)["documents"], SHAPE))
+    exact = oracle(
+        x.q,
+        x.k,
+        x.v,
+        seen,
+        lambda s, b, h, i, j: 3 * torch.tanh(s / 3) - slopes[h] * (i - j).abs(),
+        x.dout,
+    )
+    compare(attended(x.q, x.k, x.v, mask_of("documents"), score, x.dout), exact, 3e-6)
+
+
+def test_what_a_function_becomes() -> None:
+    flag, ids = torch.rand(9) < 0.5, torch.arange(9)
+
+    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx
+
+    def text(function: MaskFunction) -> str:
+        return masks.mask_mod(function, 9, 9, "cpu").text
+
+    assert text(causal) == "causal: q_idx >= kv_idx"
+    both = text(and_masks(causal, lambda b, h, i, j: ids[i] == ids[j]))
+    assert both == "and_mask(t0: int32[1]): (q_idx >= kv_idx) & (t0[q_idx] == t0[kv_idx])"
+    either = text(or_masks(causal, lambda b, h, i, j: ~flag[j]))
+    assert either == "or_mask(t0: int32[1]): (q_idx >= kv_idx) | (~(t0[kv_idx] != 0))"
+    assert text(lambda b, h, i, j: (i > j) == (j < h)) == "lambda: (q_idx > kv_idx) == (kv_idx < h)"
+
+
+WIDE, DOUBLES = torch.tensor([1 << 40]), torch.zeros(9, dtype=torch.float64)
+REFUSED: dict[str, MaskFunction] = {
+    r"mask_mod: aten.erfinv.default is not supported": lambda b, h, i, j: torch.erfinv(i * 0.1) > j,
+    "slices": lambda b, h, i, j: DOUBLES[None][:, i] > j,
+    "do not fit int32": lambda b, h, i, j: WIDE[i] > j,
+    "float64": lambda b, h, i, j: DOUBLES[i] > j,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_translated_is_named(message: str) -> None:
+    with pytest.raises(ScoreError, match=message):
+        masks.mask_mod(REFUSED[message], 9, 9, "cpu")
+
+
+def test_wrong_arguments_are_named() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2, 2), torch.float32, "cpu")
+    ids = torch.arange(2)
+    short = masks.mask_mod(lambda b, h, i, j: ids[i] == j, 5, 7, "cpu")
+    with pytest.raises(ValueError, match=r"mask_mod: q_idx takes 5 values, but axis 0 .* has 2 elements"):
+        attnforge.attention(x.q, x.k, x.v, short)
+    with pytest.raises(ValueError, match=r"mask: is of shape \(None, None, 7, 5\)"):
+        attnforge.attention(x.q, x.k, x.v, masks.mask_mod(lambda b, h, i, j: i > j, 7, 5, "cpu"))
+    with pytest.raises(ValueError, match="batch: the function of the mask depends on b"):
+        mask_of("documents").visible(SHAPE.seq_q, SHAPE.seq_k)
+    with pytest.raises(TypeError, match="function: got Tensor"):
+        masks.mask_mod(torch.ones(5, 7), 5, 7, "cpu")  # type: ignore[arg-type]
+    four = [torch.ones(5) + n for n in range(4)]
+    many = scores.score_mod(lambda s, b, h, i, j: s + four[0][i] + four[1][i] + four[2][i] + four[3][i])
+    with pytest.raises(ValueError, match="capture 5 tensors, at most 4 are supported together"):
+        attnforge.attention(
+            x.q, x.k, x.v, masks.mask_mod(lambda b, h, i, j: ids[h] == 0, 5, 7, "cpu"), score=many
+        )
+    run, data = torch.ops.attnforge.forward.default, short.data
+    with pytest.raises(ValueError, match="mask_mod: a function of a mask is given, but the mask is spans"):
+        run(x.q, x.k, x.v, data, 2, None, mask_mod="a: q_idx > kv_idx")
+    with pytest.raises(ValueError, match=r"mask: data of a function has shape \(1, 2\), expected \(1\)"):
+        run(x.q, x.k, x.v, data.expand(1, 2).contiguous(), 3, None, mask_mod="a: q_idx > kv_idx")
+
+
+def test_problems() -> None:
+    """A function is of a dense mask, a bool, and stands in names."""
+    mod = MaskMod("documents(t0: int32[1]): t0[q_idx] == t0[kv_idx]")
+    problem = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.DENSE, 4, mask_mod=mod)
+    assert Problem.from_json(problem.to_json()) == problem
+    with pytest.raises(ValueError, match="mask_mod: is of a dense mask, but the mask is causal"):
+        Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.CAUSAL, mask_mod=mod)
+    with pytest.raises(ScoreError, match="mask_mod: the formula gives a number, expected a bool"):
+        MaskMod("a: q_idx").parsed  # noqa: B018
+    with pytest.raises(ScoreError, match="mask_mod: 'score' is not supported"):
+        MaskMod("a: score > 0.0").parsed  # noqa: B018
+
+
+def test_schedules_and_copies() -> None:
+    """Layers share schedules, calls of other sizes have their own, and so do copies."""
+    x = draw(SHAPE, torch.float32, "cpu")
+    mask = mask_of("heads")
+    y = x.q
+    for _ in range(2):
+        y = attnforge.attention(y, x.k, x.v, mask)
+    y.backward(x.dout)
+    assert int(torch.ops.attnforge.schedule_count(mask.data)) == 2
+    expected = attnforge.attention(x.q, x.k, x.v, mask)
+    for other in (copy.deepcopy(mask), mask.to("cpu")):
+        assert torch.equal(attnforge.attention(x.q, x.k, x.v, other), expected)
+    for batch, group in ((1, 2), (2, 1)):
+        check(draw(Shape(131, 203, 16, 2, group, batch), torch.float32, "cpu"), mask)
+    assert int(torch.ops.attnforge.schedule_count(mask.data)) == 6
+
+
+def test_captured_tensors_are_copies() -> None:
+    limit = torch.tensor(30.0, requires_grad=True)
+    mask = masks.mask_mod(lambda b, h, i, j: i - j < limit, 9, 9, "cpu")
+    limit.detach().zero_()
+    assert mask.tensors[0].item() == 30
+    assert not mask.tensors[0].requires_grad
+
+
+def test_compiled_and_checked_by_torch() -> None:
+    x = draw(SHAPE, torch.float32, "cpu")
+    mask = mask_of("heads")
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnforge.attention(q, k, v, mask)
+
+    inputs = (x.q, x.k, x.v)
+    whole = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)
+    assert_close(whole, call(*inputs))
+    for a, b in zip(x.grads(whole), x.grads(call(*inputs)), strict=True):
+        assert_close(a, b)
+    arguments = (
+        x.q,
+        x.k,
+        x.v,
+        mask.data,
+        3,
+        None,
+        True,
+        0,
+        0,
+        "",
+        *mask.tensors,
+        None,
+        None,
+        None,
+        mask.text,
+    )
+    torch.library.opcheck(torch.ops.attnforge.forward.default, arguments)
+    torch.library.opcheck(torch.ops.attnforge.mask_of_function.default, (9, torch.device("cpu")))
+
+
+def test_transforms_keep_batch_entries_apart() -> None:
+    x, mask = draw(SHAPE, torch.float32, "cpu"), mask_of("heads")
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    mapped = torch.func.vmap(lambda q, k, v: attnforge.attention(q[None], k[None], v[None], mask)[0])
+    each = [attnforge.attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask) for i in range(2)]
+    assert_close(mapped(q, k, v), torch.cat(each))
