@@ -116,8 +116,8 @@ class Project(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(self.norm(x))
-        return result.unflatten(1, (sum(self.heads), -1))
+        result: Tensor = self.linear(self.norm(x)).unflatten(1, (sum(self.heads), -1))
+        return result
 
     def normed(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, q and k normed by head."""
@@ -154,7 +154,8 @@ class MotAttention(nn.Module):
         """x (T, hidden) before the norm; returns what is added to it."""
         heads = self.project.apart(x, shared)
         prologue = self._fused_prologue if self.operator.fused_prologue else self._prologue
-        out = self.operator(*prologue(heads, shared), shared.mask)
+        q, k, v = prologue(heads, shared)
+        out = self.operator(q, k, v, shared.mask)
         result: Tensor = self.output(out.flatten(1), shared)
         return result
 
