@@ -34,7 +34,7 @@ from attnforge.codegen.prologue import (
     spec_from_slug,
     why_infeasible,
 )
-from attnforge.codegen.spec import Direction
+from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.build.cache import obtain
 from attnforge.runtime.native.launcher import launcher
@@ -139,32 +139,32 @@ def _read(path: Path, modified: int) -> tuple[PrologueSpec, ...]:
 
 
 @cache
+def _chosen(problem: PrologueProblem, device: torch.device) -> Kernel:
+    return load(choose(problem, tables.device_name(device)), device)
+
+
 def _kernel(
     direction: Direction,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    weight: torch.dtype,
-    table: torch.dtype,
-    norm: bool,
-    align: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    cos: Tensor,
+    bits: int,
+    spec: PrologueSpec | None,
 ) -> Kernel:
-    problem = PrologueProblem(
-        direction,
-        kernels.target(device),
-        _DTYPES[dtype],
-        head_dim,
-        _DTYPES[weight],
-        _DTYPES[table],
-        norm,
-        align,
-    )
-    return load(choose(problem, tables.device_name(device)), device)
+    """That of `spec`, else the chosen one, for heads like x (tokens, heads, head_dim) at addresses of these bits."""
+    if spec is not None:
+        return load(spec, x.device)
+    wide = _DTYPES[weights[0].dtype] if weights else DType.FLOAT32
+    dtype, head_dim = _DTYPES[x.dtype], x.shape[2]
+    bits |= head_dim * x.element_size() | 16
+    arch, table, norm = kernels.target(x.device), _DTYPES[cos.dtype], bool(weights)
+    problem = PrologueProblem(direction, arch, dtype, head_dim, wide, table, norm, bits & -bits)
+    return _chosen(problem, x.device)
 
 
 def forget() -> None:
     """Drop all choices, so that the next calls choose again."""
-    _kernel.cache_clear()
+    _chosen.cache_clear()
 
 
 # ---- Arguments
@@ -258,11 +258,6 @@ def _launch(kernel: Kernel, function: int, blocks: int, threads: int, p: Any) ->
     torch.ops.attnforge.launch_function(function, blocks, threads, argument)
 
 
-def _align_of(bits: int, head_dim: int, size: int) -> int:
-    bits |= head_dim * size | 16
-    return bits & -bits
-
-
 # ---- The operators
 
 _FORWARD = (
@@ -282,7 +277,7 @@ def _outputs(sources: Sequence[Tensor], rows: Tensor | None, layout: Layout) -> 
     return q, k, v
 
 
-def _forward(
+def run_forward(
     sources: list[Tensor],
     cos: Tensor,
     sin: Tensor,
@@ -292,7 +287,9 @@ def _forward(
     heads_q: int,
     heads_kv: int,
     eps: float,
+    spec: PrologueSpec | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v), by the kernel `spec` or the one that is chosen; arguments as the operator's (`_FORWARD`)."""
     layout = Layout.of(parts, heads_q, heads_kv)
     outputs = _outputs(sources, rows, layout)
     q = outputs[0]
@@ -305,9 +302,7 @@ def _forward(
     experts = [layout.split(sources, expert) for expert in range(len(sources) // parts)]
     # With one source for two experts, both find their rows in it.
     bits = _point_all(p.source, experts * 2) | _point_all([p.packed], [outputs])
-    align = _align_of(bits, q.shape[2], q.element_size())
-    wide = weights[0].dtype if weights else torch.float32
-    kernel = _kernel(Direction.FORWARD, q.device, q.dtype, q.shape[2], wide, cos.dtype, bool(weights), align)
+    kernel = _kernel(Direction.FORWARD, q, weights, cos, bits, spec)
     _launch(kernel, kernel.main, kernel.blocks_of(q.shape[0]), kernel.plan.threads, p)
     return outputs
 
@@ -319,7 +314,7 @@ def _gradients(
     return sources, [torch.empty_like(x, memory_format=torch.contiguous_format) for x in weights]
 
 
-def _backward(
+def run_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -333,7 +328,9 @@ def _backward(
     heads_q: int,
     heads_kv: int,
     eps: float,
+    spec: PrologueSpec | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the projections and of the weights, as `run_forward`; `lengths`: rows of each expert."""
     layout = Layout.of(parts, heads_q, heads_kv)
     found, found_weights = _gradients(dq, lengths, weights, layout)
     if not dq.shape[0]:
@@ -349,11 +346,7 @@ def _backward(
         saved = Layout(1, layout.heads) if parts == 1 else Layout(2, layout.heads)  # v is not needed
         known = [saved.split(sources, expert)[:2] for expert in range(len(lengths))]
         bits |= _point_all(p.source, known * 2)
-    align = _align_of(bits, dq.shape[2], dq.element_size())
-    wide = weights[0].dtype if weights else torch.float32
-    kernel = _kernel(
-        Direction.BACKWARD, dq.device, dq.dtype, dq.shape[2], wide, cos.dtype, bool(weights), align
-    )
+    kernel = _kernel(Direction.BACKWARD, dq, weights, cos, bits, spec)
     _launch_backward(kernel, p, dq, found_weights)
     return found, found_weights
 
@@ -438,7 +431,7 @@ def _register(name: str, schema: str, call: Callable[..., Any], fake: Callable[.
     return op
 
 
-_forward_op = _register("qk_norm_rope", _FORWARD, _forward, _fake_forward)
-_backward_op = _register("qk_norm_rope_backward", _BACKWARD, _backward, _fake_backward)
+_forward_op = _register("qk_norm_rope", _FORWARD, run_forward, _fake_forward)
+_backward_op = _register("qk_norm_rope_backward", _BACKWARD, run_backward, _fake_backward)
 _forward_op.register_autograd(_differentiate, setup_context=_setup)
 _backward_op.register_autograd(_refuse)

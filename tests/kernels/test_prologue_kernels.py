@@ -135,7 +135,9 @@ def run_forward(spec: PrologueSpec, emulate: Callable[..., None]) -> None:
     emulate(spec)
     rows = pack.experts().rows
     with torch.no_grad():
-        outputs = runtime._forward(pack.fused, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6)
+        outputs = runtime.run_forward(
+            pack.fused, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6
+        )
     for name, got, wanted in zip("qkv", outputs, exact, strict=True):
         check(name, got, wanted, got.dtype)
 
@@ -156,7 +158,7 @@ def run_backward(spec: PrologueSpec, emulate: Callable[..., None]) -> list[Tenso
     emulate(spec)
     rows, lengths = pack.experts().rows, [x.shape[0] for x in pack.fused]
     with torch.no_grad():
-        sources, weights = runtime._backward(
+        sources, weights = runtime.run_backward(
             *pack.dout, pack.fused, lengths, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6
         )
     for i, (got, wanted) in enumerate(zip([*sources, *weights], exact, strict=True)):
