@@ -213,7 +213,9 @@ def _point(heads: Any, x: Tensor) -> int:
     if not x.numel():
         return 0
     address, size = x.data_ptr(), x.element_size()
-    row, head, _ = x.stride()
+    row, head, column = x.stride()
+    if column != 1 and x.shape[2] > 1:
+        raise ValueError(f"qk_norm_rope: got stride {column} along head_dim, expected 1")
     heads.data, heads.row, heads.head = address, row, head
     # A stride of one element along an axis of one is never stepped along.
     return address | (row * size if x.shape[0] > 1 else 0) | (head * size if x.shape[1] > 1 else 0)

@@ -157,9 +157,10 @@ def run_backward(spec: PrologueSpec, emulate: Callable[..., None]) -> list[Tenso
     _, exact = pack.exact()
     emulate(spec)
     rows, lengths = pack.experts().rows, [x.shape[0] for x in pack.fused]
+    dq, dk, dv = pack.dout
     with torch.no_grad():
         sources, weights = runtime.run_backward(
-            *pack.dout, pack.fused, lengths, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6
+            dq, dk, dv, pack.fused, lengths, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6
         )
     for i, (got, wanted) in enumerate(zip([*sources, *weights], exact, strict=True)):
         check(f"gradient {i}", got, wanted, got.dtype)

@@ -349,8 +349,8 @@ def test_attention_reads_the_results_as_views(device: str) -> None:
     views = (x.transpose(0, 1)[None] for x in call(pack))
     out = attnforge.attention(*views, attnforge.Causal())[0].transpose(0, 1)  # type: ignore[call-overload]
     assert out.is_contiguous()
-    exact = (x.transpose(0, 1)[None] for x in pack.exact()[0])
-    expected = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    q, k, v = (x.transpose(0, 1)[None] for x in pack.exact()[0])
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(out, expected[0].transpose(0, 1).float())
 
 

@@ -200,7 +200,8 @@ class OtherNorm(torch.nn.Module):
         self.weight = norm.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x) * self.weight
+        result: Tensor = torch.tanh(x) * self.weight
+        return result
 
 
 @pytest.mark.parametrize("replace", [OtherNorm, lambda norm: torch.nn.Identity()], ids=["unknown", "none"])
@@ -239,14 +240,14 @@ def test_tokens_grouped_by_expert(flash_attn: object) -> None:
     layer = make_model().language_model.layers[0]
     forward_train = layers.mixture(type(layer).forward_train, layers.Parts(qwen))
     data = batch(True, PAD, False)
-    lists = [data[name] for name in ("sample_lens", "split_lens", "attn_modes")]
-    pack = substitutes.create_sparse_mask(*lists, "cpu")
+    samples, splits, modes = (data[name] for name in ("sample_lens", "split_lens", "attn_modes"))
+    pack = substitutes.create_sparse_mask(samples, splits, modes, "cpu")
     rows = (data["packed_text_indexes"], data["packed_vae_token_indexes"])
     x = data["packed_sequence"]
     angles = torch.rand(TOKENS, layer.head_dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
     embeddings = angles.cos(), angles.sin()
     order = torch.cat(rows)
-    expected = forward_train(layer, x, lists[0], pack, embeddings, *rows)
+    expected = forward_train(layer, x, samples, pack, embeddings, *rows)
     grouped = (angles[order].cos(), angles[order].sin())
-    got = forward_train(layer, x[order], lists[0], pack, grouped, *rows, order, order.argsort())
+    got = forward_train(layer, x[order], samples, pack, grouped, *rows, order, order.argsort())
     torch.testing.assert_close(got, expected[order])

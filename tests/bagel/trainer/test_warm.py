@@ -103,7 +103,7 @@ def test_specs_are_what_dispatch_answers_there(monkeypatch: pytest.MonkeyPatch) 
 def test_prologues_are_what_calls_ask_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both passes, with tables of q's dtype, as BAGEL has them, and float32 ones, as bagel/mot."""
     compiled: list[str] = []
-    monkeypatch.setattr(warm.cache, "obtain", lambda source: compiled.append(source.slug))
+    monkeypatch.setattr(cache, "obtain", lambda source: compiled.append(source.slug))
     assert warm.compile_prologues(warm.request("7B"), warm.gpu_targets("NVIDIA H200", None)) == 4
     for direction, table in product(Direction, (DType.BFLOAT16, DType.FLOAT32)):
         problem = PrologueProblem(direction, Arch.SM90A, DType.BFLOAT16, 128, DType.BFLOAT16, table)

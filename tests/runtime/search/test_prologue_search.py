@@ -16,6 +16,7 @@ from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime import prologue_kernels, tables
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.search import prologue
+from attnforge.runtime.search.timing import Timing
 
 CPU = torch.device("cpu")
 WORKLOAD = prologue.Workload(200, 3, 1, 32, DType.FLOAT32, CPU)
@@ -46,7 +47,7 @@ def test_the_winner_is_saved_and_used(direction: Direction, folder: Path) -> Non
 def test_a_tuning_serves_other_dtypes_of_tables_and_weights(folder: Path) -> None:
     problem = WORKLOAD.problem(Direction.FORWARD)
     last = list(candidates(problem))[-1]
-    prologue.keep(prologue.Result(last, "ok", timing=prologue.Timing(1, 1, 1, 1)), WORKLOAD, folder)
+    prologue.keep(prologue.Result(last, "ok", timing=Timing(1, 1, 1, 1)), WORKLOAD, folder)
     other = spec_from_slug(last.slug.replace("_a16_", "_a8_")).problem
     assert prologue_kernels.choose(other, tables.device_name(CPU)) == PrologueSpec(other, last.tuning)
     assert prologue_kernels.choose(other, "another device") == next(candidates(other))
