@@ -101,6 +101,7 @@ class CudaTuning:
     rows: int = knob("r", "heads that a lane holds at once")
     warps: int = knob("w", "warps per block; each takes its own tokens")
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
+    persistent: int = knob("p", "1: the grid fills the device once; 0: a warp for each token")
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class ProloguePlan:
     suffix: str
     threads: int = 0  # of a block
     tokens: int = 0  # that a block takes in a turn; on the CPU, of a task
-    blocks: int = 0  # of a backward per multiprocessor; 0: as many as there are turns
+    blocks: int = 0  # of the grid per multiprocessor; 0: as many as there are turns
     constants: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -230,7 +231,7 @@ def _cpu_plan(spec: PrologueSpec, t: CpuTuning) -> ProloguePlan:
 
 def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     p, half = spec.problem, spec.problem.head_dim // 2
-    require_positive(*dataclasses.astuple(t))
+    require_positive(t.vector, t.lanes, t.rows, t.warps, t.blocks)
     values = t.vector // p.dtype.bytes
     if t.vector not in (2, 4, 8, 16) or not values or t.vector > p.align or half % values:
         raise Infeasible(
@@ -249,8 +250,12 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     threads = 32 * t.warps
     if threads > 1024 or threads * t.blocks > 1536:
         raise Infeasible(f"blocks {t.blocks} of {threads} threads: 1024 a block and 1536 in all at most")
-    backward = p.direction is Direction.BACKWARD
-    shared = t.warps * 4 * p.head_dim * 4 if backward and p.norm else 0
+    sums = p.direction is Direction.BACKWARD and p.norm
+    if t.persistent not in (0, 1) or (sums and not t.persistent):
+        raise Infeasible(
+            f"persistent {t.persistent}: 0 or 1, and 1 where each block has sums of weight gradients"
+        )
+    shared = t.warps * 4 * p.head_dim * 4 if sums else 0
     if shared > _SHARED:
         raise Infeasible(
             f"warps {t.warps}: their sums take {shared} bytes of shared memory, {_SHARED} at most"
@@ -260,7 +265,7 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     if need > there:
         raise Infeasible(f"a thread needs about {need} registers, but {t.blocks} blocks leave {there}")
     constants = {"values": values, "vectors": vectors, "ragged": int(vectors * values * t.lanes != half)}
-    blocks = t.blocks if backward else 0
+    blocks = t.blocks if t.persistent else 0
     return ProloguePlan(spec, "prologue/prologue.cu.jinja", ".cu", threads, t.warps, blocks, constants)
 
 
@@ -307,22 +312,17 @@ def _space(problem: PrologueProblem) -> Iterator[CudaTuning | CpuTuning]:
     if not problem.arch.is_gpu:
         yield from map(CpuTuning, (64, 16, 256))
         return
-    size = problem.dtype.bytes
+    size, backward = problem.dtype.bytes, problem.direction is Direction.BACKWARD
     half = problem.head_dim // 2 * size
-    vectors = [
-        bytes
-        for bytes in (4 * size, 8 * size, 2 * size, size)
-        if bytes <= problem.align and half % bytes == 0
-    ]
-    blocks = (
-        (4, 3, 5, 6, 2, 1) if problem.direction is Direction.BACKWARD else (6, 8, 5, 4, 3)
-    )  # of four warps
-    for vector in vectors[:2]:
+    widths = [n * size for n in (4, 8, 2, 1) if n * size <= problem.align and half % (n * size) == 0]
+    resident = (4, 3, 5, 6, 2, 1) if backward else (6, 8, 5, 4, 3)  # blocks of four warps
+    for vector in widths[:2]:
         widest = min(32, 1 << (half // vector - 1).bit_length())
-        for lanes, resident, rows, warps in product(
-            (widest, widest // 2), blocks, (4, 2, 1, 7, 8), (4, 8, 2)
-        ):
-            yield CudaTuning(vector, max(1, lanes), rows, warps, max(1, resident * 4 // warps))
+        choices = product(
+            (widest, widest // 2), resident, (4, 2, 1, 7, 8), (4, 8, 2), (1,) if backward else (0, 1)
+        )
+        for lanes, blocks, rows, warps, persistent in choices:
+            yield CudaTuning(vector, max(1, lanes), rows, warps, max(1, blocks * 4 // warps), persistent)
 
 
 # ---- Rendering

@@ -101,7 +101,7 @@ def first(direction: Direction, dtype: DType, head_dim: int, **rest: Any) -> Pro
 
 def with_knobs(direction: Direction, head_dim: int, *knobs: int) -> PrologueSpec:
     problem = PrologueProblem(direction, Arch.SM80, BF16, head_dim, BF16)
-    return PrologueSpec(problem, CudaTuning(*knobs))
+    return PrologueSpec(problem, CudaTuning(*knobs, persistent=int(direction is BACKWARD)))
 
 
 # dtype, head_dim, of weights, of tables, whether there is a norm; all first guesses.
@@ -247,6 +247,13 @@ def test_what_is_infeasible_says_why(
 ) -> None:
     with pytest.raises(Infeasible, match=re.escape(message)):
         make_plan(with_knobs(direction, head_dim, *knobs))
+
+
+def test_sums_need_a_persistent_grid() -> None:
+    with pytest.raises(Infeasible, match="persistent 0: 0 or 1, and 1 where each block has sums"):
+        make_plan(PrologueSpec(PrologueProblem(BACKWARD, Arch.SM80, BF16, 64), CudaTuning(8, 8, 1, 4, 4, 0)))
+    forward = PrologueSpec(PrologueProblem(FORWARD, Arch.SM80, BF16, 64), CudaTuning(8, 8, 1, 4, 4, 1))
+    assert make_plan(forward).blocks == 4
 
 
 def test_every_problem_that_calls_can_have_is_feasible() -> None:

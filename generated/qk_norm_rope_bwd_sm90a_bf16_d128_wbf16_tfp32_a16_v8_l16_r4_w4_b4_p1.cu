@@ -1,12 +1,13 @@
-// attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4
+// attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_p1
 // Generated from templates/prologue/prologue.cu.jinja; do not edit.
-// Regenerate: python cli.py render --prologue qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4
+// Regenerate: python cli.py render --prologue qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_p1
 //
 //   vector         8   bytes that a lane loads at once
 //   lanes         16   lanes that share a head
 //   rows           4   heads that a lane holds at once
 //   warps          4   warps per block; each takes its own tokens
 //   blocks         4   blocks per multiprocessor that registers are shared among
+//   persistent     1   1: the grid fills the device once; 0: a warp for each token
 //
 // Gradients of the projections and of the norms' weights, from those of the rotated heads.
 //
@@ -363,7 +364,7 @@ __device__ __forceinline__ void flush(Floats (&dw)[2], float (&sums)[2][kHeadDim
 
 // Grid: `blocks` of Params.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
-attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4(const __grid_constant__ Params p) {
+attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_p1(const __grid_constant__ Params p) {
     __shared__ Sums sums[kWarps];
     float* const flat = &sums[0][0][0][0];
     for (int i = threadIdx.x; i < kWarps * 4 * kHeadDim; i += kThreads) {
@@ -400,7 +401,7 @@ attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4(const
 
 // Adds up `sums`. Grid: 4 head_dim / 32 blocks of 32 columns, a warp of each takes every 32nd row.
 extern "C" __global__ void __launch_bounds__(1024)
-attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_sums(const __grid_constant__ Params p) {
+attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_p1_sums(const __grid_constant__ Params p) {
     __shared__ float sums[32][33];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
