@@ -101,7 +101,7 @@ def first(direction: Direction, dtype: DType, head_dim: int, **rest: Any) -> Pro
 
 def with_knobs(direction: Direction, head_dim: int, *knobs: int) -> PrologueSpec:
     problem = PrologueProblem(direction, Arch.SM80, BF16, head_dim, BF16)
-    return PrologueSpec(problem, CudaTuning(*knobs, persistent=int(direction is BACKWARD)))
+    return PrologueSpec(problem, CudaTuning(*knobs, int(direction is BACKWARD)))
 
 
 # dtype, head_dim, of weights, of tables, whether there is a norm; all first guesses.
