@@ -99,9 +99,12 @@ def first(direction: Direction, dtype: DType, head_dim: int, **rest: Any) -> Pro
     return next(candidates(PrologueProblem(direction, Arch.SM80, dtype, head_dim, **rest)))
 
 
-def with_knobs(direction: Direction, head_dim: int, *knobs: int) -> PrologueSpec:
+def with_knobs(
+    direction: Direction, head_dim: int, vector: int, lanes: int, rows: int, warps: int, blocks: int
+) -> PrologueSpec:
     problem = PrologueProblem(direction, Arch.SM80, BF16, head_dim, BF16)
-    return PrologueSpec(problem, CudaTuning(*knobs, int(direction is BACKWARD)))
+    tuning = CudaTuning(vector, lanes, rows, warps, blocks, persistent=int(direction is BACKWARD))
+    return PrologueSpec(problem, tuning)
 
 
 # dtype, head_dim, of weights, of tables, whether there is a norm; all first guesses.
@@ -188,7 +191,7 @@ def test_first_guesses_emulated(
 @pytest.mark.parametrize("run", [run_forward, run_backward])
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_knobs_emulated(
-    run: Callable[..., Any], knobs: tuple[int, ...], emulate: Callable[..., None]
+    run: Callable[..., Any], knobs: tuple[int, int, int, int, int], emulate: Callable[..., None]
 ) -> None:
     run(with_knobs(FORWARD if run is run_forward else BACKWARD, 64, *knobs), emulate)
 
@@ -243,7 +246,7 @@ INFEASIBLE = [
 
 @pytest.mark.parametrize(("direction", "head_dim", "knobs", "message"), INFEASIBLE)
 def test_what_is_infeasible_says_why(
-    direction: Direction, head_dim: int, knobs: tuple[int, ...], message: str
+    direction: Direction, head_dim: int, knobs: tuple[int, int, int, int, int], message: str
 ) -> None:
     with pytest.raises(Infeasible, match=re.escape(message)):
         make_plan(with_knobs(direction, head_dim, *knobs))
