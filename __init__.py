@@ -30,12 +30,16 @@ if TYPE_CHECKING:
     from attnforge.runtime.masks import DenseMask as DenseMask
     from attnforge.runtime.masks import Spans as Spans
     from attnforge.runtime.ops import attention as attention
+    from attnforge.runtime.prologue import ExpertRows as ExpertRows
+    from attnforge.runtime.prologue import qk_norm_rope as qk_norm_rope
+    from attnforge.runtime.prologue import rope_tables as rope_tables
 
 __version__ = "0.1.0"  # the only place: pyproject.toml and `attnforge --version` read it
 
 __all__ = [
     "Causal",
     "DenseMask",
+    "ExpertRows",
     "Spans",
     "__version__",
     "attention",
@@ -48,8 +52,10 @@ __all__ = [
     "flex_attention",
     "from_block_mask",
     "masks",
+    "qk_norm_rope",
     "register_huggingface",
     "register_torch",
+    "rope_tables",
     "save_attention",
     "save_attention_policy",
     "scores",
@@ -60,6 +66,9 @@ _HOME = {
     "attention": "attnforge.runtime.ops",
     "Causal": "attnforge.runtime.masks",
     "DenseMask": "attnforge.runtime.masks",
+    "ExpertRows": "attnforge.runtime.prologue",
+    "qk_norm_rope": "attnforge.runtime.prologue",
+    "rope_tables": "attnforge.runtime.prologue",
     "Spans": "attnforge.runtime.masks",
     "save_attention": "attnforge.runtime.integrations.checkpointing",
     "save_attention_policy": "attnforge.runtime.integrations.checkpointing",

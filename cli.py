@@ -15,6 +15,7 @@ from attnforge.bagel.commands.mask import mask
 from attnforge.bagel.commands.model import model
 from attnforge.bagel.commands.models import models
 from attnforge.bagel.commands.options import Commands
+from attnforge.bagel.commands.prologue import prologue
 from attnforge.bagel.commands.render import render
 from attnforge.bagel.commands.report import report
 from attnforge.bagel.commands.search import search
@@ -42,6 +43,7 @@ for command in (
     mask,
     model,
     models,
+    prologue,
     render,
     report,
     search,

@@ -3,10 +3,11 @@
     python benchmarks/step_time.py             # ours, SDPA per sample, FlexAttention as BAGEL calls it
     python benchmarks/step_time.py --packs pretrain/0 --operators attnforge,flex --markdown step.md
 
-The layer is that of bagel/mot/layer.py, with both experts. Rows differ only in attention and in what BAGEL does for
-it. FlexAttention: padding to the pack's length, copies to head-major layout and back, a BlockMask of all heads. SDPA:
-one dense mask and one call per sample, with k and v repeated. Noise images go to the generation expert, all other
-tokens to the understanding expert.
+The layer is that of bagel/mot/layer.py, with both experts. Rows differ only in attention and in what is done for it.
+Ours: norms of q and k, rotary embedding and the way from experts' rows to the pack's order in one kernel, in the others
+torch's modules. FlexAttention: padding to the pack's length, copies to head-major layout and back, a BlockMask of all
+heads. SDPA: one dense mask and one call per sample, with k and v repeated. Noise images go to the generation expert,
+all other tokens to the understanding expert.
 
     layer   forward + backward with an existing mask; includes recomputation where layers are checkpointed
     step    the same with a new mask: the first layer of a micro-step
@@ -33,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnforge
 from attnforge.bagel.mot.attention import Operator, make_operator
-from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer, Shared, angles
+from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer, Shared, share
 from attnforge.bagel.mot.model import rope_positions
 from attnforge.bagel.workloads import Workload, workload
 
@@ -62,11 +63,12 @@ class Bench:
             torch.tensor([mode == "noise" for mode in self.lists[2]]), torch.tensor(self.lists[1])
         ).to(self.device)
         self.rows = [torch.nonzero(part)[:, 0] for part in (~noise, noise)]
-        self.angles = angles(rope_positions(*self.lists).to(self.device), config)
+        self.positions = rope_positions(*self.lists).to(self.device)
 
     def share(self) -> Shared:
-        (understanding, generation), (cos, sin) = self.rows, self.angles
-        return Shared(understanding, generation, cos, sin, self.operator.mask(*self.lists, self.device))
+        understanding, generation = self.rows
+        mask = self.operator.mask(*self.lists, self.device)
+        return share(understanding, generation, self.positions, self.config, mask)
 
     def run(self, shared: Shared | None = None) -> Tensor:
         """A micro-step of this one layer: the input's gradient."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from attnforge.codegen.render import Source, render_text
+from attnforge.codegen.render import render_text
 from attnforge.codegen.spec import Arch
 
 TEMPLATE = "common/masks.cu.jinja"
@@ -28,10 +28,6 @@ class MaskKernels:
     def describe(self) -> dict[str, Any]:
         """What meta.json of the cache entry says of it."""
         return {"masks": self.arch.value}
-
-
-# What the toolchains compile and the cache keeps.
-Compilable = Source | MaskKernels
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -24,6 +24,28 @@ _MAY_BE_WIDE = ("asm", '"', ":", "attnforge_", 'extern "C" void attnforge_')
 
 class RenderError(RuntimeError):
     """The rendered text breaks a rule of form (see `_check`): a defect of the template, not of the user."""
+
+
+class Compilable(Protocol):
+    """What the toolchains compile and the cache keeps: the text of one module for one architecture."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def slug(self) -> str: ...
+
+    @property
+    def arch(self) -> Arch: ...
+
+    @property
+    def suffix(self) -> str: ...
+
+    @property
+    def symbols(self) -> tuple[str, ...]: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What meta.json of the cache entry says of it."""
 
 
 @dataclass(frozen=True)

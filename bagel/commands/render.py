@@ -52,12 +52,16 @@ def _option(f: ProblemField) -> dict[str, Any]:
 @click.command(short_help="Print a kernel's source, or update generated/.")
 @problem_options
 @click.option("--set", "knobs", multiple=True, metavar="KNOB=N", help="All knobs.  [default: a first guess]")
+@click.option(
+    "--prologue", metavar="NAME", help="A kernel of qk_norm_rope by its name; no other option counts."
+)
 @out_option("--out", help="Write to this file instead of the terminal.")
 @click.option("--tuned", is_flag=True, help="Update the example sources in generated/.")
 @click.option("--check", is_flag=True, help="Print a diff and exit with 1 if generated/ is outdated.")
 def render(
     problem: Problem,
     knobs: tuple[str, ...],
+    prologue: str | None,
     out: Path | None,
     tuned: bool,
     check: bool,
@@ -66,9 +70,13 @@ def render(
     if tuned or check:
         _update(check)
         return
+    from attnforge.codegen import prologue as prologues
     from attnforge.codegen.render import render as rendered
 
-    text = rendered(_pick(problem, knobs)).text
+    if prologue is not None:
+        text = prologues.render(prologues.spec_from_slug(prologue)).text
+    else:
+        text = rendered(_pick(problem, knobs)).text
     if out is not None:
         out.write_text(text)
     elif console.is_terminal:

@@ -59,15 +59,18 @@ def warm(
     if cache is not None:
         os.environ[CACHE_DIR] = str(cache)
     targets = warming.gpu_targets(gpu, arch)
-    wanted = warming.specs(warming.request(model, dtype, mask, deterministic=deterministic), targets)
+    request = warming.request(model, dtype, mask, deterministic=deterministic)
+    wanted = warming.specs(request, targets)
     begin, failed = time.perf_counter(), []
     modules = warming.compile_mask_kernels(targets)
+    prologues = warming.compile_prologues(request, targets)
     for count, done in enumerate(warming.compile_all(wanted, workers), 1):
         if done.error is not None:
             failed.append(str(done.error))
         echo(f"{count}/{len(wanted)} {done.spec.slug}{' FAILED' if done.error else ''}")
     echo(
-        f"{len(wanted) - len(failed)} attention kernels and {modules} mask module{'s' * (modules > 1)} in "
+        f"{len(wanted) - len(failed)} attention kernels, {prologues} of qk_norm_rope and {modules} mask "
+        f"module{'s' * (modules > 1)} in "
         f"{settings().cache_dir}, {time.perf_counter() - begin:.0f} s"
     )
     launcher()

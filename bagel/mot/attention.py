@@ -25,6 +25,8 @@ OPERATORS = ("attnforge", "flex", "sdpa")
 class Operator(Protocol):
     """The interface of an attention operator of MotAttention."""
 
+    fused_prologue: bool  # norms and rotary embedding by `qk_norm_rope`, not by torch's modules
+
     def mask(
         self,
         sample_lens: Sequence[int],
@@ -62,6 +64,8 @@ def make_operator(
 class Ours:
     """attnforge.attention: packed rows as views, no padding, a mask of two int32 per key."""
 
+    fused_prologue = True
+
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
@@ -84,6 +88,8 @@ class Flex:
 
     On the CPU torch has no gradients of it.
     """
+
+    fused_prologue = False
 
     def __init__(self, heads_q: int, max_tokens: int) -> None:
         self.heads_q = heads_q
@@ -169,6 +175,8 @@ def _mask_mod(
 
 class PerSample:
     """BAGEL without FlexAttention: one SDPA call per sample with a dense additive mask, k and v repeated."""
+
+    fused_prologue = False
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         self.dtype = dtype

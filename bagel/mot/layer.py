@@ -4,9 +4,12 @@ A pack is samples laid end to end: activations are (T, hidden), without a batch 
 one expert's: `understanding` (text, markers, ViT tokens) or `generation` (VAE latents). All that is done to a row
 by itself (norms, projections, MLP) has two sets of weights. Rows meet in attention only, under the pack's mask.
 
-    q, k, v = project(x)                               RMSNorm, linear, RMSNorm of each head of q and k
-    x = x + output(attention(rope(q), rope(k), v))     under the pack's mask
+    q, k, v = project(x)                               RMSNorm, linear
+    q, k = rope(norm(q)), rope(norm(k))                RMSNorm of each head, rotary embedding
+    x = x + output(attention(q, k, v))                 under the pack's mask
     x = x + mlp(x)                                     RMSNorm, SwiGLU
+
+With our operator, the second line and the way from experts' rows to the pack's order are one kernel (`qk_norm_rope`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnforge.bagel.mot.attention import Operator
+from attnforge.runtime.prologue import ExpertRows, qk_norm_rope, rope_tables
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,25 @@ CONFIGS = {
 class Shared:
     """Data of one micro-step that all layers share.
 
-    Rows of the experts: int64, together every row of the pack once. `cos`, `sin`: (T, 1, head_dim), float32.
-    `mask`: what the layers' attention operator made for this pack.
+    Rows of the experts: int64, together every row of the pack once; `experts`: the same by row. `cos`, `sin`:
+    (T, head_dim / 2), float32. `mask`: what the layers' attention operator made for this pack.
     """
 
     understanding: Tensor
     generation: Tensor
+    experts: ExpertRows
     cos: Tensor
     sin: Tensor
     mask: Any
+
+
+def share(
+    understanding: Tensor, generation: Tensor, positions: Tensor, config: MotConfig, mask: Any
+) -> Shared:
+    """`Shared` of a pack whose rows have rotary positions `positions` (T)."""
+    experts = ExpertRows(understanding, generation, positions.shape[0])
+    cos, sin = rope_tables(positions, config.head_dim, config.rope_base)
+    return Shared(understanding, generation, experts, cos, sin, mask)
 
 
 class Experts(nn.Module):
@@ -72,14 +86,16 @@ class Experts(nn.Module):
         self.understanding = make()
         self.generation = make()
 
-    def forward(self, x: Tensor, shared: Shared) -> Any:
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x (T, ...), each row through its expert; the results are in the order of x's rows."""
+        return _merge(*self.apart(x, shared), shared)
+
+    def apart(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+        """The same, the results of each expert's rows by themselves."""
         # index_select, not x[rows]: its gradient adds rows without sorting them first.
-        first = self.understanding(x.index_select(0, shared.understanding))
-        second = self.generation(x.index_select(0, shared.generation))
-        if isinstance(first, Tensor):
-            return _merge(first, second, shared)
-        return tuple(_merge(a, b, shared) for a, b in zip(first, second, strict=True))
+        first: Tensor = self.understanding(x.index_select(0, shared.understanding))
+        second: Tensor = self.generation(x.index_select(0, shared.generation))
+        return first, second
 
 
 def _merge(first: Tensor, second: Tensor, shared: Shared) -> Tensor:
@@ -88,18 +104,24 @@ def _merge(first: Tensor, second: Tensor, shared: Shared) -> Tensor:
 
 
 class Project(nn.Module):
-    """Rows (N, hidden) to q (N, heads_q, head_dim), k and v (N, heads_kv, head_dim), q and k normed by head."""
+    """Rows (N, hidden) to heads (N, heads_q + 2 heads_kv, head_dim): those of q, of k, of v; not normed yet."""
 
     def __init__(self, config: MotConfig) -> None:
         super().__init__()
         self.heads = (config.heads_q, config.heads_kv, config.heads_kv)
+        self.eps = config.eps
         self.norm = nn.RMSNorm(config.hidden, config.eps)
         self.linear = nn.Linear(config.hidden, sum(self.heads) * config.head_dim)
         self.q_norm = nn.RMSNorm(config.head_dim, config.eps)
         self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.linear(self.norm(x)).unflatten(1, (sum(self.heads), -1)).split(self.heads, 1)
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(self.norm(x)).unflatten(1, (sum(self.heads), -1))
+        return result
+
+    def normed(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, q and k normed by head."""
+        q, k, v = heads.split(self.heads, 1)
         return self.q_norm(q), self.k_norm(k), v
 
 
@@ -130,11 +152,38 @@ class MotAttention(nn.Module):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x (T, hidden) before the norm; returns what is added to it."""
-        q, k, v = self.project(x, shared)
-        q, k = (rotate(part, shared.cos, shared.sin) for part in (q, k))
+        heads = self.project.apart(x, shared)
+        prologue = self._fused_prologue if self.operator.fused_prologue else self._prologue
+        q, k, v = prologue(heads, shared)
         out = self.operator(q, k, v, shared.mask)
         result: Tensor = self.output(out.flatten(1), shared)
         return result
+
+    def _fused_prologue(self, heads: tuple[Tensor, Tensor], shared: Shared) -> tuple[Tensor, ...]:
+        """q, k and v (T, heads, head_dim) from both experts' projections, in one kernel."""
+        first, second = self._experts()
+        return qk_norm_rope(
+            heads,
+            heads=first.heads[:2],
+            cos=shared.cos,
+            sin=shared.sin,
+            q_weight=(first.q_norm.weight, second.q_norm.weight),
+            k_weight=(first.k_norm.weight, second.k_norm.weight),
+            experts=shared.experts,
+            eps=first.eps,
+        )
+
+    def _prologue(self, heads: tuple[Tensor, Tensor], shared: Shared) -> tuple[Tensor, ...]:
+        """The same step by step, as BAGEL's modules do it."""
+        parts = [expert.normed(x) for expert, x in zip(self._experts(), heads, strict=True)]
+        q, k, v = (_merge(a, b, shared) for a, b in zip(*parts, strict=True))
+        return rotate(q, shared.cos, shared.sin), rotate(k, shared.cos, shared.sin), v
+
+    def _experts(self) -> tuple[Project, Project]:
+        first, second = self.project.understanding, self.project.generation
+        assert isinstance(first, Project)
+        assert isinstance(second, Project)
+        return first, second
 
 
 class MotLayer(nn.Module):
@@ -152,15 +201,8 @@ class MotLayer(nn.Module):
         return result
 
 
-def angles(positions: Tensor, config: MotConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, head_dim) float32 of rotary embeddings at `positions` (T)."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
-    frequency = config.rope_base ** (-exponent / config.head_dim)
-    angle = (positions.float()[:, None] * frequency).repeat(1, 2)[:, None]
-    return angle.cos(), angle.sin()
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (T, H, head_dim) rotated by its rows' angles, pairing dimension d with d + head_dim / 2."""
     first, second = x.chunk(2, -1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), -1) * sin.to(x.dtype)
+    cos, sin = (table.repeat(1, 2)[:, None].to(x.dtype) for table in (cos, sin))
+    return x * cos + torch.cat((-second, first), -1) * sin

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnforge.bagel.mot.attention import Operator
-from attnforge.bagel.mot.layer import Experts, MotConfig, MotLayer, Shared, angles
+from attnforge.bagel.mot.layer import Experts, MotConfig, MotLayer, Shared, share
 from attnforge.bagel.packing import cut
 
 _TIME_DIM = 256
@@ -154,9 +154,9 @@ class MotModel(nn.Module):
     forward = forward_train  # what FSDP wraps
 
     def _share(self, pack: Pack) -> Shared:
-        cos, sin = angles(pack.positions, self.config)
         mask = self.operator.mask(pack.sample_lens, pack.split_lens, pack.attn_modes, pack.positions.device)
-        return Shared(torch.cat((pack.text_rows, pack.vision_rows)), pack.latent_rows, cos, sin, mask)
+        understanding = torch.cat((pack.text_rows, pack.vision_rows))
+        return share(understanding, pack.latent_rows, pack.positions, self.config, mask)
 
     def _embed(self, pack: Pack) -> Tensor:
         dtype = (

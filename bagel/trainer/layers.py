@@ -1,24 +1,56 @@
 """Deep mode of `attnforge.bagel.patch`: forward_train of BAGEL's two attention layers without its copies.
 
-They compute the same: projections, norms and rotary embedding remain the trainer's modules and functions. The padding,
-the second scatter and gather of q and k around the norms, and the padded output are left out.
+They compute the same. Projections remain the trainer's modules; norms of q and k, rotary embedding and the way from the
+experts' rows to the pack's order are one kernel (`qk_norm_rope`), unless a norm is of a class that is not known here:
+then the trainer's own modules and functions run. Padding and the padded output are left out.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnforge.bagel.trainer.substitutes import expect_pack
 from attnforge.runtime.ops import attention
+from attnforge.runtime.prologue import ExpertRows, qk_norm_rope
+
+logger = logging.getLogger("attnforge")
 
 GENERATION = "_moe_gen"  # suffix of the second expert's modules
+
+
+Heads = tuple[Tensor, Tensor, Tensor]  # q, k, v (tokens, heads, head_dim)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Weights of a layer's q and k norms, of each expert, as `qk_norm_rope` takes them. None: there are no norms."""
+
+    q: tuple[Tensor, ...] | None
+    k: tuple[Tensor, ...] | None
+    eps: float
+
+
+def differences(module: ModuleType) -> list[str]:
+    """In what the trainer's rotary embedding differs from ours, which replaces it."""
+    q, k = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(12.0).view(3, 4)
+    cos, sin = (torch.cat((x, x), 1) for x in (angles.cos(), angles.sin()))
+    theirs = vars(module)["apply_rotary_pos_emb"](q, k, cos, sin, unsqueeze_dim=1)
+    for x, rotated in zip((q, k), theirs, strict=True):
+        left, right = x.chunk(2, -1)
+        expected = x * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]
+        if not torch.allclose(rotated, expected, rtol=1e-5, atol=1e-5):
+            return [f"{module.__name__}.apply_rotary_pos_emb does not rotate the two halves of a head"]
+    return []
 
 
 class Parts:
@@ -28,6 +60,24 @@ class Parts:
         self._module: Any = module
         self._own_norm = hasattr(module, "_apply_qk_norm")  # of NeMo Automodel
         self._fused = "fused" in inspect.signature(self._module.apply_rotary_pos_emb).parameters
+
+    def norms(self, layer: Any, suffixes: Sequence[str], frozen: bool) -> Norms | None:
+        """The norms of a layer's experts; None if a module is not a plain RMSNorm."""
+        found = [[getattr(layer, f"{name}_norm{suffix}") for suffix in suffixes] for name in "qk"]
+        modules = [module for pair in found for module in pair]
+        if all(type(module) is nn.Identity for module in modules):
+            return Norms(None, None, 0.0)
+        rms = vars(self._module).get("Qwen2RMSNorm")
+        epsilons: set[Any] = {getattr(module, "variance_epsilon", None) for module in modules}
+        if len(epsilons) != 1 or None in epsilons or not all(_is_plain(module, rms) for module in modules):
+            names = ", ".join(sorted({type(module).__name__ for module in modules}))
+            logger.debug("patch: norms of q and k (%s) remain the trainer's modules", names)
+            return None
+        weights = [[module.weight for module in pair] for pair in found]
+        if frozen:
+            for pair in weights:
+                pair[0] = _still(pair[0])
+        return Norms(tuple(weights[0]), tuple(weights[1]), epsilons.pop())
 
     def norm(self, layer: Any, name: str, x: Tensor) -> Tensor:
         """The q or k norm called `name` of a layer, of x (tokens, heads, head_dim)."""
@@ -46,6 +96,12 @@ class Parts:
         return q, k
 
 
+def _is_plain(module: nn.Module, cls: type | None) -> bool:
+    """Is it of exactly this class, and does nobody else take part in its forward?"""
+    changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module) is cls and not changed
+
+
 def dense(original: Callable[..., Tensor], parts: Parts) -> Callable[..., Tensor]:
     """The replacement of PackedAttention.forward_train."""
 
@@ -57,8 +113,13 @@ def dense(original: Callable[..., Tensor], parts: Parts) -> Callable[..., Tensor
         attention_mask: Any,
         packed_position_embeddings: tuple[Tensor, Tensor],
     ) -> Tensor:
-        q, k, v = _project(self, parts, packed_sequence, "", frozen=False)
-        q, k = parts.rotate(self, q, k, packed_position_embeddings)
+        q, k, v = _project(self, packed_sequence, "", frozen=False)
+        norms = parts.norms(self, ("",), frozen=False)
+        if norms is not None:
+            q, k = _prologue(((q,), (k,)), norms, packed_position_embeddings, None)
+        else:
+            q, k, v = _normed(self, parts, (q, k, v), "", frozen=False)
+            q, k = parts.rotate(self, q, k, packed_position_embeddings)
         return self.o_proj(_attend(q, k, v, attention_mask))  # type: ignore[no-any-return]
 
     return forward_train
@@ -84,12 +145,26 @@ def mixture(original: Callable[..., Tensor], parts: Parts) -> Callable[..., Tens
             count = packed_und_token_indexes.shape[0]
             rows = (slice(count), slice(count, None))
         frozen = getattr(self.config, "freeze_und", False)
-        und = _project(self, parts, packed_sequence[rows[0]], "", frozen)
-        gen = _project(self, parts, packed_sequence[rows[1]], GENERATION, frozen=False)
-        q, k, v = (_join(pair, rows, packed_sequence) for pair in zip(und, gen, strict=True))
-        q, k = parts.rotate(self, q, k, packed_position_embeddings)
-        if mot_inv is not None:
-            q, k, v = q[mot_inv], k[mot_inv], v[mot_inv]
+        und = _project(self, packed_sequence[rows[0]], "", frozen)
+        gen = _project(self, packed_sequence[rows[1]], GENERATION, frozen=False)
+        norms = parts.norms(self, ("", GENERATION), frozen)
+        embeddings = packed_position_embeddings
+        if norms is not None:
+            tokens = (packed_und_token_indexes, packed_gen_token_indexes)
+            if mot_perm is not None:
+                tokens = (mot_perm[rows[0]], mot_perm[rows[1]])
+                embeddings = (embeddings[0][mot_inv], embeddings[1][mot_inv])
+            pack = expect_pack("attention_mask", attention_mask)
+            key = (packed_und_token_indexes, packed_gen_token_indexes, mot_perm)
+            experts = pack.experts(key, lambda: ExpertRows(*tokens, packed_sequence.shape[0]))
+            q, k, v = _prologue(tuple(zip(und, gen, strict=True)), norms, embeddings, experts)
+        else:
+            und = _normed(self, parts, und, "", frozen)
+            gen = _normed(self, parts, gen, GENERATION, frozen=False)
+            q, k, v = (_join(pair, rows, packed_sequence) for pair in zip(und, gen, strict=True))
+            q, k = parts.rotate(self, q, k, embeddings)
+            if mot_inv is not None:
+                q, k, v = q[mot_inv], k[mot_inv], v[mot_inv]
         out = _attend(q, k, v, attention_mask)
         if mot_perm is not None:
             out = out[mot_perm]
@@ -98,8 +173,8 @@ def mixture(original: Callable[..., Tensor], parts: Parts) -> Callable[..., Tens
     return forward_train
 
 
-def _project(layer: Any, parts: Parts, x: Tensor, suffix: str, frozen: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (tokens, heads, head_dim) of one expert in the dtype of x, q and k with their norms."""
+def _project(layer: Any, x: Tensor, suffix: str, frozen: bool) -> Heads:
+    """q, k, v of one expert in the dtype of x, before their norms."""
     q, k, v = (
         getattr(layer, f"{name}_proj{suffix}")(x).to(x.dtype).view(-1, heads, layer.head_dim)
         for name, heads in (
@@ -108,8 +183,44 @@ def _project(layer: Any, parts: Parts, x: Tensor, suffix: str, frozen: bool) -> 
             ("v", layer.num_key_value_heads),
         )
     )
-    q, k = (parts.norm(layer, f"{name}_norm{suffix}", y).to(x.dtype) for name, y in (("q", q), ("k", k)))
     return (_still(q), _still(k), _still(v)) if frozen else (q, k, v)
+
+
+def _normed(layer: Any, parts: Parts, heads: Heads, suffix: str, frozen: bool) -> Heads:
+    """The same with the norms of q and k, by the trainer's modules."""
+    q, k = (
+        parts.norm(layer, f"{name}_norm{suffix}", x).to(x.dtype) for name, x in zip("qk", heads, strict=False)
+    )
+    return (_still(q), _still(k), heads[2]) if frozen else (q, k, heads[2])
+
+
+def _prologue(
+    heads: Sequence[tuple[Tensor, ...]],
+    norms: Norms,
+    embeddings: tuple[Tensor, Tensor],
+    experts: ExpertRows | None,
+) -> tuple[Tensor, ...]:
+    """q and k, and v if it is there, of one or two experts each, in the pack's order with norms and positions."""
+
+    def shared(x: tuple[Tensor, ...] | None) -> Any:
+        if x is None:
+            return None
+        return fit(x[0]) if experts is None else tuple(map(fit, x))
+
+    def fit(x: Tensor) -> Tensor:  # a dtype that `qk_norm_rope` takes beside that of q
+        return x if x.dtype is heads[0][0].dtype else x.float()
+
+    cos, sin = map(fit, embeddings)
+    tensors = heads if experts is not None else [x[0] for x in heads]
+    return qk_norm_rope(
+        *tensors,
+        cos=cos,
+        sin=sin,
+        q_weight=shared(norms.q),
+        k_weight=shared(norms.k),
+        experts=experts,
+        eps=norms.eps,
+    )
 
 
 class _ZeroGradient(torch.autograd.Function):

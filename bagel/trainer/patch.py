@@ -68,8 +68,9 @@ def patch(*, deep: bool = False, trainer: Literal["bagel", "nemo"] | None = None
     trainer: "bagel" is ByteDance-Seed/Bagel, with the repository's root on sys.path; where flash-attn is absent,
         call it before `modeling` is imported: `import flash_attn` then finds ours. "nemo" is NVIDIA's NeMo
         Automodel. None: the one that is imported already or that is installed. Before the first forward pass.
-    deep: replace the attention layers' forward_train too, so that no padding, no second round of scatters and
-        no copy of the output is left of them. Needs code that is exactly as known.
+    deep: replace the attention layers' forward_train too, so that no padding, no scatters and gathers of q, k and v
+        and no copy of the output is left of them; the norms of q and k and their rotary embedding become one kernel.
+        Needs code that is exactly as known.
 
     - use_flex on: the mask is two int32 per token, built once per micro-step; nothing is padded but the output.
     - use_flex off: the dense masks become the same once per micro-step; K and V are not repeated.
@@ -114,6 +115,8 @@ def unpatch() -> None:
 
 def _check(port: Port, deep: bool) -> None:
     differences = [line for known in port.known(deep) for line in known.differences()]
+    if deep and not differences:
+        differences = layers.differences(sys.modules[port.qwen])
     if differences:
         hint = "\nWithout deep=True less must be as known" if deep else ""
         raise RuntimeError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from attnforge.bagel.packing import PackedMask
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.ops import attention
+from attnforge.runtime.prologue import ExpertRows
 
 _COLUMNS = 1024  # of a dense mask, processed at a time
 
@@ -32,6 +33,7 @@ class Pack:
         self.dtype = dtype
         self._build = build
         self._masks: dict[int, Spans] = {}
+        self._experts: tuple[tuple[Tensor | None, ...], ExpertRows] | None = None
 
     def mask(self, rows: int) -> Spans:
         """The mask of the first `rows` tokens: all, or all but the padding. Built at the first layer.
@@ -43,6 +45,13 @@ class Pack:
         if rows not in self._masks:
             self._masks[rows] = self._build(rows)
         return self._masks[rows]
+
+    def experts(self, key: tuple[Tensor | None, ...], build: Callable[[], ExpertRows]) -> ExpertRows:
+        """The experts of the tokens, from the tensors in `key`. Built at the first layer."""
+        known = self._experts
+        if known is None or any(a is not b for a, b in zip(known[0], key, strict=True)):
+            known = self._experts = (key, build())
+        return known[1]
 
 
 def create_sparse_mask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -11,12 +12,15 @@ from itertools import product
 from attnforge.bagel.models import MODELS, Model
 from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.prologue import PrologueProblem
+from attnforge.codegen.prologue import render as render_prologue
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.dispatch import Target, choose_for
+from attnforge.runtime.prologue_kernels import choose
 
 SIZES = tuple(1 << octave for octave in range(8, 18))  # rows of packs; dispatch distinguishes powers of two
 VISIBLE = (
@@ -103,8 +107,7 @@ def specs(wanted: Request, targets: Sequence[Target]) -> list[Spec]:
 def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
     orders = (False, True) if wanted.deterministic else (False,)
     for target, model, dtype, mask in product(targets, wanted.models, wanted.dtypes, wanted.masks):
-        row = model.head_dim * dtype.bytes
-        align = next(size for size in (16, 8, 4, 2) if row % size == 0)
+        align = _align(model, dtype)
         ratio = model.heads_q // model.heads_kv
         # Context parallelism computes parts of a group of heads.
         groups = sorted({ratio, max(1, ratio // 2), -(-ratio // 2)})
@@ -126,6 +129,34 @@ def compile_mask_kernels(targets: Sequence[Target]) -> int:
     for arch in archs:
         cache.obtain(mask_kernels(arch))
     return len(archs)
+
+
+def compile_prologues(wanted: Request, targets: Sequence[Target]) -> int:
+    """Compile the kernels of `qk_norm_rope` for the models on these targets; returns their number. Errors likewise.
+
+    Weights of the heads' dtype, as FSDP's mixed precision has them; tables of that or float32.
+    """
+    found = {
+        choose(
+            PrologueProblem(
+                direction, target.archs[0], dtype, model.head_dim, dtype, table, align=_align(model, dtype)
+            ),
+            target.name,
+        )
+        for target, model, dtype, direction in product(
+            targets, wanted.models, wanted.dtypes, wanted.directions
+        )
+        for table in {dtype, DType.FLOAT32}
+        if model.name != "vit"  # neither norm nor rotary embedding
+    }
+    for spec in found:
+        cache.obtain(render_prologue(spec))
+    return len(found)
+
+
+def _align(model: Model, dtype: DType) -> int:
+    """Bytes that rows in packs are aligned to."""
+    return math.gcd(16, model.head_dim * dtype.bytes)
 
 
 def compile_all(wanted: Sequence[Spec], workers: int | None = None) -> Iterator[Warmed]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from attnforge.codegen import params
-from attnforge.codegen.mask_kernels import Compilable
+from attnforge.codegen.render import Compilable
 from attnforge.runtime.build import store
 from attnforge.runtime.build.compilation import RELEASE, Toolchain
 from attnforge.runtime.build.errors import NoCompilerError

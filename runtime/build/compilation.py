@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from attnforge.codegen.mask_kernels import Compilable
+from attnforge.codegen.render import Compilable
 
 RELEASE = re.compile(r"(?:release|nvrtc) (\d+)\.(\d+)")  # in the identity of a CUDA compiler
 _FUNCTION = re.compile(r"Compiling entry function '([^']+)'|Function properties for '?([\w$]+)'?")

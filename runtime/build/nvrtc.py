@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from attnforge.codegen.mask_kernels import Compilable
+from attnforge.codegen.render import Compilable
 from attnforge.codegen.spec import Arch
 from attnforge.runtime.build.compilation import Built, cuda_homes, parse_ptxas, site_packages, write_source
 from attnforge.runtime.build.errors import CompileError, NoCompilerError

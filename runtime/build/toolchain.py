@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from attnforge.codegen.mask_kernels import Compilable
+from attnforge.codegen.render import Compilable
 from attnforge.codegen.spec import Arch
 from attnforge.runtime.build import nvrtc
 from attnforge.runtime.build.compilation import (

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "functions.h"
 #include "mask_makers.h"
 
 namespace attnforge {
@@ -47,6 +48,8 @@ TORCH_LIBRARY(attnforge, m) {
           "Tensor? out, str score=\"\", " ATTNFORGE_SCORE_TENSORS ") -> int");
     m.def("add_variant(str description, Device device, Tensor binary, str path) -> int");
     m.def("add_mask_kernels(Tensor binary, Device device) -> ()");
+    m.def("add_function(str symbol, Device device, Tensor binary, str path) -> int");
+    m.def("launch_function(int function, int blocks, int threads, Tensor argument) -> ()");
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count(Tensor? mask=None) -> int", schedule_count);  // of a mask, else of all masks
     m.def("forget_schedules(Tensor? mask=None) -> ()", forget_schedules);
@@ -75,6 +78,8 @@ TORCH_LIBRARY_IMPL(attnforge, CompositeExplicitAutograd, m) {
     m.impl("route", route);
     m.impl("add_variant", add_variant);
     m.impl("add_mask_kernels", add_mask_kernels);
+    m.impl("add_function", add_function);
+    m.impl("launch_function", launch_function);
     m.impl("mask_of_splits", mask_of_splits);
     m.impl("mask_of_function", mask_of_function);
 }

@@ -10,12 +10,17 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
+from attnforge.codegen.prologue import PrologueProblem, PrologueSpec
+from attnforge.codegen.prologue import candidates as candidates_of_prologue
+from attnforge.codegen.prologue import render as render_prologue
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime.prologue_kernels import tuned_specs as tuned_prologues
 from attnforge.runtime.search.winners import GENERATED, tuned_entries
-from attnforge.runtime.tables import Tuned
+from attnforge.runtime.tables import PACKAGED, Tuned
 
+H200 = "NVIDIA H200"
 FLAGSHIP = 128  # head_dim of BAGEL-7B
 SUFFIXES = (".cu", ".cpp")
 INDEX = "README.md"
@@ -40,6 +45,17 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
             shown.add((problem.family, direction))
             chosen[problem.family, direction, Mask.SPANS] = spec
     return sorted(chosen.values(), key=lambda spec: spec.slug)
+
+
+def prologues() -> list[PrologueSpec]:
+    """Kernels of `qk_norm_rope` at head_dim 128, both passes: the package's winners on an H200, and the CPU's first."""
+    tuned = {spec.problem: spec for spec in tuned_prologues(H200, PACKAGED)}
+    problems = [
+        PrologueProblem(direction, arch, DType.BFLOAT16, FLAGSHIP, DType.BFLOAT16)
+        for arch in (Arch.SM90A, Arch.CPU)
+        for direction in Direction
+    ]
+    return [tuned.get(problem) or next(candidates_of_prologue(problem)) for problem in problems]
 
 
 def _preference(entry: Tuned) -> tuple[int, bool, int, float]:
@@ -79,7 +95,9 @@ def differences(directory: Path = GENERATED) -> list[str]:
 def _compare(directory: Path) -> Iterator[tuple[Path, str | None, str | None]]:
     """(path, text on disk, expected text) of each file that differs; None stands for no file."""
     specs = examples(directory)
-    wanted = {source.file_name: source.text for source in map(render, specs)} | {INDEX: index(specs)}
+    wanted = {source.file_name: source.text for source in map(render, specs)}
+    wanted |= {source.file_name: source.text for source in map(render_prologue, prologues())}
+    wanted |= {INDEX: index(specs)}
     present = {}
     for path in directory.glob("*"):
         if path.name == INDEX or path.suffix in SUFFIXES:
@@ -128,7 +146,11 @@ def index(specs: Iterable[Spec]) -> str:
             f"{what}. Mask: {_MASKS[problem.mask]}.",
         )
         rows.append(f"| {' | '.join(cells)} |")
-    return _INDEX.format(rows="\n".join(rows))
+    kernels = (
+        f"| [{spec.slug}]({render_prologue(spec).file_name}) | {spec.problem.direction.value} |"
+        for spec in prologues()
+    )
+    return _INDEX.format(rows="\n".join(rows), prologues="\n".join(kernels))
 
 
 _INDEX = """\
@@ -162,4 +184,12 @@ Start with the forward of `sm90a` for `full` masks; `spans` adds tile lists to i
 | source | pass | mask | what to look at |
 | --- | --- | --- | --- |
 {rows}
+
+Kernels of `qk_norm_rope`, which normalises the heads of q and k and rotates them before attention
+([training.md](../docs/training.md#qk-norm-and-rotary-embedding)). Their names end with the knobs of
+codegen/prologue.py.
+
+| source | pass |
+| --- | --- |
+{prologues}
 """

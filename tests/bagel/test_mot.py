@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnforge
 from attnforge.bagel.mot.attention import make_operator
-from attnforge.bagel.mot.layer import CONFIGS, Experts, MotLayer, Shared, angles, rotate
+from attnforge.bagel.mot.layer import CONFIGS, Experts, MotLayer, Project, Shared, rotate, share
 from attnforge.bagel.mot.model import MotModel, Pack, rope_positions
 from attnforge.bagel.packing import visible_from_definition
 
@@ -39,8 +39,8 @@ def layer_and_inputs(name: str = "attnforge", max_tokens: int = 128) -> tuple[Mo
     for parameter in layer.parameters():  # ones and zeros would hide mistakes
         torch.nn.init.normal_(parameter, std=0.2)
     understanding = torch.tensor([row for row in range(TOKENS) if row not in GENERATION])
-    cos, sin = angles(rope_positions(*LISTS), CONFIG)
-    shared = Shared(understanding, GENERATION, cos, sin, operator.mask(*LISTS, CPU))
+    mask = operator.mask(*LISTS, CPU)
+    shared = share(understanding, GENERATION, rope_positions(*LISTS), CONFIG, mask)
     return layer, torch.randn(TOKENS, CONFIG.hidden, requires_grad=True), shared
 
 
@@ -50,7 +50,12 @@ def transcribed(layer: MotLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     def expert(experts: Experts, row: int) -> torch.nn.Module:
         return experts.generation if row in GENERATION else experts.understanding
 
-    rows = [expert(layer.attention.project, row)(x[row : row + 1]) for row in range(TOKENS)]
+    def heads(row: int) -> tuple[Tensor, Tensor, Tensor]:
+        project = expert(layer.attention.project, row)
+        assert isinstance(project, Project)
+        return project.normed(project(x[row : row + 1]))
+
+    rows = [heads(row) for row in range(TOKENS)]
     q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     group = CONFIG.heads_q // CONFIG.heads_kv
@@ -117,7 +122,7 @@ def test_rotation_turns_pairs() -> None:
     x, y = torch.randn(2, 1, 1, CONFIG.head_dim)
 
     def product(i: int, j: int) -> Tensor:
-        cos, sin = angles(torch.tensor([i, j]), CONFIG)
+        cos, sin = attnforge.rope_tables(torch.tensor([i, j]), CONFIG.head_dim, CONFIG.rope_base)
         return (rotate(x, cos[:1], sin[:1]) * rotate(y, cos[1:], sin[1:])).sum()
 
     torch.testing.assert_close(product(3, 10), product(50, 57), rtol=1e-4, atol=1e-4)

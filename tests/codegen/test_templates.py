@@ -11,10 +11,12 @@ import pytest
 from jinja2 import Environment, FileSystemLoader, UndefinedError, meta
 from spaces import sample
 
+from attnforge.codegen import prologue
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.mask_kernels import mask_kernels
 from attnforge.codegen.package import Item, Tree
+from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.render import TEMPLATES, RenderError, render
 from attnforge.codegen.score import MaskMod, ScoreMod
 from attnforge.codegen.space import candidates
@@ -85,6 +87,7 @@ def test_every_template_is_used(templates: Path) -> None:
                 render(spec)
             items = tuple(Item(spec, 1024, "guess") for spec in specs)
             Tree("my_attention", arch, items, contract=True).files("export")
+        prologue.render(next(prologue.candidates(PrologueProblem(FORWARD, arch, dtype, 64))))
         if arch.is_gpu:
             mask_kernels.__wrapped__(arch)  # not what an earlier test left in its cache
     assert recorder.names == set(every_template())
@@ -162,7 +165,7 @@ CONTEXT = {"spec", "plan", "c", "knobs", "params_struct"}
 # What package.py gives those of a package.
 PACKAGE = {"tree", "command", "numbers", "codes", "masks"}
 # Folders whose files all say in their first comment what they take.
-DECLARING = ("common", "cpu", "sm80")
+DECLARING = ("common", "cpu", "prologue", "sm80")
 
 
 def every_template() -> list[str]:

@@ -131,6 +131,7 @@ static inline void atomicMax(int* most, int x) { *most = max(*most, x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline void __threadfence() {}
 static inline float __int_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+static inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 static inline float __fdividef(float x, float y) { return x / y; }
 static inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 static inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }

@@ -167,3 +167,87 @@ def test_inference(causal: bool, flash_attn: object) -> None:
             ours = model(x, lens, causal)
     assert not torch.equal(ours, x)
     assert (ours - expected).abs().max() < 2e-2
+
+
+def test_deep_mode_runs_norms_and_rotary_embedding_as_one_kernel(
+    flash_attn: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a layer and pass, with one table of experts for all of them; the trainer's own functions are not called."""
+    tables: list[object] = []
+
+    def spy(*args: Any, **rest: Any) -> Any:
+        tables.append(rest["experts"])
+        return attnforge.qk_norm_rope(*args, **rest)
+
+    def forbidden(*args: object, **rest: object) -> None:
+        raise AssertionError("the trainer's rotary embedding is called")
+
+    monkeypatch.setattr(layers, "qk_norm_rope", spy)
+    model = make_model()
+    with attnforge.bagel.patch(deep=True):
+        monkeypatch.setattr(sys.modules[QWEN], "apply_rotary_pos_emb", forbidden)
+        train(model, batch(True, PAD, False), torch.float32)
+    assert len(tables) == 2 * len(model.language_model.layers)  # the recomputation of checkpoints included
+    assert len(set(map(id, tables))) == 1
+    assert isinstance(tables[0], attnforge.ExpertRows)
+
+
+class OtherNorm(torch.nn.Module):
+    """Not RMSNorm: a class that deep mode does not know."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(x) * self.weight
+        return result
+
+
+@pytest.mark.parametrize("replace", [OtherNorm, lambda norm: torch.nn.Identity()], ids=["unknown", "none"])
+def test_deep_mode_with_other_norms(replace: Any, flash_attn: object) -> None:
+    model, data = make_model(), batch(True, PAD, False)
+    for layer in model.language_model.layers:
+        for name in ("q_norm", "k_norm", "q_norm_moe_gen", "k_norm_moe_gen"):
+            setattr(layer, name, replace(getattr(layer, name)))
+    loss, gradients = train(model, data, torch.float32)
+    with attnforge.bagel.patch(deep=True):
+        our_loss, ours = train(model, data, torch.float32)
+    assert our_loss == pytest.approx(loss, rel=1e-5)
+    same_gradients(ours, gradients, 1e-5)
+
+
+def test_deep_mode_refuses_another_rotary_embedding(
+    flash_attn: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pairs_of_neighbours(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: None = None, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        def turned(x: Tensor) -> Tensor:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+    monkeypatch.setattr(importlib.import_module(QWEN), "apply_rotary_pos_emb", pairs_of_neighbours)
+    with pytest.raises(RuntimeError, match="apply_rotary_pos_emb does not rotate the two halves of a head"):
+        attnforge.bagel.patch(deep=True)
+
+
+def test_tokens_grouped_by_expert(flash_attn: object) -> None:
+    """As NeMo Automodel passes them with `mot_perm`: rows in another order, the same results."""
+    qwen = importlib.import_module(QWEN)
+    layer = make_model().language_model.layers[0]
+    forward_train = layers.mixture(type(layer).forward_train, layers.Parts(qwen))
+    data = batch(True, PAD, False)
+    samples, splits, modes = (data[name] for name in ("sample_lens", "split_lens", "attn_modes"))
+    pack = substitutes.create_sparse_mask(samples, splits, modes, "cpu")
+    rows = (data["packed_text_indexes"], data["packed_vae_token_indexes"])
+    x = data["packed_sequence"]
+    angles = torch.rand(TOKENS, layer.head_dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
+    embeddings = angles.cos(), angles.sin()
+    order = torch.cat(rows)
+    expected = forward_train(layer, x, samples, pack, embeddings, *rows)
+    grouped = (angles[order].cos(), angles[order].sin())
+    got = forward_train(layer, x[order], samples, pack, grouped, *rows, order, order.argsort())
+    torch.testing.assert_close(got, expected[order])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import fakes
@@ -15,9 +16,10 @@ from attnforge.bagel.trainer import warm
 from attnforge.cli import main
 from attnforge.codegen import params
 from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime import dispatch, kernels, prologue_kernels, tables
 from attnforge.runtime.build import cache, nvrtc, toolchain
 from attnforge.runtime.build.errors import NoCompilerError
 from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT
@@ -96,6 +98,16 @@ def test_specs_are_what_dispatch_answers_there(monkeypatch: pytest.MonkeyPatch) 
             )
     assert len(loaded) == 16
     assert set(loaded) <= set(wanted)
+
+
+def test_prologues_are_what_calls_ask_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both passes, with tables of q's dtype, as BAGEL has them, and float32 ones, as bagel/mot."""
+    compiled: list[str] = []
+    monkeypatch.setattr(cache, "obtain", lambda source: compiled.append(source.slug))
+    assert warm.compile_prologues(warm.request("7B"), warm.gpu_targets("NVIDIA H200", None)) == 4
+    for direction, table in product(Direction, (DType.BFLOAT16, DType.FLOAT32)):
+        problem = PrologueProblem(direction, Arch.SM90A, DType.BFLOAT16, 128, DType.BFLOAT16, table)
+        assert prologue_kernels.choose(problem, "NVIDIA H200").slug in compiled
 
 
 def test_deterministic_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from _pytest.mark import ParameterSet
 from strict_nvcc import SPILLED, compile_strictly
 
 from attnforge.codegen.families import FAMILIES
+from attnforge.codegen.prologue import render as render_prologue
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.build.settings import COMPILER
@@ -53,7 +54,9 @@ def test_the_index_describes_every_source() -> None:
     text = (GENERATED / examples.INDEX).read_text()
     linked = set(re.findall(r"\(([\w.]+\.(?:cu|cpp))\)", text))
     on_disk = {path.name for path in GENERATED.glob("*.c*")}
-    assert linked == on_disk == {render(spec).file_name for spec in examples.examples()}
+    names = {render(spec).file_name for spec in examples.examples()}
+    names |= {render_prologue(spec).file_name for spec in examples.prologues()}
+    assert linked == on_disk == names
     assert not re.search(r"\|  ?\. Mask", text), "a family has no description"
 
 

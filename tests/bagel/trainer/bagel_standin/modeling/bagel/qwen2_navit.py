@@ -37,13 +37,14 @@ def apply_rotary_pos_emb(
 
 
 class Qwen2RMSNorm(nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(1 + 0.1 * torch.randn(size))
+        self.variance_epsilon = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * scaled.to(x.dtype)
 
 

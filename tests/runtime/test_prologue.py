@@ -1,0 +1,365 @@
+"""qk_norm_rope against float64: layouts, experts, dtypes, gradients, errors, tracing and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import prologue_oracle as oracle
+import pytest
+import torch
+from prologue_oracle import Pack, check, draw
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import attnforge
+from attnforge.runtime import prologue_kernels
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def call(pack: Pack, **rest: Any) -> tuple[Tensor, ...]:
+    """Of two fused projections."""
+    q_weight, k_weight = pack.pairs()
+    return attnforge.qk_norm_rope(
+        (pack.fused[0], pack.fused[1]),
+        heads=pack.heads,
+        cos=pack.cos,
+        sin=pack.sin,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        **({"experts": pack.experts()} | rest),
+    )
+
+
+def compare(pack: Pack, outputs: tuple[Tensor, ...]) -> None:
+    """Results and gradients of `fused` and `weights` against float64."""
+    exact, exact_gradients = pack.exact()
+    dtype = pack.fused[0].dtype
+    for name, got, wanted in zip("qkv", outputs, exact, strict=False):
+        check(name, got, wanted, dtype)
+        assert got.is_contiguous()
+    leaves = [*pack.fused, *pack.weights]
+    gradients = torch.autograd.grad(outputs, leaves, pack.dout[: len(outputs)])
+    for i, (got, wanted, leaf) in enumerate(zip(gradients, exact_gradients, leaves, strict=True)):
+        check(f"gradient {i}", got, wanted, leaf.dtype)
+
+
+@devices
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, FP32), (64, BF16), (72, BF16), (82, FP32), (96, FP32), (128, BF16), (256, BF16)],
+)
+def test_two_experts(head_dim: int, dtype: torch.dtype, device: str) -> None:
+    pack = draw(head_dim=head_dim, dtype=dtype, device=device)
+    compare(pack, call(pack))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 82, 256])
+def test_half_precision(head_dim: int) -> None:
+    pack = draw(head_dim=head_dim, dtype=FP16, device="cuda")
+    compare(pack, call(pack))
+
+
+@devices
+@pytest.mark.parametrize(
+    ("weight", "table", "norm"),
+    [(FP32, FP32, True), (BF16, BF16, True), (FP32, BF16, True), (None, FP32, False), (None, BF16, False)],
+)
+def test_other_dtypes_of_weights_and_tables(
+    weight: torch.dtype | None, table: torch.dtype, norm: bool, device: str
+) -> None:
+    pack = draw(dtype=BF16, weight=weight, table=table, norm=norm, device=device)
+    compare(pack, call(pack))
+
+
+@devices
+@pytest.mark.parametrize(
+    ("lengths", "nobody"), [((0, 9), 0), ((9, 0), 0), ((7, 4), 6), ((1, 0), 0), ((0, 0), 3)]
+)
+def test_empty_experts_and_tokens_of_neither(lengths: tuple[int, int], nobody: int, device: str) -> None:
+    pack = draw(lengths, nobody, device=device)
+    outputs = call(pack)
+    compare(pack, outputs)
+    theirs = torch.ones(pack.tokens, dtype=torch.bool, device=device)
+    theirs[torch.cat(pack.rows)] = False
+    assert theirs.sum() == nobody
+    assert not any(x[theirs].any() for x in outputs)
+
+
+@devices
+def test_no_tokens(device: str) -> None:
+    pack = draw((0, 0), device=device)
+    outputs = call(pack)
+    assert [tuple(x.shape) for x in outputs] == [(0, 5, 64), (0, 2, 64), (0, 2, 64)]
+    gradients = torch.autograd.grad(outputs, pack.weights, pack.dout)
+    assert not any(x.any() for x in gradients)
+
+
+@devices
+def test_long_packs_fill_every_block(device: str) -> None:
+    """More tokens than the backward has warps: each takes several, and changes experts between them."""
+    pack = draw((5000, 3000) if device == "cuda" else (400, 300), head_dim=64, dtype=BF16, device=device)
+    compare(pack, call(pack))
+
+
+@devices
+@pytest.mark.parametrize("with_v", [False, True])
+def test_one_expert_of_separate_strided_projections(with_v: bool, device: str) -> None:
+    """Columns of one wider tensor, rows far apart."""
+    pack = draw((30, 0), heads=(4, 2), head_dim=64, dtype=BF16, device=device)
+    order = pack.rows[0]
+    wide = torch.zeros(60, 9, 64, dtype=BF16, device=device)
+    wide[order * 2, :8] = pack.fused[0].detach()
+    leaf = wide.requires_grad_()
+    q, k, v = leaf[::2, :8].split((4, 2, 2), 1)
+    assert not q.is_contiguous()
+    outputs = attnforge.qk_norm_rope(
+        q,
+        k,
+        *([v] if with_v else []),
+        cos=pack.cos,
+        sin=pack.sin,
+        q_weight=pack.weights[0],
+        k_weight=pack.weights[1],
+    )
+    exact, (exact_leaf, _, *exact_weights) = pack.exact()
+    assert len(outputs) == 2 + with_v
+    for name, got, wanted in zip("qkv", outputs, exact, strict=False):
+        check(name, got, wanted, BF16)
+    gradients = torch.autograd.grad(outputs, (leaf, *pack.weights[:2]), pack.dout[: len(outputs)])
+    found = gradients[0][order * 2, :8]
+    check("source", found[:, : None if with_v else 6], exact_leaf[:, : None if with_v else 6], BF16)
+    for got, wanted in zip(gradients[1:], exact_weights, strict=False):
+        check("weight", got, wanted, BF16)
+
+
+@devices
+def test_pairs_of_separate_projections(device: str) -> None:
+    pack = draw(device=device)
+    heads = (*pack.heads, pack.heads[1])
+    q, k, v = zip(*(x.split(heads, 1) for x in pack.fused), strict=True)
+    q_weight, k_weight = pack.pairs()
+    outputs = attnforge.qk_norm_rope(
+        q, k, v, cos=pack.cos, sin=pack.sin, q_weight=q_weight, k_weight=k_weight, experts=pack.experts()
+    )
+    compare(pack, outputs)
+
+
+@devices
+def test_projections_in_the_order_of_tokens(device: str) -> None:
+    """Both experts' rows in one tensor: only weights differ."""
+    pack = draw(device=device)
+    whole = pack.fused[0].new_zeros(pack.tokens, *pack.fused[0].shape[1:])
+    for rows, x in zip(pack.rows, pack.fused, strict=True):
+        whole = whole.index_copy(0, rows, x)
+    q_weight, k_weight = pack.pairs()
+    outputs = attnforge.qk_norm_rope(
+        whole.flatten(1),
+        heads=pack.heads,
+        cos=pack.cos,
+        sin=pack.sin,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        experts=pack.experts(),
+    )
+    compare(pack, outputs)
+
+
+@devices
+def test_rows_and_weights_off_any_alignment(device: str) -> None:
+    """As FSDP's flat parameters and odd strides have them."""
+    pack = draw(heads=(3, 1), head_dim=64, dtype=BF16, device=device)
+    pack.weights = [_shifted(x, 1).detach().requires_grad_() for x in pack.weights]
+    pack.fused = [_shifted(x, 1).detach().requires_grad_() for x in pack.fused]
+    pack.cos, pack.sin = _shifted(pack.cos, 1), _shifted(pack.sin, 3)
+    assert pack.fused[0].data_ptr() % 4 == 2
+    compare(pack, call(pack))
+
+
+def _shifted(x: Tensor, elements: int) -> Tensor:
+    flat = x.new_empty(x.numel() + elements)
+    flat[elements:] = x.detach().flatten()
+    return flat[elements:].view(x.shape)
+
+
+@devices
+def test_full_tables_as_transformers_has_them(device: str) -> None:
+    pack = draw(device=device)
+    full = {name: torch.cat((x, x), 1) for name, x in (("cos", pack.cos), ("sin", pack.sin))}
+    outputs = call(pack)
+    pack.cos, pack.sin = full["cos"], full["sin"]
+    assert all(map(torch.equal, call(pack), outputs))
+
+
+@devices
+def test_results_do_not_depend_on_the_run(device: str) -> None:
+    pack = draw((3000, 1000) if device == "cuda" else (200, 100), dtype=BF16, device=device)
+    runs = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        outputs = call(pack)
+        runs.append([*outputs, *torch.autograd.grad(outputs, [*pack.fused, *pack.weights], pack.dout)])
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *runs))
+
+
+def test_gradients_by_finite_differences() -> None:
+    """Not against our own oracle: the directional derivative of the float32 kernel."""
+    pack = draw((4, 3), head_dim=16, heads=(2, 1))
+    leaves = [*pack.fused, *pack.weights]
+    gradients = torch.autograd.grad(call(pack), leaves, pack.dout)
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.randn(x.shape, generator=generator) for x in leaves]
+
+    def along(t: float) -> float:
+        moved = [x.detach() + t * step for x, step in zip(leaves, steps, strict=True)]
+        there = Pack(moved[:2], moved[2:], pack.cos, pack.sin, pack.rows, pack.heads, pack.dout)
+        return sum((a.double() * b).sum().item() for a, b in zip(call(there), pack.dout, strict=True))
+
+    slope = (along(1e-2) - along(-1e-2)) / 2e-2
+    expected = sum((g.double() * s).sum().item() for g, s in zip(gradients, steps, strict=True))
+    assert slope == pytest.approx(expected, rel=2e-3)
+
+
+# ---- Tables
+
+
+def test_tables_of_positions_are_transformers_formula() -> None:
+    positions = torch.tensor([0, 1, 7, 7, 130])
+    cos, sin = attnforge.rope_tables(positions, 8, 100.0)
+    angles = positions[:, None] * torch.tensor([1, 100**-0.25, 0.1, 100**-0.75])
+    torch.testing.assert_close(cos, angles.cos())
+    torch.testing.assert_close(sin, angles.sin())
+
+
+def test_multimodal_tables_take_each_section_from_its_positions() -> None:
+    """Qwen2-VL: frequencies of the first section take times, of the second heights, of the third widths."""
+    positions = torch.tensor([[5, 5, 5, 6], [0, 0, 1, 6], [0, 1, 0, 6]])
+    cos, sin = attnforge.rope_tables(positions, 16, sections=(2, 3, 3))
+    for axis, columns in enumerate((slice(2), slice(2, 5), slice(5, 8))):
+        for got, wanted in zip((cos, sin), attnforge.rope_tables(positions[axis], 16), strict=True):
+            assert torch.equal(got[:, columns], wanted[:, columns])
+    with pytest.raises(ValueError, match=r"sections: got \(2, 3\) .* add up to head_dim / 2 = 8"):
+        attnforge.rope_tables(positions, 16, sections=(2, 3))
+    with pytest.raises(ValueError, match=r"positions: got shape \(3, 4\), expected \(tokens\)"):
+        attnforge.rope_tables(positions, 16)
+
+
+# ---- Errors
+
+WRONG = [
+    ({"heads": None}, "k: is missing; a fused projection needs heads="),
+    ({"heads": (5, 3)}, r"q: got shape \(23, 9, 64\), expected \(tokens, 11 head_dim\)"),
+    ({"experts": None}, "q_weight: expected 1 tensor"),
+    ({"k_weight": None}, "q_weight, k_weight: expected both or neither"),
+    ({"q_weight": torch.ones(64)}, "q_weight: expected 2 tensors, one for each expert"),
+    ({"cos": torch.ones(37, 16)}, r"cos: got \(37, 16\) torch.float32, expected \(tokens, 32\)"),
+    ({"sin": torch.ones(36, 32)}, "sin: has 36 rows on cpu, expected 37 on cpu"),
+    ({"sin": torch.ones(37, 32).bfloat16()}, "sin: got .* expected .* of torch.float32"),
+    ({"cos": torch.ones(37, 32, requires_grad=True)}, "cos: requires grad"),
+    ({"v": torch.ones(37, 2, 64)}, "heads: is of a fused projection"),
+    ({"q": torch.ones(3, 9, 64)}, "q: has 3 rows, expected 37 of its expert"),
+    ({"q": torch.ones(37, 9, 64).half()}, "q: got dtype torch.float16, accepted on cpu are"),
+    ({"q": (torch.ones(23, 9, 64), torch.ones(14, 9, 32))}, r"q: got shape \(14, 9, 32\)"),
+    ({"q": (torch.ones(23, 9, 64), torch.ones(14, 9, 64).double())}, "q: is torch.float64 on cpu, but q is"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    pack = draw()
+    q_weight, k_weight = pack.pairs()
+    arguments: dict[str, Any] = {
+        "q": tuple(pack.fused),
+        "heads": pack.heads,
+        "cos": pack.cos,
+        "sin": pack.sin,
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "experts": pack.experts(),
+    }
+    with pytest.raises(ValueError, match=message):
+        attnforge.qk_norm_rope(**(arguments | change))
+
+
+def test_tokens_of_neither_need_projections_by_expert() -> None:
+    pack = draw((7, 4), nobody=2)
+    with pytest.raises(ValueError, match="experts: have 7 and 4 of 13 tokens"):
+        pack.experts().in_order()
+
+
+def test_second_derivatives_are_refused() -> None:
+    pack = draw((3, 2))
+    (gradient,) = torch.autograd.grad(call(pack), pack.fused[:1], pack.dout, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives of qk_norm_rope"):
+        gradient.sum().backward()
+
+
+# ---- torch
+
+
+@devices
+@pytest.mark.parametrize("norm", [True, False])
+def test_opcheck(norm: bool, device: str) -> None:
+    pack = draw(head_dim=16, norm=norm, device=device)
+    rows = pack.experts().rows
+    arguments = (pack.fused, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6)
+    torch.library.opcheck(prologue_kernels._forward_op, arguments)
+    sources = pack.fused if norm else []
+    lengths = [x.shape[0] for x in pack.fused]
+    torch.library.opcheck(
+        prologue_kernels._backward_op,
+        (*pack.dout, sources, lengths, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@devices
+def test_compile_with_changing_lengths(device: str) -> None:
+    def step(pack: Pack) -> tuple[Tensor, ...]:
+        q, k, v = call(pack)
+        return q * 2, k, v
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths in ((23, 14), (40, 7)):
+        pack = draw(lengths, dtype=BF16, device=device)
+        leaves = [*pack.fused, *pack.weights]
+        expected, got = step(pack), compiled(pack)
+        assert all(map(torch.equal, got, expected))
+        ours, theirs = (torch.autograd.grad(x, leaves, pack.dout) for x in (got, expected))
+        assert all(map(torch.equal, ours, theirs))
+    torch._dynamo.reset()
+
+
+@devices
+def test_checkpointing_runs_the_forward_again_and_changes_nothing(device: str) -> None:
+    pack = draw(dtype=BF16, device=device)
+    leaves = [*pack.fused, *pack.weights]
+    plain = torch.autograd.grad(call(pack), leaves, pack.dout)
+    again = torch.autograd.grad(checkpoint(call, pack, use_reentrant=False), leaves, pack.dout)
+    assert all(map(torch.equal, plain, again))
+
+
+@devices
+def test_attention_reads_the_results_as_views(device: str) -> None:
+    pack = draw(heads=(4, 2), device=device)
+    views = (x.transpose(0, 1)[None] for x in call(pack))
+    out = attnforge.attention(*views, attnforge.Causal())[0].transpose(0, 1)  # type: ignore[call-overload]
+    assert out.is_contiguous()
+    q, k, v = (x.transpose(0, 1)[None] for x in pack.exact()[0])
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, expected[0].transpose(0, 1).float())
+
+
+def test_the_oracle_is_the_formula_of_transformers() -> None:
+    """Qwen2RMSNorm and apply_rotary_pos_emb, written out for one head."""
+    x, w = torch.tensor([3.0, 1.0, 2.0, -1.0]), torch.tensor([1.0, 2.0, 0.5, 1.0])
+    cos, sin = torch.tensor([0.6, 0.8]), torch.tensor([0.8, 0.6])
+    n = x / (15 / 4) ** 0.5 * w
+    full_cos, full_sin = torch.cat((cos, cos)), torch.cat((sin, sin))
+    expected = n * full_cos + torch.cat((-n[2:], n[:2])) * full_sin
+    got = oracle.norm_rope(x[None, None], w, cos[None], sin[None], eps=0.0)
+    torch.testing.assert_close(got[0, 0], expected)
