@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score import MaskMod, ScoreMod
 from attnforge.runtime import dispatch, kernels, sampled
 from attnforge.runtime.build.settings import CANARY
 from attnforge.runtime.inputs import MASKS
@@ -141,7 +141,9 @@ class _Check:
 
 def _comparable(given: dict[str, Any]) -> bool:
     q, k = given["q"], given["k"]
-    if q.numel() == 0 or k.shape[2] == 0 or sampled.jumps(ScoreMod(given["score"])):
+    if q.numel() == 0 or k.shape[2] == 0:
+        return False
+    if sampled.jumps(ScoreMod(given["score"])) or sampled.rounds(MaskMod(given["mask_mod"])):
         return False
     return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -153,9 +155,8 @@ def _errors(name: str, given: dict[str, Any], results: Sequence[Tensor], number:
     scale = q.shape[3] ** -0.5 if given["scale"] is None else given["scale"]
     # Kernels multiply by the nearest float32, of the scales that they can hold.
     scale = float(torch.tensor(min(max(scale, 1e-30), 2e38), dtype=torch.float32))
-    call = Call(
-        q, k, given["v"], given["mask"], MASKS[given["kind"]], scale, ScoreMod(given["score"]), captured
-    )
+    functions = ScoreMod(given["score"]), captured, MaskMod(given["mask_mod"])
+    call = Call(q, k, given["v"], given["mask"], MASKS[given["kind"]], scale, *functions)
     draw = torch.Generator().manual_seed(number)
     samples: list[Sample] = []
     for plane in torch.randperm(q.shape[0] * q.shape[1], generator=draw)[:PLANES].tolist():
@@ -226,7 +227,7 @@ def _words(given: dict[str, Any]) -> str:
     words = f"{shapes}; {given['q'].dtype} on {given['q'].device}; mask {mask}"
     words += f", visible_keys {given['visible']}" if given["visible"] else ""
     words += f"; scale {given['scale']}" if given["scale"] is not None else ""
-    words += f"; score {given['score']!r}" if given["score"] else ""
+    words += "".join(f"; {x} {given[x]!r}" for x in ("score", "mask_mod") if given[x])
     return words + ("; deterministic" if given["deterministic"] else "")
 
 
@@ -242,6 +243,6 @@ def _kernel(name: str, given: dict[str, Any]) -> str:
         )
     )
     inputs = (given[x] for x in ("q", "k", "v", "mask", "kind"))
-    scores = (given[x] for x in ("score", "score0", "score1", "score2", "score3"))
+    scores = (given[x] for x in ("score", "score0", "score1", "score2", "score3", "mask_mod"))
     handle = torch.ops.attnforge.route(*inputs, deterministic, given["visible"], *extra, *scores)
     return f"{kernels.spec_of(handle).symbol}; {dispatch.reason_of(handle)}"

@@ -15,12 +15,12 @@ taken as they were given to it. `spread` is the standard deviation of the same r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from attnforge.codegen.score import Program, ScoreMod
+from attnforge.codegen.score import MaskMod, Program, ScoreMod
 from attnforge.codegen.spec import Mask
 
 SINGLE = 2.0**-24
@@ -34,7 +34,7 @@ SCORE_ROUNDINGS = 64  # units of F that a function of the score may lose of its 
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors of one call as the operators get them; `mask` is the data of its kind."""
+    """The tensors of one call as the operators get them; `mask` is the data of its kind, unused beside a mask_mod."""
 
     q: Tensor
     k: Tensor
@@ -43,7 +43,8 @@ class Call:
     kind: Mask
     scale: float
     score: ScoreMod
-    captured: tuple[Tensor, ...] = ()
+    captured: tuple[Tensor, ...] = ()  # of the score, then of mask_mod
+    mask_mod: MaskMod = field(default_factory=MaskMod)
 
     @property
     def group(self) -> int:
@@ -60,6 +61,10 @@ class Call:
     def visible(self, b: int, h: int, rows: Tensor, keys: Tensor) -> Tensor:
         """bool (R, C): which of the keys (C) the rows (R) see."""
         row, key = rows[:, None], keys[None]
+        if self.mask_mod:
+            captured = self.captured[len(self.score.tensors) :]
+            found = _run(*self.mask_mod.parsed, _indices(b, h, rows, keys), captured)
+            return found.expand(rows.numel(), keys.numel())
         if self.kind is Mask.CAUSAL:
             return key <= row + (self.k.shape[2] - self.q.shape[2])
         if self.kind is Mask.SPANS:
@@ -100,13 +105,7 @@ def _scores(call: Call, b: int, h: int, rows: Tensor, keys: Tensor, q: Tensor, k
     error = terms(q.shape[1]) * (q.abs() @ k.abs().mT * call.scale)
     seen, slope = call.visible(b, h, rows, keys), torch.ones((), dtype=s.dtype, device=s.device)
     if call.score:
-        leaves = {
-            "score": s,
-            "b": torch.tensor(b, device=s.device),
-            "h": torch.tensor(h, device=s.device),
-            "q_idx": rows[:, None],
-            "kv_idx": keys[None],
-        }
+        leaves = {"score": s} | _indices(b, h, rows, keys)
         raw = s
         s, slope = (_run(*f, leaves, call.captured) for f in (call.score.parsed, call.score.gradient))
         s, slope = (x.to(raw.dtype).expand(raw.shape) for x in (s, slope))
@@ -260,7 +259,7 @@ def _plane(call: Call, b: int, h: int, rows: Tensor) -> tuple[Tensor, Tensor, Te
     return call.q[b, h, rows].double(), call.k[b, of_k].double(), call.v[b, of_k].double()
 
 
-# ---- Functions of a score
+# ---- Functions of a score and of a mask
 
 _INFIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "+": torch.add,
@@ -296,10 +295,23 @@ def jumps(score: ScoreMod) -> bool:
     return any(node.op in _JUMPS and moved[i] for i, node in enumerate(nodes))
 
 
+def rounds(mask_mod: MaskMod) -> bool:
+    """Whether the function computes in float32: rounding may then show a pair or hide it."""
+    exact = ("const", "leaf", "float", "neg", "abs", "maximum", "minimum", "where")
+    nodes = mask_mod.parsed[0].nodes if mask_mod else []
+    return any(x.kind == "float" and not x.op.startswith("load:") and x.op not in exact for x in nodes)
+
+
+def _indices(b: int, h: int, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    """The leaves of a function beside the score, for pairs (R, C)."""
+    one = {"b": torch.tensor(b, device=rows.device), "h": torch.tensor(h, device=rows.device)}
+    return one | {"q_idx": rows[:, None], "kv_idx": keys[None]}
+
+
 def _run(program: Program, result: int, leaves: dict[str, Tensor], captured: Sequence[Tensor]) -> Tensor:
     """The value of a program (codegen/score.py) in float64, for tensors of scores and indices that broadcast."""
     values: list[Tensor] = []
-    device = leaves["score"].device
+    device = leaves["b"].device
     for node in program.nodes[: result + 1]:
         args = [values[i] for i in node.args]
         if node.op == "const":

@@ -45,7 +45,7 @@ TORCH_LIBRARY(attnforge, m) {
     m.def("load_mask_kernels(Device device) -> ()");
     // Called from Python.
     m.def("route(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, bool deterministic, int visible, Tensor? dout, "
-          "Tensor? out, str score=\"\", " ATTNFORGE_SCORE_TENSORS ") -> int");
+          "Tensor? out, str score=\"\", " ATTNFORGE_SCORE_TENSORS ", str mask_mod=\"\") -> int");
     m.def("add_variant(str description, Device device, Tensor binary, str path) -> int");
     m.def("add_mask_kernels(Tensor binary, Device device) -> ()");
     m.def("add_function(str symbol, Device device, Tensor binary, str path) -> int");

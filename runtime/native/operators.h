@@ -106,8 +106,8 @@ inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor
 inline int64_t route(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, int64_t kind,
                      bool deterministic, int64_t visible_keys, const OptionalTensor& dout, const OptionalTensor& out,
                      std::string_view text, const OptionalTensor& score0, const OptionalTensor& score1,
-                     const OptionalTensor& score2, const OptionalTensor& score3) {
-    const Score score(text, {score0, score1, score2, score3});
+                     const OptionalTensor& score2, const OptionalTensor& score3, std::string_view mask_mod) {
+    const Score score(text, {score0, score1, score2, score3}, mask_mod);
     const Call call{q, k, v, mask_list(mask), kind, {}, visible_keys, score};
     const bool backward = dout.has_value();
     const int64_t align = backward ? row_alignment({&q, &k, &v, &*dout, &*out}) : row_alignment({&q, &k, &v});
