@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attnforge.codegen.score import MaskMod, Program, ScoreMod
 from attnforge.codegen.spec import Mask
+from attnforge.runtime.score_trace import evaluate
 
 SINGLE = 2.0**-24
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -63,7 +64,7 @@ class Call:
         row, key = rows[:, None], keys[None]
         if self.mask_mod:
             captured = self.captured[len(self.score.tensors) :]
-            found = _run(*self.mask_mod.parsed, _indices(b, h, rows, keys), captured)
+            found = evaluate(self.mask_mod, _indices(b, h, rows, keys), captured)
             return found.expand(rows.numel(), keys.numel())
         if self.kind is Mask.CAUSAL:
             return key <= row + (self.k.shape[2] - self.q.shape[2])
@@ -259,7 +260,7 @@ def _plane(call: Call, b: int, h: int, rows: Tensor) -> tuple[Tensor, Tensor, Te
     return call.q[b, h, rows].double(), call.k[b, of_k].double(), call.v[b, of_k].double()
 
 
-# ---- Functions of a score and of a mask
+# ---- Functions of a score
 
 _INFIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "+": torch.add,
@@ -311,7 +312,7 @@ def _indices(b: int, h: int, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
 def _run(program: Program, result: int, leaves: dict[str, Tensor], captured: Sequence[Tensor]) -> Tensor:
     """The value of a program (codegen/score.py) in float64, for tensors of scores and indices that broadcast."""
     values: list[Tensor] = []
-    device = leaves["b"].device
+    device = leaves["score"].device
     for node in program.nodes[: result + 1]:
         args = [values[i] for i in node.args]
         if node.op == "const":

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import attnforge
 from attnforge.bagel import PackedMask
-from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score import MaskMod, ScoreMod
 from attnforge.runtime import canary, ops, sampled
 from attnforge.runtime.build.settings import CANARY
 from attnforge.runtime.canary import CanaryError
 from attnforge.runtime.inputs import MASKS
-from attnforge.runtime.masks import load_operators
+from attnforge.runtime.masks import FunctionMask, load_operators
 from attnforge.runtime.native import operators
 from attnforge.runtime.ops import Mask
 from attnforge.runtime.sampled import Call, Given
@@ -49,7 +49,12 @@ def masks() -> dict[str, Callable[[], Mask]]:
         "pack": lambda: PackedMask([40, 30], [20, 20, 30], ["causal", "noise", "full"], "cpu"),
         "unions": lambda: attnforge.Spans(*bounds.sort(0).values.unbind()),
         "dense": lambda: attnforge.DenseMask(pairs),
+        "function": lambda: attnforge.masks.mask_mod(blocks, LENGTH, LENGTH, "cpu"),
     }
+
+
+def blocks(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return ((q_idx // 24 >= kv_idx // 24) & (h + b != 2)) | (kv_idx % 24 == 5)
 
 
 @pytest.fixture
@@ -82,7 +87,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: Score | None = None) -> Call:
     data, kind, _ = ops._unpack(mask, q, k)
     text, tensors = ("", ()) if score is None else (score.text, score.tensors)
-    return Call(q, k, v, data, MASKS[kind], DIM**-0.5, ScoreMod(text), tensors)
+    function = MaskMod(mask.text if isinstance(mask, FunctionMask) else "")
+    return Call(q, k, v, data, MASKS[kind], DIM**-0.5, ScoreMod(text), tensors, function)
 
 
 def exact_of(call: Call, given: Given) -> dict[str, Tensor]:
@@ -135,11 +141,31 @@ def test_functions_that_jump_with_the_score_are_not_compared() -> None:
     assert not sampled.jumps(ScoreMod(attnforge.scores.score_mod(window).text))
 
 
+def test_masks_that_rounding_decides_are_not_compared(
+    watch: Callable[[int], None], compared: list[str]
+) -> None:
+    watch(1)
+    q, k, v, _ = draw()
+    limit, document = torch.rand(HEADS_Q), torch.arange(LENGTH) // 30
+
+    def far(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j).abs() < limit[h] * 64
+
+    def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return document[i] == document[j]
+
+    attnforge.attention(q, k, v, attnforge.masks.mask_mod(far, LENGTH, LENGTH, "cpu"))
+    assert not compared
+    slopes = attnforge.scores.alibi(torch.rand(HEADS_Q))
+    attnforge.attention(q, k, v, attnforge.masks.mask_mod(same, LENGTH, LENGTH, "cpu"), score=slopes)
+    assert compared.count("out") == canary.PLANES
+
+
 # ---- Calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["full", "causal", "pack", "dense"])
+@pytest.mark.parametrize("name", ["full", "causal", "pack", "dense", "function"])
 def test_right_calls_pass(
     name: str, dtype: torch.dtype, watch: Callable[[int], None], compared: list[str]
 ) -> None:

@@ -127,7 +127,7 @@ def test_problems() -> None:
     mod = MaskMod("documents(t0: int32[1]): t0[q_idx] == t0[kv_idx]")
     problem = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.DENSE, 4, mask_mod=mod)
     assert Problem.from_json(problem.to_json()) == problem
-    with pytest.raises(ValueError, match="mask_mod: is of a dense mask, but the mask is causal"):
+    with pytest.raises(ValueError, match="mask_mod: needs mask dense, not causal"):
         Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.CAUSAL, mask_mod=mod)
     with pytest.raises(ScoreError, match="mask_mod: the formula gives a number, expected a bool"):
         MaskMod("a: q_idx").parsed  # noqa: B018
