@@ -197,10 +197,11 @@ def _launches(spec: Spec, shared: int) -> tuple[Launch, ...]:
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first: tiles with most keys, for dQ is added in memory once a tile."""
+    """What a search tries, best guess first, as measured on an H100 (docs/experiments.md, 65)."""
+    tiles = (64, 80, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
     for deterministic in (False, True):
-        for tile_n in (128, 112, 96, 80, 64):
-            for stages, stages_dout in ((2, 2), (2, 1), (1, 1)):
+        for tile_n in tiles:
+            for stages, stages_dout in ((2, 1), (2, 2), (1, 1)):
                 for descending in (False,) if deterministic else (False, True):
                     yield Sm90BackwardWide(64, tile_n, stages, stages_dout, deterministic, descending)
 

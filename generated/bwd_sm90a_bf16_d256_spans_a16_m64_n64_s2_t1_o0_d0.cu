@@ -1,11 +1,11 @@
-// attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n80_s2_t1_o0_d0
+// attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0
 // Generated from templates/sm90a/backward_wide.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 256 --mask spans --align 16
-//     --set tile_m=64 --set tile_n=80 --set stages=2 --set stages_dout=1 --set
+//     --set tile_m=64 --set tile_n=64 --set stages=2 --set stages_dout=1 --set
 //     deterministic=0 --set descending=0
 //
 //   tile_m        64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n        80   keys per block, a multiple of 16; each consumer computes S and dP of half of them
+//   tile_n        64   keys per block, a multiple of 16; each consumer computes S and dP of half of them
 //   stages         2   shared-memory buffers for Q
 //   stages_dout    1   shared-memory buffers for dO
 //   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
@@ -103,7 +103,7 @@ constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_d
 constexpr int kHeadDimV = kHeadDim;  // columns of V and O
 constexpr int kRowBytesV = kRowBytes;
 constexpr int kTileM = 64;  // query rows of a step
-constexpr int kTileN = 80;  // keys of a block
+constexpr int kTileN = 64;  // keys of a block
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
@@ -144,7 +144,7 @@ constexpr int kEmptyQ = kFullQ + 8 * kStagesQ;
 constexpr int kFullDo = kEmptyQ + 8 * kStagesQ;
 constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kSharedBytes = kEmptyDo + 8 * kStagesDo;
-static_assert(kSharedBytes == 212688, "the plan of this kernel disagrees");
+static_assert(kSharedBytes == 190032, "the plan of this kernel disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kPStored = 1, kDsStored = 2, kStoreOfFirst = 3 };
@@ -332,35 +332,32 @@ __device__ __forceinline__ float2 unpack(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
 }
 
-// Warp: write four, or two, 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of
+// Warp: write four 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of
 // matrix l / 8, a column of the fragments.
 __device__ __forceinline__ void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2,
                                                     unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
-__device__ __forceinline__ void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1) : "memory");
-}
 
-// Warpgroup: S or dP (64 queries x 40 keys) = or += A B^T over 16 columns.
+// Warpgroup: S or dP (64 queries x 32 keys) = or += A B^T over 16 columns.
 __device__ __forceinline__ void wgmma_scores(float (&d)[kHalf / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %22, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19}, %20, %21, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: 64 columns of dK or dV, transposed (64 columns x 80 keys) = or += A^T B^T over 16 queries.
+// Warpgroup: 64 columns of dK or dV, transposed (64 columns x 64 keys) = or += A^T B^T over 16 queries.
 __device__ __forceinline__ void wgmma_dkv(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                           int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 1, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
@@ -547,7 +544,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n80_s2_t1_o0_d0_schedule(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     const int tile = blockIdx.x;
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
@@ -569,7 +566,7 @@ attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n80_s2_t1_o0_d0_schedule(const __gri
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n80_s2_t1_o0_d0_order(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -766,11 +763,6 @@ __device__ __forceinline__ void store_transposed(unsigned tile, const float (&x)
         stmatrix_transposed(place + i * 256, pack(x[i] * factor, x[i + 1] * factor),
                             pack(x[i + 2] * factor, x[i + 3] * factor),
                             pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
-    }
-    if constexpr (kCount % 8 == 4) {
-        constexpr int i = kCount - 4;
-        stmatrix_transposed(place + i * 256, pack(x[i] * factor, x[i + 1] * factor),
-                            pack(x[i + 2] * factor, x[i + 3] * factor));
     }
 }
 
@@ -1049,7 +1041,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n80_s2_t1_o0_d0_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 32;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1092,7 +1084,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n80_s2_t1_o0_d0_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1125,7 +1117,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n80_s2_t1_o0_d0(
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
