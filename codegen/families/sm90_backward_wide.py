@@ -206,10 +206,12 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
                     yield Sm90BackwardWide(64, tile_n, stages, stages_dout, deterministic, descending)
 
 
+_NONE = "the wide sm90a backward takes none; sm90 takes this call"
+
 BACKWARD = Family(
     Sm90BackwardWide,
     plan,
     tunings,
     honours=frozenset({"intervals", "dim_v"}),
-    reasons=REASONS | {"score": "the wide sm90a backward takes none; sm90 takes this call"},
+    reasons=REASONS | dict.fromkeys(("score", "mask_mod"), _NONE),
 )

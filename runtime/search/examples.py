@@ -22,6 +22,7 @@ from attnforge.runtime.tables import PACKAGED, Tuned
 
 H200 = "NVIDIA H200"
 FLAGSHIP = 128  # head_dim of BAGEL-7B
+DTYPES = (DType.BFLOAT16, DType.FLOAT32)
 SUFFIXES = (".cu", ".cpp")
 INDEX = "README.md"
 
@@ -31,7 +32,7 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
 
     For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16 if
     there is one, of the longest sequence, then of the highest speed. A (family, pass) without an entry is shown by its
-    first candidate for `spans`; so is the CPU's, whose tables belong to one machine.
+    first candidate for `spans`, at head_dim 128 if it takes that; so is the CPU's, whose tables belong to one machine.
     """
     chosen: dict[tuple[str, Direction, Mask], Spec] = {}
     gpu = (entry for entry in tuned_entries(directory) if entry.spec.problem.arch.is_gpu)
@@ -39,8 +40,8 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
         problem = entry.spec.problem
         chosen.setdefault((problem.family, problem.direction, problem.mask), entry.spec)
     shown = {(family, direction) for family, direction, _ in chosen}
-    for arch, direction, dtype in product(Arch, Direction, (DType.BFLOAT16, DType.FLOAT32)):
-        problem = Problem(direction, arch, dtype, FLAGSHIP, Mask.SPANS, 16 if arch.is_gpu else 4)
+    for dim, arch, direction, dtype in product((FLAGSHIP, 256), Arch, Direction, DTYPES):
+        problem = Problem(direction, arch, dtype, dim, Mask.SPANS, 16 if arch.is_gpu else 4)
         if (problem.family, direction) not in shown and (spec := _first(problem)) is not None:
             shown.add((problem.family, direction))
             chosen[problem.family, direction, Mask.SPANS] = spec
@@ -123,6 +124,7 @@ _SUBJECTS = {
     ("sm80_fp32", "bwd"): "the five products of the backward in split tf32",
     ("sm90a", "fwd"): "a TMA producer thread and wgmma consumer warpgroups; softmax overlaps the next Q K^T",
     ("sm90a", "bwd"): "wgmma for all five products, dQ summed through TMA reductions, overlapped launches",
+    ("sm90a_wide", "bwd"): "up to head_dim 256: one warpgroup sums dV, the other dK, both transposed",
     ("sm90a_fp32", "fwd"): "float32 from six bf16 wgmma products per product",
 }
 _MASKS = {

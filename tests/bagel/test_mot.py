@@ -108,12 +108,12 @@ def test_flex_is_the_same(max_tokens: int) -> None:
 
 
 def test_flex_refuses_packs_that_are_too_long() -> None:
-    with pytest.raises(ValueError, match="16 tokens, but flex pads to 15"):
+    with pytest.raises(ValueError, match="pack: 16 tokens, more than the 15 that flex pads to"):
         layer_and_inputs("flex", 15)
 
 
 def test_unknown_operators_are_refused() -> None:
-    with pytest.raises(ValueError, match="'triton'; operators are attnforge, flex, sdpa"):
+    with pytest.raises(ValueError, match="attention: got 'triton', accepted are attnforge, flex, sdpa"):
         make_operator("triton", 4, 128)
 
 

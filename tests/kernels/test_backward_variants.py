@@ -78,17 +78,17 @@ def test_the_consumers_compute_every_column_of_dq(head_dim: int) -> None:
     [
         (problem(Mask.FULL), {"tile_m": 128}, "tile_m 128: must be 64"),
         (problem(Mask.FULL), {"tile_n": 64}, "tile_n 64: must be 128"),
-        (problem(Mask.FULL), {"stages": 1}, "stages 1: .* takes 2"),
+        (problem(Mask.FULL), {"stages": 1}, "stages 1: must be at least 2"),
         (problem(Mask.FULL), {"stages_dout": 5}, "stages_dout 5: must be 1 to 4"),
         (problem(Mask.FULL), {"stages": 4, "stages_dout": 3}, "21704 more than sm90a has"),
-        (problem(Mask.FULL), {"in_regs": 1}, "more than fit"),
-        (problem(Mask.FULL), {"descending": True}, "descending: without a mask"),
-        (problem(Mask.FULL, 64), {"lag": True, "stages_dout": 1}, "stages_dout 1: with lag .* takes 2"),
-        (problem(Mask.DENSE), {"split_heads": False}, "dense mask: takes split_heads"),
+        (problem(Mask.FULL), {"in_regs": 1}, "28 more than are available"),
+        (problem(Mask.FULL), {"descending": True}, "descending: needs a mask"),
+        (problem(Mask.FULL, 64), {"lag": True, "stages_dout": 1}, "stages_dout 1: .* at least 2 with lag"),
+        (problem(Mask.DENSE), {"split_heads": False}, "dense mask: needs split_heads"),
         (
             problem(Mask.CAUSAL),
             {"split_heads": False, "deterministic": True},
-            "deterministic: .* but for mask full",
+            "deterministic: needs split_heads unless the mask is full",
         ),
     ],
 )

@@ -65,9 +65,9 @@ def test_plan_by_hand(head_dim: int, tuning: Sm90Forward) -> None:
     [
         ({"cluster": 0}, Mask.FULL, "cluster 0: must be 1 or 2"),
         ({"cluster": 4}, Mask.FULL, "cluster 4: must be 1 or 2"),
-        ({}, Mask.CAUSAL, "must visit the same key tiles, which a causal mask denies"),
-        ({}, Mask.SPANS, "must visit the same key tiles, which a spans mask denies"),
-        ({}, Mask.DENSE, "must visit the same key tiles, which a dense mask denies"),
+        ({}, Mask.CAUSAL, "cluster 2: must be 1 with a causal mask"),
+        ({}, Mask.SPANS, "cluster 2: must be 1 with a spans mask"),
+        ({}, Mask.DENSE, "cluster 2: must be 1 with a dense mask"),
     ],
 )
 def test_what_it_does_not_take(change: dict[str, int], mask: Mask, message: str) -> None:

@@ -65,8 +65,8 @@ def test_it_has_no_instruction_of_tensor_cores() -> None:
     ("tuning", "reason"),
     [
         (Fp32Forward(128, 64, 8, 0, 0, 1), "at least 1"),
-        (Fp32Forward(36, 32, 2, 1, 0, 1), "tile_m 36 is not a multiple"),
-        (Fp32Forward(64, 24, 2, 1, 0, 1), "tile_n 24 is not a multiple"),
+        (Fp32Forward(36, 32, 2, 1, 0, 1), "tile_m 36: must be a multiple of 8"),
+        (Fp32Forward(64, 24, 2, 1, 0, 1), "tile_n 24: must be a multiple of 16"),
         (Fp32Forward(256, 64, 8, 2, 0, 1), "shared memory"),
         (Fp32Forward(128, 64, 2, 1, 0, 1), "registers"),
     ],

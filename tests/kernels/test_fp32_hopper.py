@@ -107,20 +107,20 @@ def test_unions(count: int, planes: tuple[int, int], tmp_path: Path) -> None:
         (64, "full", Sm90Fp32Forward(96, 64, 2, True, True, True), "tile_m 96: must be 64, 128 or 192"),
         (64, "full", Sm90Fp32Forward(128, 40, 2, True, True, True), "tile_n 40: must be a multiple of 16"),
         (64, "full", Sm90Fp32Forward(128, 64, 5, True, True, True), "stages 5: must be 1 to 4"),
-        (64, "full", Sm90Fp32Forward(64, 64, 2, True, True, True), "ping_pong: takes at least two"),
+        (64, "full", Sm90Fp32Forward(64, 64, 2, True, True, True), "ping_pong: needs at least two"),
         (64, "dense", Sm90Fp32Forward(128, 48, 2, True, True, True), "dense mask: .* multiples of 32"),
         (128, "full", Sm90Fp32Forward(128, 64, 2, True, True, False), "shared memory: 294976 bytes, 62528"),
         (
             128,
             "full",
             Sm90Fp32Forward(128, 64, 1, True, True, True),
-            "bf16 splits of P and Q take 272 of a consumer",
+            "bf16 splits of P and Q take 272 per consumer",
         ),
         (
             256,
             "full",
             Sm90Fp32Forward(64, 32, 1, False, True, False),
-            "bf16 splits of P and Q take 280 of a consumer",
+            "bf16 splits of P and Q take 280 per consumer",
         ),
     ],
 )

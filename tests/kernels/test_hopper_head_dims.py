@@ -33,7 +33,7 @@ VARIANTS = (
     (Mask.CAUSAL, Sm90Forward(128, 128, 2, True, True, False, False)),
     (Mask.CAUSAL, Sm90Forward(192, 64, 3, True, True, False, False)),
     (Mask.SPANS, Sm90Forward(192, 64, 3, False, True, False, False)),
-    (Mask.SPANS, Sm90Forward(128, 128, 2, False, True, False, True)),
+    (Mask.SPANS, Sm90Forward(128, 112, 2, False, True, False, True)),
     (Mask.DENSE, Sm90Forward(128, 96, 2, False, True, False, False)),
 )
 

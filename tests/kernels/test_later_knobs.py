@@ -88,7 +88,7 @@ def test_results(direction: str, mask: Mask, values: dict[str, int]) -> None:
     [
         ("fwd", Mask.SPANS, {"stages_v": 3}, "0 where it is that of K"),
         ("fwd", Mask.SPANS, {"q_buffers": 1, "persistent": 0}, "other blocks have one anyway"),
-        ("fwd", Mask.SPANS, {"q_buffers": 1, "dynamic": 1}, "room for two Q"),
+        ("fwd", Mask.SPANS, {"q_buffers": 1, "dynamic": 1}, "shared memory for two tiles of Q"),
         ("fwd", Mask.SPANS, {"ping_pong": 0, "hand_over": 1}, "0 without ping_pong"),
         ("fwd", Mask.SPANS, {"polynomial": 3}, "must be 0, 2, 4"),
         ("fwd", Mask.CAUSAL, {"order": 1}, "whose order is fixed"),
