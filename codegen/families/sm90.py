@@ -26,6 +26,10 @@ from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
 
+# Of a thread, for the addresses in several tensors that a score reads: an estimate, so that the tiles which are left do
+# not spill (96 keys a tile: 156 bytes, with three consumers 1200; tests/kernels/test_score_kernels.py compiles 64).
+SCORE_REGISTERS = 80
+
 
 @dataclass(frozen=True)
 class Sm90Forward(Tuning):
@@ -67,6 +71,11 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(
             f"intervals {p.intervals}: their bounds take registers that {consumers} consumer warpgroups do not have; "
             "tile_m 128 fits"
+        )
+    if len(p.score.tensors) > 1 and consumers > 2:
+        raise Infeasible(
+            f"score: reads {len(p.score.tensors)} tensors, whose addresses take registers that {consumers} consumer "
+            "warpgroups do not have; tile_m 128 fits"
         )
     return _forward(spec, t, consumers)
 
@@ -131,7 +140,8 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     busy = broadcast or t.cluster > 1
     producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
     live = t.tile_n // 2 + t.tile_n // 4 + d // 2 + (-(-d // 16) * 4 if t.q_in_regs else 0)
-    require_registers(live, consumer_registers, "S, P, O and Q")
+    addresses = SCORE_REGISTERS if len(spec.problem.score.tensors) > 1 else 0
+    require_registers(live + addresses, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
     grid = ("tiles_m", "batch", "heads_q")
     return Plan(
@@ -263,11 +273,15 @@ DENSE = (
 
 # Of three or four intervals, whose bounds take registers.
 INTERVALS = Sm90Forward(128, 128, 2, False, True, True, False)
+# Of scores that read several tensors, whose addresses take more.
+TENSORS = Sm90Forward(128, 64, 3, False, True, False, False)
 
 
 def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     """What a search tries, best guess first."""
     narrow = problem.head_dim <= 96
+    if len(problem.score.tensors) > 1:
+        yield TENSORS
     if problem.intervals > 2:
         yield INTERVALS
     if problem.mask is Mask.DENSE:

@@ -50,6 +50,7 @@ BODIES = {
     "mma_half": "const unsigned a[2] = {a0, a1}; multiply(d, a, &b0, 8);",
     "exp2_approx": "return std::exp2(x);",
     "log2_approx": "return std::log2(x);",
+    "score_tanh_approx": "return std::tanh(x);",
     "min_or_nan": "return x > y ? y : x;",
     "pack": "return narrow_pair(low, high);",
     "to_float": "return widen(bits);",

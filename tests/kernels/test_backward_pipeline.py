@@ -15,17 +15,18 @@ from pathlib import Path
 
 import gxx
 import pytest
-from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, Break
+from backward_breaks import BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, SLOPES, Break
 from cpu_kernel import Params, full_params
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import Source, render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
 FLAGS = ("-std=c++17", "-Og", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
-REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results", "Preprocess")
+REPLACED = ("PTX", "Tile schedule", "Products", "Score", "Softmax", "How results", "Preprocess")
 KINDS = {"q": 1, "dout": 2, "k": 3, "v": 4, "dk": 5, "dv": 6}  # enum Kind
 FAKE = 1 << 40  # where device memory would be that nothing touches here
 # (batch, heads_q, heads_kv, query tiles, key tiles); a key tile visits all query tiles, or some of them.
@@ -47,11 +48,15 @@ ASM = {
 }
 
 
-def hopper(head_dim: int, mask: Mask, *knobs: int) -> Source:
+CURVED = "softcap: 30.0 * tanh(score / 30.0)"  # its derivative is not 1
+
+
+def hopper(head_dim: int, mask: Mask, *knobs: int, score: str = "") -> Source:
     stages, stages_dout, lag, in_regs, split, deterministic, descending = knobs
     flags = (bool(split), bool(deterministic), bool(descending))
     tuning = Sm90Backward(64, 128, stages, stages_dout, bool(lag), in_regs, *flags)
-    return render(Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=ScoreMod(score))
+    return render(Spec(problem, tuning))
 
 
 def translate(source: Source, breaks: dict[str, Break]) -> str:
@@ -186,6 +191,8 @@ class Simulated:
         hopper(128, Mask.FULL, 3, 2, 0, 0, 0, 1, 0),
         hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 0, 0, 0),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1),
+        hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1, score=CURVED),
+        hopper(64, Mask.CAUSAL, 2, 3, 1, 2, 0, 0, 0, score=CURVED),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -200,8 +207,9 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | LAGGING | ORDERED),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 1, 0), BREAKS | ORDERED | BY_TURNS),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
+        (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, score=CURVED), SLOPES),
     ],
-    ids=["lagging", "lagging deterministic", "deterministic", "plain"],
+    ids=["lagging", "lagging deterministic", "deterministic", "plain", "curved score"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     kernel = Simulated(source, tmp_path, breaks)

@@ -71,6 +71,8 @@ def functions(
 
     return {
         "softcap": (scores.softcap(2.0), lambda s, b, h, i, j: 2 * torch.tanh(s / 2)),
+        "wide softcap": (scores.softcap(20.0), lambda s, b, h, i, j: 20 * torch.tanh(s / 20)),
+        "approximate": (scores.softcap(3.0, approximate=True), lambda s, b, h, i, j: 3 * torch.tanh(s / 3)),
         "alibi": (scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
         "aligned": (
             scores.alibi(slopes, seq_k - seq_q),
