@@ -79,6 +79,11 @@ NEAR_FACTORS = (1e-4, 1e4)
 NEAR_NODES = 16  # values of the longest formula that gets a function of its own for small scores
 
 
+# Operations whose results are finite where their arguments are, but for overflow.
+_FINITE = ("const", "leaf", "+", "-", "*", "neg", "tanh", "tanh_approx", "sin", "cos", "where", "abs", "float",
+           *_COMPARE.values())  # fmt: skip
+
+
 class ScoreError(ValueError):
     """A formula that cannot be translated; the message names what is wrong with it."""
 
@@ -279,6 +284,20 @@ class ScoreMod(str):
         program, result = self.gradient
         return program.constant(result) == 1.0
 
+    @cached_property
+    def slope_is_finite(self) -> bool:
+        """Does the derivative's form show that it is neither infinite nor NaN for any score that is not large?"""
+        program, result = self.gradient
+        waiting, seen = [result], set[int]()
+        while waiting:
+            x = waiting.pop()
+            node = program.nodes[x]
+            if node.op not in _FINITE and not (node.op == "/" and program.constant(node.args[1])):
+                return False
+            waiting += [a for a in node.args if a not in seen]
+            seen.update(node.args)
+        return True
+
     def code(self) -> Code:
         """The function in C++."""
         return _code(*self.parsed)
@@ -331,6 +350,11 @@ class Read:
     place: Code  # its offset in the gradient's elements
     slope: Code  # the derivative of the formula by it
     shared: bool  # whether all pairs of a head and batch entry read the same element
+
+    @property
+    def reads_score(self) -> bool:
+        """Does the derivative depend on the score?"""
+        return "score" in self.slope.names
 
 
 def _read_of(program: Program, result: int, x: int) -> Read:

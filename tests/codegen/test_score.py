@@ -122,6 +122,21 @@ def test_specs_tell_scores_apart() -> None:
 
 
 @pytest.mark.parametrize(
+    ("formula", "finite"),
+    [
+        ("30.0 * tanh(score / 30.0) + 2.0", True),
+        ("score * score", True),
+        ("log(score)", False),
+        ("exp(score)", False),
+        ("1.0 / score", False),
+        ("score * t0[h]", False),
+    ],
+)
+def test_whether_a_derivative_can_be_infinite(formula: str, finite: bool) -> None:
+    assert ScoreMod(f"a(t0: float32[1]): {formula}").slope_is_finite == finite
+
+
+@pytest.mark.parametrize(
     ("formula", "near"),
     [
         ("30.0 * tanh(score / 30.0)", 30.0),

@@ -15,7 +15,7 @@ import torch
 from cpu_kernel import Params, ScoreRef, full_params
 from emulator import FLAGS, PARTS, Emulated
 from oracle import Shape, draw, make_mask
-from score_oracle import attended, compare, functions, oracle
+from score_oracle import attended, compare, functions, learned, learned_oracle, oracle
 from strict_nvcc import SERIALISED, check_resources
 
 from attnforge import scores
@@ -24,7 +24,7 @@ from attnforge.codegen.families.sm80_fp32 import Fp32Forward
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import toolchain
 from attnforge.runtime.build.settings import COMPILER
@@ -39,6 +39,9 @@ MANY = (
     "many(t0: float32[4], t1: float32[3], t2: int32[2], t3: float32[2]): score * t3[b, h] "
     "+ t0[b, h, q_idx, kv_idx] + t1[h, q_idx, kv_idx] * float(t2[b, kv_idx])"
 )
+
+
+LEARNED = "learned(t0: float32[2] grad): score + t0[h, minimum(maximum(kv_idx - q_idx, -128), 128) + 128]"
 
 
 def run(spec: Spec, name: str, directory: Path) -> None:
@@ -60,7 +63,7 @@ def run(spec: Spec, name: str, directory: Path) -> None:
 
 def first(direction: Direction, arch: Arch, dtype: DType, mask: Mask, name: str, head_dim: int = 32) -> Spec:
     known = functions(SHAPE.batch, 2, SHAPE.seq_q, SHAPE.seq_k)
-    score = ScoreMod(MANY if name == "many" else known[name][0].text)
+    score = ScoreMod({"many": MANY, "learned": LEARNED}.get(name) or known[name][0].text)
     return next(candidates(Problem(direction, arch, dtype, head_dim, mask, score=score)))
 
 
@@ -82,6 +85,46 @@ def test_emulated(
     direction: Direction, arch: Arch, dtype: DType, mask: Mask, name: str, tmp_path: Path
 ) -> None:
     run(first(direction, arch, dtype, mask, name), name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "name"),
+    [
+        (Arch.SM80, DType.BFLOAT16, "table"),
+        (Arch.SM80, DType.FLOAT16, "sharpened"),
+        (Arch.SM80, DType.FLOAT32, "slopes"),
+    ],
+    ids=lambda x: getattr(x, "value", x),
+)
+def test_emulated_gradients_of_tensors(arch: Arch, dtype: DType, name: str, tmp_path: Path) -> None:
+    shape = Shape(40, 70, 16, 1, 2)
+    x = draw(shape, TORCH[dtype], "cpu")
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    mask = make_mask("spans", shape.seq_q, shape.seq_k, "cpu")
+    score, formula, tensors = learned(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
+    exact = learned_oracle(q, k, v, mask, formula, tensors, x.dout)
+    found = score(*tensors)
+    text = ScoreMod(re.sub(r"(t\d: \w+\[\d\])", r"\1 grad", found.text))
+    problem = Problem(BACKWARD, arch, dtype, shape.head_dim, Mask.SPANS, score=text)
+    kernel = Emulated(next(candidates(problem)), tmp_path)
+    kernel.score_tensors = tuple(t.detach() for t in found.tensors)
+    out, lse, *_ = oracle(q, k, v, mask, lambda *at: formula(*at, *(t.double() for t in tensors)), x.dout)
+    ours = kernel.backward(x.dout, q, k, v, out.to(q.dtype), lse.float().contiguous(), mask)
+    for got, answer in zip((*ours, *kernel.score_gradients.values()), exact, strict=True):
+        error = (got.double() - answer.reshape(got.shape)).abs().max()
+        assert error <= 2 * LIMIT[dtype] * answer.abs().max(), error / answer.abs().max()
+
+
+def test_gradients_of_tensors_are_added_in_any_order() -> None:
+    text = ScoreMod("bias(t0: float32[2] grad): score + t0[q_idx, kv_idx]")
+    for arch in (Arch.SM80, Arch.SM90):
+        problem = Problem(BACKWARD, arch, DType.BFLOAT16, 64, Mask.FULL, score=text)
+        spec = next(candidates(problem))
+        strict = dataclasses.replace(spec.tuning, deterministic=True)  # type: ignore[call-arg]
+        with pytest.raises(Infeasible, match="are added in any order"):
+            make_plan(Spec(problem, strict))
+    problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=text)
+    assert "no gradients of captured tensors; sm90" in why_infeasible(problem)
 
 
 def test_a_kernel_without_scores_is_no_choice() -> None:
@@ -212,6 +255,7 @@ def test_scores_of_several_tensors_get_small_tiles() -> None:
     ("arch", "direction", "name"),
     [
         *product((Arch.SM80, Arch.SM90, Arch.SM120), Direction, ("softcap", "mixed", "alibi")),
+        *((arch, BACKWARD, "learned") for arch in (Arch.SM80, Arch.SM90)),
         *HOPPER_CASES,
     ],
     ids=lambda x: getattr(x, "value", x),
