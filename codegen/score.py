@@ -321,6 +321,8 @@ class ScoreMod(str):
 
         That takes a short formula with tanh, of the score times constants only: kernels hold it twice.
         """
+        if not self:
+            return None
         program, _ = self.parsed
         factors = [_factor(program, x.args[0]) for x in program.nodes if x.op == "tanh"]
         known = [abs(x) for x in factors if x is not None]
