@@ -242,6 +242,6 @@ def _kernel(name: str, given: dict[str, Any]) -> str:
         )
     )
     inputs = (given[x] for x in ("q", "k", "v", "mask", "kind"))
-    scores = (given[x] for x in ("score", "score0", "score1", "score2", "score3"))
+    scores = (given[x] for x in ("score", "score0", "score1", "score2", "score3", "mask_mod"))
     handle = torch.ops.attnforge.route(*inputs, deterministic, given["visible"], *extra, *scores)
     return f"{kernels.spec_of(handle).symbol}; {dispatch.reason_of(handle)}"
