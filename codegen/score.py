@@ -2,13 +2,14 @@
 
     softcap: 30.0 * tanh(score / 30.0)
     alibi(t0: float32[1]): score + t0[h] * (kv_idx - q_idx)
+    bias(t0: float32[2] grad): score + t0[q_idx, kv_idx]
     documents(t0: int32[1]): t0[q_idx] == t0[kv_idx]
 
 A name, the captured tensors with dtype and number of dimensions, and a formula in Python's syntax and meaning: `score`
 is the scaled product of a query and a key in float32; b, h, q_idx and kv_idx are the int32 indices of batch entry,
 query head, query and key. Statements `name = formula` may come first, separated by semicolons. From it follow its
-derivative by the score and the text of both in C++. The function of a mask has no score and gives a bool: is the pair
-visible?
+derivative by the score and the text of both in C++; and by the elements of the tensors that are marked `grad`, whose
+gradients a backward kernel then computes. The function of a mask has no score and gives a bool: is the pair visible?
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ _BINARY = {
 }
 _COMPARE = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 _UNARY = {ast.USub: "neg", ast.Invert: "~"}
-# Functions of float32 by name, as C++ spells them; tanh is a helper of templates/common/score.jinja.
+# Functions of float32 by name, as C++ spells them; those of tanh are helpers of templates/common/score.h.jinja.
 FLOAT_CALLS = {
     "tanh": "score_tanh",
+    "tanh_approx": "score_tanh_approx",  # in 16 bits on a GPU one instruction
     "exp": "expf",
     "exp2": "exp2f",
     "log": "logf",
@@ -68,6 +70,20 @@ FLOAT_CALLS = {
 _ARITY = {"pow": 2, "maximum": 2, "minimum": 2, "where": 3, "abs": 1, "float": 1, "int": 1} | {
     name: 1 for name in FLOAT_CALLS if name != "pow"
 }
+
+
+# tanh(x) / x as a polynomial of x^2 where |x| <= TANH_NEAR, relative error below 7e-6 (minimax fit by weighted least
+# squares): on a GPU 7 operations of the FP32 cores in place of two special ones, of which there are 16 a clock.
+TANH_NEAR = 1.0
+TANH_SERIES = (0.99999309, -0.332980655, 0.130368117, -0.0448175552, 0.00903642247)
+# Factors of the score in tanh beyond which the polynomial's coefficients would leave float32.
+NEAR_FACTORS = (1e-4, 1e4)
+NEAR_NODES = 16  # values of the longest formula that gets a function of its own for small scores
+
+
+# Operations whose results are finite where their arguments are, but for overflow.
+_FINITE = ("const", "leaf", "+", "-", "*", "neg", "tanh", "tanh_approx", "sin", "cos", "where", "abs", "float",
+           *_COMPARE.values())  # fmt: skip
 
 
 class ScoreError(ValueError):
@@ -187,10 +203,11 @@ class _Header:
     name: str
     tensors: tuple[tuple[str, int], ...]  # dtype and number of dimensions
     formula: str
+    wanted: tuple[int, ...] = ()  # the tensors whose gradients are
 
 
 _HEADER = re.compile(r"\s*(?P<name>[a-z][a-z0-9_]*)\s*(?:\((?P<tensors>[^)]*)\))?\s*:(?P<formula>.*)")
-_TENSOR = re.compile(r"t(\d):\s*(\w+)\[(\d)\]")
+_TENSOR = re.compile(r"t(\d):\s*(\w+)\[(\d)\](\s+grad)?")
 
 
 class Formula(str):
@@ -221,8 +238,14 @@ class Formula(str):
             raise ScoreError(
                 f"{self.argument}: captures {len(found)} tensors, at most {MAX_TENSORS} are supported"
             )
-        tensors = tuple((item[2], int(item[3])) for item in found if item is not None)
-        return _Header(match["name"], tensors, match["formula"].strip())
+        items = [item for item in found if item is not None]
+        wanted = tuple(i for i, item in enumerate(items) if item[4])
+        if wanted and isinstance(self, MaskMod):
+            raise ScoreError(f"{self.argument}: the tensors of a mask have no gradient")
+        if any(items[i][2] == "int32" for i in wanted):
+            raise ScoreError(f"{self.argument}: a tensor of int32 has no gradient")
+        tensors = tuple((item[2], int(item[3])) for item in items)
+        return _Header(match["name"], tensors, match["formula"].strip(), wanted)
 
     @property
     def name(self) -> str:
@@ -233,6 +256,11 @@ class Formula(str):
     def tensors(self) -> tuple[tuple[str, int], ...]:
         """dtype and number of dimensions of each captured tensor."""
         return self.header.tensors
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The captured tensors whose gradients a backward computes."""
+        return self.header.wanted
 
     @property
     def formula(self) -> str:
@@ -285,6 +313,20 @@ class ScoreMod(Formula):
         program, result = self.gradient
         return program.constant(result) == 1.0
 
+    @cached_property
+    def slope_is_finite(self) -> bool:
+        """Does the derivative's form show that it is neither infinite nor NaN for any score that is not large?"""
+        program, result = self.gradient
+        waiting, seen = [result], set[int]()
+        while waiting:
+            x = waiting.pop()
+            node = program.nodes[x]
+            if node.op not in _FINITE and not (node.op == "/" and program.constant(node.args[1])):
+                return False
+            waiting += [a for a in node.args if a not in seen]
+            seen.update(node.args)
+        return True
+
     def code(self) -> Code:
         """The function in C++."""
         return _code(*self.parsed)
@@ -292,6 +334,68 @@ class ScoreMod(Formula):
     def gradient_code(self) -> Code:
         """Its derivative by the score in C++."""
         return _code(*self.gradient)
+
+    @cached_property
+    def reads(self) -> tuple[Read, ...]:
+        """The elements, of tensors whose gradients are wanted, that the formula reads."""
+        program, result = self.parsed
+        loads = [x for x, node in enumerate(program.nodes) if node.op.startswith("load:")]
+        return tuple(
+            _read_of(program, result, x) for x in loads if int(program.nodes[x].op[5:]) in self.wanted
+        )
+
+    @cached_property
+    def near(self) -> float | None:
+        """The |score| up to which every tanh of the formula is within TANH_NEAR; None if there is no such number.
+
+        That takes a short formula with tanh, of the score times constants only: kernels hold it twice.
+        """
+        if not self:
+            return None
+        program, _ = self.parsed
+        factors = [_factor(program, x.args[0]) for x in program.nodes if x.op == "tanh"]
+        known = [abs(x) for x in factors if x is not None]
+        low, high = NEAR_FACTORS
+        if (
+            not 0 < len(factors) == len(known)
+            or len(program.nodes) > NEAR_NODES
+            or not all(low <= x <= high for x in known)
+        ):
+            return None
+        return TANH_NEAR / max(known)
+
+    def near_code(self, merged: bool) -> Code:
+        """`code` where |score| <= near. `merged`: factors of tanh go into its polynomial; else `tanh` stays shared."""
+        return _code(*_near(*self.parsed, merged))
+
+    def near_gradient_code(self) -> Code:
+        """`gradient_code` where |score| <= near."""
+        return _code(*_near(*self.gradient, merged=False))
+
+
+@dataclass(frozen=True)
+class Read:
+    """An element of a captured tensor that a formula reads, for its gradient."""
+
+    tensor: int
+    place: Code  # its offset in the gradient's elements
+    slope: Code  # the derivative of the formula by it
+    shared: bool  # whether all pairs of a head and batch entry read the same element
+
+    @property
+    def reads_score(self) -> bool:
+        """Does the derivative depend on the score?"""
+        return "score" in self.slope.names
+
+
+def _read_of(program: Program, result: int, x: int) -> Read:
+    copy = Program(program.tensors, list(program.nodes), dict(program._known))
+    slope = derivative(copy, result, by=x)
+    node = program.nodes[x]
+    tensor = int(node.op[5:])
+    place = copy.node(f"place:{tensor}", node.args, "int")
+    code = _code(copy, place)
+    return Read(tensor, code, _code(copy, slope), not code.names & {"q_idx", "kv_idx"})
 
 
 class MaskMod(Formula):
@@ -471,6 +575,7 @@ def _over(p: Program, factor: float, x: int) -> int:
 # Derivatives of functions of one argument, from the program, the argument and the function's value.
 _RULES: dict[str, Callable[[Program, int, int], int]] = {
     "tanh": lambda p, a, x: p.binary("-", p.const(1.0), p.binary("*", x, x)),
+    "tanh_approx": lambda p, a, x: p.binary("-", p.const(1.0), p.binary("*", x, x)),
     "exp": lambda p, a, x: x,
     "exp2": lambda p, a, x: times(p, p.const(math.log(2.0)), x),
     "log": lambda p, a, x: _over(p, 1.0, a),
@@ -486,6 +591,54 @@ _RULES: dict[str, Callable[[Program, int, int], int]] = {
     "abs": lambda p, a, x: _sign(p, a),
     "float": lambda p, a, x: p.const(1.0),
 }
+
+
+# ---- tanh of small scores
+
+
+def _factor(p: Program, x: int) -> float | None:
+    """The constant c of a value that is c * score, else None."""
+    node = p.nodes[x]
+    if node.op == "leaf":
+        return 1.0 if node.value == "score" else None
+    if node.op not in ("*", "/", "neg"):
+        return None
+    if node.op == "neg":
+        inner = _factor(p, node.args[0])
+        return None if inner is None else -inner
+    a, b = node.args
+    constant = p.constant(b)
+    if constant is None and node.op == "*":
+        a, b, constant = b, a, p.constant(a)
+    inner = _factor(p, a)
+    if inner is None or constant is None or (node.op == "/" and constant == 0.0):
+        return None
+    return inner * constant if node.op == "*" else inner / constant
+
+
+def _near(p: Program, result: int, merged: bool) -> tuple[Program, int]:
+    """A program with each tanh(a * score) as `tanh_near(score, a, k)`: k times the polynomial, 1 unless `merged`."""
+    near, places = Program(p.tensors), dict[int, int]()
+    users = [node for node in p.nodes if any(p.nodes[a].op == "tanh" for a in node.args)]
+
+    def series(x: int, k: float) -> int:
+        a = _factor(p, p.nodes[x].args[0])
+        assert a is not None
+        return near.node("tanh_near", (near.leaf("score"), near.const(a), near.const(k)), "float")
+
+    for x in range(result + 1):
+        node = p.nodes[x]
+        if node.op == "tanh":
+            places[x] = series(x, 1.0)
+        elif merged and node.op == "*" and node in users and len(users) == 1:
+            a, b = node.args if p.nodes[node.args[1]].op == "tanh" else reversed(node.args)
+            k = p.constant(a)
+            places[x] = (
+                near.node("*", tuple(places[i] for i in node.args), "float") if k is None else series(b, k)
+            )
+        else:
+            places[x] = near.node(node.op, tuple(places[i] for i in node.args), node.kind, node.value)
+    return near, places[result]
 
 
 # ---- C++ and Python text of a program
@@ -553,6 +706,10 @@ class _Printer:
             return str(node.value), False
         if node.op.startswith("load:"):
             return self.load(int(node.op[5:]), node.args), False
+        if node.op.startswith("place:"):
+            indices = ", ".join(self.plain(i) for i in node.args)
+            self.calls.add(f"place_{len(node.args)}d")
+            return f"place_{len(node.args)}d(p.dscore{node.op[6:]}, {indices})", False
         if node.op in ("neg", "~"):
             sign = "-" if node.op == "neg" else "!" if self.cpp and node.kind == "bool" else "~"
             return f"{sign}{self.inner(node.args[0])}", True
@@ -613,6 +770,8 @@ class _Printer:
             return f"{condition} ? {rest[0]} : {rest[1]}", True
         if node.op in ("float", "int"):
             return f"static_cast<{node.op}>({args[0]})", False
+        if node.op == "tanh_near":
+            return self.series(node), False
         if node.op in ("maximum", "minimum", "abs"):
             if node.op == "abs":
                 return f"{'fabsf' if node.kind == 'float' else 'abs'}({args[0]})", False
@@ -622,11 +781,20 @@ class _Printer:
         self.calls.add(name)
         return f"{name}({', '.join(args)})", False
 
+    def series(self, node: Node) -> str:
+        """k * tanh(a * score) as score * (c0 + c1 score^2 + ...)."""
+        x, a, k = node.args
+        factor, times_ = (float(self.p.nodes[i].value) for i in (a, k))
+        terms = (times_ * c * factor ** (2 * i + 1) for i, c in enumerate(TANH_SERIES))
+        self.calls.add("score_tanh_near")
+        words = (f"{float(format(c, '.9g'))!r}f" for c in terms)
+        return f"score_tanh_near({self.plain(x)}, {', '.join(words)})"
+
 
 def _code(program: Program, result: int, first: int = 0) -> Code:
     printer = _Printer(program, result, cpp=True, first=first)
     text = printer.print()
     used = [program.nodes[x] for x in printer.uses]
     names = {str(node.value) for node in used if node.op == "leaf"}
-    names |= {"p" for node in used if node.op.startswith("load:")}
+    names |= {"p" for node in used if node.op.startswith(("load:", "place:"))}
     return Code(tuple(printer.lines), text, frozenset(printer.calls), frozenset(names))

@@ -29,12 +29,17 @@ class Score:
     tensors: tuple[Tensor, ...] = ()
 
 
-def softcap(cap: float) -> Score:
-    """cap * tanh(score / cap), as Gemma 2 has it. Raises ValueError unless 0 < cap < inf."""
+def softcap(cap: float, approximate: bool = False) -> Score:
+    """cap * tanh(score / cap), as Gemma 2 has it. Raises ValueError unless 0 < cap < inf.
+
+    approximate: in 16 bits on a GPU take the hardware's tanh (`tanh.approx.f32`), whose relative error is up to 2^-11:
+        0.015 of a score of 30. Without it the error is below 7e-6 of the score.
+    """
     value = float(cap)
     if not 0.0 < value < float("inf"):
         raise ValueError(f"cap: got {cap}, expected a number above 0")
-    return Score(f"softcap: {value!r} * tanh(score / {value!r})")
+    tanh = "tanh_approx" if approximate else "tanh"
+    return Score(f"softcap: {value!r} * {tanh}(score / {value!r})")
 
 
 def alibi(slopes: Tensor, offset: int = 0) -> Score:

@@ -82,7 +82,7 @@ def plan(spec: Spec) -> Plan:
         registers=0,
         dq_accum=not forward,
         dq_semaphore=not forward,
-        deterministic=True,
+        deterministic=not spec.problem.score.wanted,
         bits=("q" if forward else "k") if spec.problem.packed else "",
         constants=_constants(spec, t, scratch),
     )
@@ -178,6 +178,8 @@ def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
     panel = width * (words + columns + spans) + width * width_dq // (1 + pairs) + 2
     if spec.problem.score and not spec.problem.score.slope_is_one:
         queries += t.tile_m * width  # score_slopes
+    if spec.problem.score.wanted:
+        queries += 2 * t.tile_m * width  # plain_scores, pair_gradients
     return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel)
 
 

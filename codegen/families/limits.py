@@ -39,6 +39,17 @@ def curved(problem: Problem) -> bool:
     return bool(problem.score) and not problem.score.slope_is_one
 
 
+def kept_tiles(problem: Problem) -> int:
+    """Tiles as large as S that a backward of mma.sync keeps from the score to dS, or whose room its addresses take."""
+    return int(curved(problem)) + bool(problem.score.wanted)
+
+
+def require_any_order(spec: Spec, deterministic: bool) -> None:
+    """Infeasible if a backward that adds to gradients of captured tensors in any order must be deterministic."""
+    if deterministic and spec.problem.score.wanted:
+        raise Infeasible("deterministic: gradients of a score's tensors are added in any order")
+
+
 def require_words(spec: Spec) -> None:
     """Infeasible unless the tiles of a dense mask are whole words of its bits."""
     t = spec.tuning

@@ -86,7 +86,7 @@ GUESSES = (
     (256, Sm80Forward(64, 32, 4, 1, False)),
 )
 # Rows aligned to 2 bytes pass through registers: more warps, which hold fewer of them and wait for each other's. Unions
-# of intervals, and scores that read tensors beside others, take registers as well.
+# of intervals, scores that read tensors beside others, and those with a second function for small scores do, too.
 MORE_WARPS = (
     (128, Sm80Forward(128, 64, 8, 1, False)),
     (256, Sm80Forward(128, 32, 8, 1, False)),
@@ -104,7 +104,7 @@ def tunings(problem: Problem) -> Iterator[Sm80Forward]:
 
 def _guesses(problem: Problem) -> tuple[tuple[int, Sm80Forward], ...]:
     """(largest head_dim, tuning): smaller tiles where rows end within a chunk and where bits take registers."""
-    busy_score = problem.score.tensors and len(problem.captured) > 1
+    busy_score = (problem.score.tensors and len(problem.captured) > 1) or problem.score.near is not None
     if problem.align == 2 or problem.unions or busy_score:
         return MORE_WARPS + GUESSES
     busy = problem.head_dim % 8 or problem.head_dim_v % 8 or problem.mask is Mask.DENSE

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from attnforge.codegen.families.family import Family
-from attnforge.codegen.families.limits import curved, up
+from attnforge.codegen.families.limits import kept_tiles, require_any_order, up
 from attnforge.codegen.families.mma import (
     REGISTERS_BESIDES,
     WarpGrids,
@@ -79,11 +79,11 @@ class Tiles:
         scores, stats = 2 * t.tile_m * self.row_score[0], t.stages * t.tile_m * 8
         return tiles + scores + stats + span_bytes(spec)
 
-    def registers(self, t: Sm80Backward, curved: bool) -> int:
-        """Of a thread, for dK and dV, and beside them S and dP, with the slopes of a `curved` score, or dQ."""
+    def registers(self, t: Sm80Backward, kept: int) -> int:
+        """Of a thread, for dK and dV, and beside them S and dP, with the `kept` tiles of a score, or dQ."""
         threads = t.warps * 32
         dkv = t.tile_n * (self.columns + self.columns_v) // threads
-        return dkv + max((2 + curved) * (t.tile_m * t.tile_n // threads), t.tile_m * self.columns // threads)
+        return dkv + max((2 + kept) * (t.tile_m * t.tile_n // threads), t.tile_m * self.columns // threads)
 
 
 def plan(spec: Spec) -> Plan:
@@ -93,8 +93,9 @@ def plan(spec: Spec) -> Plan:
     require_problem(spec)
     require_grids(t, 16)
     require_one_order(t.split_heads, t.deterministic)
+    require_any_order(spec, t.deterministic)
     tiles, threads = Tiles.of(spec, t), t.warps * 32
-    shared, registers = tiles.shared(spec, t), tiles.registers(t, curved(spec.problem))
+    shared, registers = tiles.shared(spec, t), tiles.registers(t, kept_tiles(spec.problem))
     require_fit(spec, shared, registers, threads)
     return Plan(
         spec=spec,

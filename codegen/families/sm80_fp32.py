@@ -13,7 +13,8 @@ from attnforge.codegen.families.limits import (
     REGISTER_FILE,
     REGISTER_LIMIT,
     SHARED_LIMIT,
-    curved,
+    kept_tiles,
+    require_any_order,
     require_fp32,
     require_positive,
     require_split,
@@ -188,8 +189,9 @@ def plan_backward(spec: Spec) -> Plan:
     assert isinstance(t, Fp32Backward)
     require_fp32(spec)
     _check_grids(t)
+    require_any_order(spec, t.deterministic)
     frags, threads = _gradient_frags(spec, t), t.warps * 32
-    shared, registers = _backward_shared(spec, t), _backward_registers(t, frags, curved(spec.problem))
+    shared, registers = _backward_shared(spec, t), _backward_registers(t, frags, kept_tiles(spec.problem))
     _require_fit(spec, shared, registers, threads, t.blocks)
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     return Plan(
@@ -231,14 +233,14 @@ def _backward_shared(spec: Spec, t: Fp32Backward) -> int:
     return 4 * floats + t.stages * t.tile_m * 8 + span_bytes(spec)
 
 
-def _backward_registers(t: Fp32Backward, frags: dict[str, int], curved: bool) -> int:
+def _backward_registers(t: Fp32Backward, frags: dict[str, int], kept: int) -> int:
     """Of a thread: dK and dV, and beside them S, dP and its other sums, or both sums of a split of a gradient."""
     frags_n, frags_m, per_split = (
         t.tile_n // t.warps_dkv // 16,
         t.tile_m // t.warps_dq // 16,
         _per_split(frags, t),
     )
-    sdp = (3 + curved) * t.tile_m * t.tile_n // (t.warps * 32)
+    sdp = (3 + kept) * t.tile_m * t.tile_n // (t.warps * 32)
     sums = 8 * max(frags_n * max(per_split["dk"], per_split["dv"]), frags_m * per_split["dq"])
     return 4 * frags_n * (frags["dk"] + frags["dv"]) + max(sdp, sums)
 

@@ -73,6 +73,10 @@ def plan(spec: Spec) -> Plan:
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
     require_hopper(p, "backward", 128)
+    if p.score.wanted:
+        raise Infeasible(
+            "score: the sm90a backward has no gradients of captured tensors; sm90 takes this call"
+        )
     if p.in_planes and not t.split_heads:
         what = "dense mask" if p.mask is Mask.DENSE else "planes of spans"
         raise Infeasible(f"{what}: needs split_heads, because q heads of a group may visit different tiles")
@@ -140,8 +144,11 @@ def dq_columns(head_dim: int) -> int:
     return -(-panels // 2) * columns if panels > 1 else columns // 2
 
 
-def live_registers(t: Sm90Backward, head_dim: int) -> int:
-    """Registers of a consumer thread that tiles take where most are live: in one of three places of a step."""
+def live_registers(t: Sm90Backward, head_dim: int, slopes: bool = False) -> int:
+    """Registers of a consumer thread that tiles take where most are live: in one of three places of a step.
+
+    `slopes`: P is packed as soon as there is one, since P times the derivative of the score takes its place.
+    """
     scores, packed = t.tile_m // 2, t.tile_m // 4
     dq = (head_dim if t.lag else dq_columns(head_dim)) // 2
     throughout = head_dim + -(-head_dim // 16) * 4 * t.in_regs  # dK and dV; K and V as fragments
@@ -149,19 +156,16 @@ def live_registers(t: Sm90Backward, head_dim: int) -> int:
     # The next S, and P and dS packed; with lag also the next dP, or dQ, and what ptxas needs beside these so as not to
     # serialise the products (C7512): more than 8 registers, at most 20, as found by trying.
     issue = scores + 2 * packed + (max(scores, dq) + packed if t.lag else 0)
-    return throughout + max(gradient, issue, scores + dq)  # the last: the next P and dQ
+    last = scores + dq + (packed if slopes else 0)  # the next P and dQ
+    return throughout + max(gradient, issue, last)
 
 
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     d, mask = spec.problem.head_dim, spec.problem.mask
-    if curved(spec.problem):
-        raise Infeasible(
-            "score: the sm90a backward supports only functions that add to the score; use arch sm90 for others"
-        )
     shared = _shared_bytes(t, d)
     require_shared(shared)
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
-    live = live_registers(t, d)
+    live = live_registers(t, d, curved(spec.problem))
     require_registers(live, consumer_registers, "the tiles")
     descending = t.descending or (t.deterministic and mask is not Mask.FULL)
     return Plan(

@@ -1,6 +1,6 @@
 """`flash_attn_func` and `flash_attn_varlen_func`: the signatures and semantics of flash-attn 2, on our kernels.
 
-Unsupported features (dropout, ALiBi of packed documents, paged keys) raise a ValueError that names the argument.
+Unsupported features (dropout, paged keys) raise a ValueError that names the argument.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def flash_attn_func(
 
     causal: bottom-right aligned: key j is visible to query i if j <= i + Sk - Sq. A row that sees no key gives zeros.
     window_size: (left, right), key j is visible when i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1: no limit.
-    softcap: softcap * tanh(score / softcap), 0 for none. alibi_slopes: float32 (Hq) or (B, Hq), without gradient:
+    softcap: softcap * tanh(score / softcap), 0 for none. alibi_slopes: float32 (Hq) or (B, Hq), differentiable:
         score - slope * |i + Sk - Sq - j|.
     return_attn_probs: return (out, lse, None), lse float32 (B, Hq, Sq), differentiable.
     Dtypes, head dims and GQA as in `attnforge.attention`.
@@ -48,7 +48,11 @@ def flash_attn_func(
     """
     _refuse(dropout_p)
     expect_layout("(batch, seq, heads, head_dim)", q=q, k=k, v=v)
-    score = score_of(softcap, alibi_slopes, k.shape[1] - q.shape[1])
+    slanted = None
+    if alibi_slopes is not None:
+        expect_tensors(alibi_slopes=alibi_slopes)
+        slanted = alibi(alibi_slopes, k.shape[1] - q.shape[1])
+    score = score_of(softcap, slanted)
     mask = band(q.shape[1], k.shape[1], sides_of(causal, window_size), q.device)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     given: dict[str, Any] = {"scale": softmax_scale, "deterministic": deterministic, "score": score}
@@ -83,21 +87,25 @@ def flash_attn_varlen_func(
         a mask from them on the device, in a few microseconds; one attnforge.Spans for all layers of a step saves that.
     causal: bottom-right aligned in each document. Rows that see no key, and rows after the last document, give zeros.
     window_size: as for `flash_attn_func`, in each document.
+    softcap: as for `flash_attn_func`. alibi_slopes: float32 (Hq) or (documents, Hq), differentiable; positions count
+        within each document, the last query at the last key. One (Hq) with the same tensor for cu_seqlens_q and
+        cu_seqlens_k costs least: then distances are those of the packed tokens.
     return_attn_probs: return (out, lse, None), lse float32 (Hq, Tq), differentiable.
     max_seqlen_q, max_seqlen_k: ignored.
 
     Raises ValueError or TypeError naming an unsupported argument.
     """
     _refuse(dropout_p)
-    if alibi_slopes is not None:
-        raise ValueError("alibi_slopes: ALiBi of packed documents is not supported; pass None")
     if block_table is not None:
         raise ValueError("block_table: paged keys are not supported; pass None")
     expect_layout("(tokens, heads, head_dim)", q=q, k=k, v=v)
     mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal, window_size)
+    slanted = None
+    if alibi_slopes is not None:
+        slanted = alibi_of_documents(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q.shape[0])
     q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     given: dict[str, Any] = {"scale": softmax_scale, "deterministic": deterministic}
-    given["score"] = score_of(softcap, None, 0)
+    given["score"] = score_of(softcap, slanted)
     if not return_attn_probs:
         return attention(q, k, v, mask, **given)[0].transpose(0, 1)
     out, lse = attention(q, k, v, mask, return_lse=True, **given)
@@ -109,22 +117,44 @@ def _refuse(dropout_p: float) -> None:
         raise ValueError(f"dropout_p: got {dropout_p}, only 0.0 is supported")
 
 
-def score_of(softcap: float, alibi_slopes: Tensor | None, offset: int) -> Score | None:
-    """The function of flash-attn's arguments: the cap first, then ALiBi with the last query at the last key.
+def alibi_of_documents(slopes: Tensor, cu_q: Tensor, cu_k: Tensor, total_q: int) -> Score:
+    """score - slope * |i + Sk - Sq - j| of packed documents, i and j within the document, Sq and Sk its lengths.
 
-    softcap: 0 is none. alibi_slopes: float32 (Hq) or (B, Hq).
+    slopes: (Hq) or (documents, Hq), float32 or bfloat16. cu_q, cu_k: int32 (documents + 1). total_q: rows of q. Query
+    row r of the pack is at r + cu_k[d + 1] - cu_q[d + 1] among the packed keys, if it is of document d. Nothing is
+    read on the host. Raises ValueError or TypeError naming alibi_slopes.
     """
+    expect_tensors(alibi_slopes=slopes)
+    count = cu_q.numel() - 1
+    if slopes.dim() not in (1, 2) or (slopes.dim() == 2 and slopes.shape[0] != count):
+        raise ValueError(
+            f"alibi_slopes: got shape {tuple(slopes.shape)}, expected (heads_q) or ({count} documents, heads_q)"
+        )
+    plain = alibi(slopes)
+    if total_q == 0 or (slopes.dim() == 1 and cu_q is cu_k):
+        return plain if slopes.dim() == 1 else alibi(slopes[0])
+    rows = torch.arange(total_q, dtype=torch.int32, device=cu_q.device)
+    # Rows after the last document see no key: any document does for them.
+    document = torch.searchsorted(cu_q, rows, right=True).clamp(1, count) - 1
+    shift = (cu_k - cu_q)[1:][document]
+    dtype = plain.text.partition("t0: ")[2].partition("[")[0]
+    moved = "abs(q_idx + t1[q_idx] - kv_idx)"
+    if slopes.dim() == 1:
+        text = f"alibi(t0: {dtype}[1], t1: int32[1]): score - t0[h] * {moved}"
+        return Score(text, (*plain.tensors, shift))
+    text = f"alibi(t0: {dtype}[2], t1: int32[1], t2: int32[1]): score - t0[t2[q_idx], h] * {moved}"
+    return Score(text, (*plain.tensors, shift, document.int()))
+
+
+def score_of(softcap: float, slanted: Score | None) -> Score | None:
+    """The function of flash-attn's arguments: the cap first, 0 for none, then ALiBi."""
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap: got {type(softcap).__name__}, expected a number")
     if not 0.0 <= softcap < float("inf"):
         raise ValueError(f"softcap: got {softcap}, expected a number above 0, or 0 for none")
     capped = softcap_of(softcap) if softcap != 0.0 else None
-    if alibi_slopes is None:
-        return capped
-    expect_tensors(alibi_slopes=alibi_slopes)
-    slanted = alibi(alibi_slopes, offset)
-    if capped is None:
-        return slanted
+    if slanted is None or capped is None:
+        return slanted or capped
     head, _, formula = slanted.text.partition(": score ")
     cap = capped.text.removeprefix("softcap: ")
     return Score(f"softcap_{head}: {cap} {formula}", slanted.tensors)

@@ -74,6 +74,17 @@ inline void set_score(Params& p, const Variant& variant, at::TensorList tensors)
     }
 }
 
+// Where a backward adds up the gradients of the tensors that the formula wants them of.
+inline void set_score_gradients(Params& p, const Score& score, at::TensorList gradients) {
+    ScoreRef* const places[] = {&p.dscore0, &p.dscore1, &p.dscore2, &p.dscore3};
+    size_t next = 0;
+    for (size_t i = 0; i < score.tensors.size(); ++i) {
+        if (wants_gradient(score.text, i)) {
+            *places[i] = score_ref(gradients[next++]);
+        }
+    }
+}
+
 // The scale that kernels get. Some divide lse by it, all multiply it by log2(e), and both must stay finite. Beyond the
 // bounds it makes no difference to a softmax in float32 unless scores exceed 1e22, or differ by less than 1e-36.
 inline double softmax_scale(std::optional<double> scale, int64_t head_dim) {

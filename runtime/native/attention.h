@@ -30,6 +30,7 @@ inline BackwardResult differentiate_with(const Variant& variant, const Call& cal
     const Tensor &q = call.q, &k = call.k, &v = call.v;
     Tensor dq = like(q), dk = like(k), dv = like(v);
     Params params = make_params(call, variant, g.out, g.lse.const_data_ptr<float>());
+    set_score_gradients(params, call.score, call.score_gradients);
     params.dlse = g.dlse ? g.dlse->const_data_ptr<float>() : nullptr;
     params.dout = ref(g.dout);
     params.dq = ref(dq);

@@ -30,6 +30,16 @@ inline const auto& backward_op() {
     return op;
 }
 
+inline const auto& score_backward_op() {
+    static const auto op =
+        find_op<std::vector<Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                    const Tensor&, const OptionalTensor&, int64_t, std::optional<double>, bool,
+                                    c10::SymInt, const OptionalTensor&, int64_t, std::string_view,
+                                    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                    const OptionalTensor&, std::string_view)>("attnforge::score_backward");
+    return op;
+}
+
 // Would the dispatcher call the backend's kernel next, with at most autograd in between and no dispatch mode active?
 inline bool is_plain(std::initializer_list<const Tensor*> tensors, const OptionalTensor& mask) {
     c10::DispatchKeySet keys;
@@ -119,17 +129,18 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
 
     // With P the weights, d lse / d S = P: the gradient of the lse only changes the row's delta, see Params::dlse.
     static Variables backward(Context* context, Variables gradients) {
-        Variables result(4);
+        const auto given = [&](const char* name) {  // None if it was left out
+            const auto found = context->saved_data.find(name);
+            return found == context->saved_data.end() ? c10::IValue() : found->second;
+        };
+        const c10::IValue wanted = given("wanted");
+        Variables result(wanted.isNone() ? 4 : 8);
         const OptionalTensor dlse = with_lse && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
         if (!gradients[0].defined() && !dlse) {
             return result;
         }
         const auto saved = context->get_saved_variables();
         const Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[3]);
-        const auto given = [&](const char* name) {  // None if it was left out
-            const auto found = context->saved_data.find(name);
-            return found == context->saved_data.end() ? c10::IValue() : found->second;
-        };
         const c10::IValue kind = given("kind"), deterministic = given("deterministic");
         const c10::IValue visible_keys = given("visible_keys");
         const c10::IValue score = given("score"), mask_mod = given("mask_mod"), count = given("score_tensors");
@@ -139,16 +150,62 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
             const size_t place = saved.size() - (others - 5) + i;
             return place < saved.size() ? OptionalTensor(saved[place]) : std::nullopt;
         };
-        std::tie(result[0], result[1], result[2]) = backward_op().call(
-            dout, saved[0], saved[1], saved[2], saved[3], saved[4],
-            saved.size() > others ? OptionalTensor(saved[5]) : std::nullopt,
-            kind.isNone() ? int64_t{kFull} : kind.toInt(),
-            given("scale").template toOptional<double>(), !deterministic.isNone(),
-            visible_keys.isNone() ? c10::SymInt(0) : visible_keys.toSymInt(), dlse, 0,
-            text_of(score), score_tensor(0), score_tensor(1), score_tensor(2), score_tensor(3), text_of(mask_mod));
+        const auto differentiate = [&](const auto& op, std::string_view text) {
+            return op.call(dout, saved[0], saved[1], saved[2], saved[3], saved[4],
+                           saved.size() > others ? OptionalTensor(saved[5]) : std::nullopt,
+                           kind.isNone() ? int64_t{kFull} : kind.toInt(), given("scale").template toOptional<double>(),
+                           !deterministic.isNone(), visible_keys.isNone() ? c10::SymInt(0) : visible_keys.toSymInt(),
+                           dlse, 0, text, score_tensor(0), score_tensor(1), score_tensor(2), score_tensor(3),
+                           text_of(mask_mod));
+        };
+        if (wanted.isNone()) {
+            std::tie(result[0], result[1], result[2]) = differentiate(backward_op(), text_of(score));
+            return result;
+        }
+        const std::vector<Tensor> found = differentiate(score_backward_op(), wanted.toStringView());
+        std::copy(found.begin(), found.begin() + 3, result.begin());
+        for (size_t i = 0, next = 3; i < others - 5; ++i) {
+            if (wants_gradient(wanted.toStringView(), i)) {
+                result[3 + i] = found[next++];
+            }
+        }
         return result;
     }
 };
+
+// With captured tensors that require gradients.
+struct ScoredAttention : torch::autograd::Function<ScoredAttention> {
+    using Context = Attention<true>::Context;
+    using Variables = Attention<true>::Variables;
+
+    static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const OptionalTensor& /*score0*/, const OptionalTensor& /*score1*/,
+                             const OptionalTensor& /*score2*/, const OptionalTensor& /*score3*/, const Rest& rest,
+                             const std::string& wanted) {
+        Variables results = Attention<true>::forward(context, q, k, v, rest);
+        context->saved_data["wanted"] = wanted;
+        return results;
+    }
+    static Variables backward(Context* context, Variables gradients) {
+        Variables result = Attention<true>::backward(context, std::move(gradients));
+        result.resize(9);
+        return result;
+    }
+};
+
+// The text of a score that wants the gradients of those of its tensors that require them; empty if none does.
+inline std::string wanted_of(const Score& score) {
+    std::string text(score.text);
+    bool any = false;
+    for (size_t i = score.tensors.size(); i-- > 0;) {  // from the last one on: places of earlier ones stay
+        const size_t end = end_of_tensor(text, i);  // those of a mask are not in the text: a bool has no gradient
+        if (end != std::string::npos && score.tensors[i].requires_grad() && !wants_gradient(text, i)) {
+            text.insert(end, " grad");
+            any = true;
+        }
+    }
+    return any ? text : std::string();
+}
 
 // Is the call to be recorded? Outside of grad mode tangents would be lost without a word.
 inline bool records(const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -166,12 +223,14 @@ inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Te
                                       const OptionalTensor& score2, const OptionalTensor& score3,
                                       std::string_view mask_mod) {
     const Score score(text, {score0, score1, score2, score3}, mask_mod);
-    for (const Tensor& x : score.tensors) {
-        TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled() || !x.requires_grad(),
-                                    "attnforge: score: a captured tensor requires grad, but gradients of captured "
-                                    "tensors are not implemented; detach it");
-    }
     const Rest rest{mask, kind, scale, deterministic, std::move(visible_keys), variant, false, score};
+    if (at::GradMode::is_enabled() && !c10::impl::tls_is_dispatch_keyset_excluded(c10::autograd_dispatch_keyset)) {
+        if (const std::string wanted = wanted_of(score); !wanted.empty()) {
+            records(q, k, v);  // refuses forward mode
+            auto results = ScoredAttention::apply(q, k, v, score0, score1, score2, score3, rest, wanted);
+            return {results[0], results[1]};
+        }
+    }
     if (records(q, k, v)) {
         auto results = Attention<true>::apply(q, k, v, rest);
         return {results[0], results[1]};
@@ -194,6 +253,22 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
     const at::AutoDispatchBelowADInplaceOrView below;
     return backward_op().call(dout, q, k, v, out, lse, mask, kind, scale, deterministic, std::move(visible_keys), dlse,
                               variant, score, score0, score1, score2, score3, mask_mod);
+}
+
+inline std::vector<Tensor> score_backward_autograd(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const OptionalTensor& mask, int64_t kind, std::optional<double> scale, bool deterministic,
+    c10::SymInt visible_keys, const OptionalTensor& dlse, int64_t variant, std::string_view score,
+    const OptionalTensor& score0, const OptionalTensor& score1, const OptionalTensor& score2,
+    const OptionalTensor& score3, std::string_view mask_mod) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !at::GradMode::is_enabled() ||
+            !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad() ||
+              (dlse && dlse->requires_grad())),
+        "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return score_backward_op().call(dout, q, k, v, out, lse, mask, kind, scale, deterministic, std::move(visible_keys),
+                                    dlse, variant, score, score0, score1, score2, score3, mask_mod);
 }
 
 // `forward` without the lse. Its caller would make a Python object of it, only to drop it; and what an operator does

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -21,6 +22,18 @@ struct ScoreTensors {
     const OptionalTensor &x0, &x1, &x2, &x3;
 };
 
+// Where the declaration `tI: dtype[dims]` of tensor `i` of a formula ends, npos if there is none. With " grad" there,
+// its gradient is wanted.
+inline size_t end_of_tensor(std::string_view text, size_t i) {
+    const size_t begin = text.substr(0, text.find(')')).find("t" + std::to_string(i) + ":");
+    const size_t end = begin == std::string_view::npos ? begin : text.find(']', begin);
+    return end == std::string_view::npos ? end : end + 1;
+}
+inline bool wants_gradient(std::string_view text, size_t i) {
+    const size_t end = end_of_tensor(text, i);
+    return end != std::string_view::npos && text.substr(end, 5) == " grad";
+}
+
 // Functions of a score and of a dense mask: their texts (codegen/score.py), empty for none, and the tensors of the
 // score, then those of the mask.
 struct Score {
@@ -36,6 +49,14 @@ struct Score {
                 tensors.push_back(**x);
             }
         }
+    }
+    // How many of the tensors' gradients the text wants.
+    size_t wanted() const {
+        size_t count = 0;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            count += wants_gradient(text, i);
+        }
+        return count;
     }
     // As an operator takes it.
     OptionalTensor tensor(size_t i) const { return i < tensors.size() ? OptionalTensor(tensors[i]) : std::nullopt; }
@@ -59,6 +80,7 @@ struct Call {
     std::optional<double> scale;
     int64_t visible_keys = 0;  // keys that a query sees on average, 0: unknown
     const Score& score = no_score();
+    at::TensorList score_gradients = {};  // float32 sums, of zeros at first, for the tensors whose gradients are wanted
 
     // Of spans: are they unions of intervals, or in planes, as data of 5 dimensions is?
     bool is_union() const { return kind == kSpans && mask[0].dim() == 5; }

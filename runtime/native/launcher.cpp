@@ -22,6 +22,9 @@ TORCH_LIBRARY(attnforge, m) {
           "float? scale, bool deterministic=False, SymInt visible=0, Tensor? dlse=None, int variant=0, str score=\"\", "
           ATTNFORGE_SCORE_TENSORS ", str mask_mod=\"\") "
           "-> (Tensor dq, Tensor dk, Tensor dv)", tags);
+    m.def("score_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, int kind, "
+          "float? scale, bool deterministic=False, SymInt visible=0, Tensor? dlse=None, int variant=0, str score=\"\", "
+          ATTNFORGE_SCORE_TENSORS ", str mask_mod=\"\") -> Tensor[]", tags);
     m.def("attend(Tensor q, Tensor k, Tensor v, float? scale, bool deterministic=False, int kind=0, "
           "Tensor? mask=None, SymInt visible=0) -> Tensor", tags);
     m.def("attend_full(Tensor q, Tensor k, Tensor v, float? scale=None) -> Tensor", tags);
@@ -59,6 +62,7 @@ TORCH_LIBRARY(attnforge, m) {
     TORCH_LIBRARY_IMPL(attnforge, key, m) {                  \
         m.impl("forward", forward);                          \
         m.impl("backward", backward);                        \
+        m.impl("score_backward", score_backward);            \
         m.impl("mask_of_spans", mask_of_spans);              \
         m.impl("mask_of_pairs", mask_of_pairs);              \
         m.impl("mask_of_documents", mask_of_documents);      \
@@ -87,6 +91,7 @@ TORCH_LIBRARY_IMPL(attnforge, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(attnforge, Autograd, m) {
     m.impl("forward", forward_autograd);
     m.impl("backward", backward_autograd);
+    m.impl("score_backward", score_backward_autograd);
 }
 
 TORCH_LIBRARY_IMPL(attnforge, AutocastCPU, m) {

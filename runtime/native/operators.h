@@ -3,6 +3,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 
 #include "attention.h"
 #include "router.h"
@@ -71,6 +72,8 @@ inline BackwardResult run_backward(const Call& call, const Gradients& given, boo
     if (!acceptable(call) || !acceptable_gradients(given, call)) {
         complain(call, given.dout, given.out, given.lse, given.dlse);
     }
+    TORCH_CHECK_VALUE(call.score.wanted() == call.score_gradients.size(),
+                      "score: gradients of its tensors are results of score_backward");
     const c10::DeviceGuard guard(q.device());
     if (call.is_empty()) {
         return {like(q).zero_(), like(k).zero_(), like(v).zero_()};
@@ -89,17 +92,48 @@ inline BackwardResult run_backward(const Call& call, const Gradients& given, boo
     return differentiate_with(variant, call, {dout, out, lse, dlse}, current_stream(q.device()));
 }
 
+// Must a backward be deterministic? As torch's own kernels: with warn_only they only warn.
+inline bool in_order(bool deterministic) {
+    const at::Context& torch = at::globalContext();
+    return deterministic || (torch.deterministicAlgorithms() && !torch.deterministicAlgorithmsWarnOnly());
+}
+
 inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Tensor& out, const Tensor& lse, const OptionalTensor& mask, int64_t kind,
                                std::optional<double> scale, bool deterministic, int64_t visible_keys,
                                const OptionalTensor& dlse, int64_t variant_handle, std::string_view score,
                                const OptionalTensor& score0, const OptionalTensor& score1, const OptionalTensor& score2,
                                const OptionalTensor& score3, std::string_view mask_mod) {
-    const at::Context& torch = at::globalContext();  // as its own kernels: with warn_only they only warn
-    deterministic = deterministic || (torch.deterministicAlgorithms() && !torch.deterministicAlgorithmsWarnOnly());
     const Score given(score, {score0, score1, score2, score3}, mask_mod);
     return run_backward({q, k, v, mask_list(mask), kind, scale, visible_keys, given}, {dout, out, lse, dlse},
-                        deterministic, variant_handle);
+                        in_order(deterministic), variant_handle);
+}
+
+// As `backward`; behind its results the gradients of the tensors that the formula wants them of.
+inline std::vector<Tensor> score_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                          const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
+                                          int64_t kind, std::optional<double> scale, bool deterministic,
+                                          int64_t visible_keys, const OptionalTensor& dlse, int64_t variant_handle,
+                                          std::string_view score, const OptionalTensor& score0,
+                                          const OptionalTensor& score1, const OptionalTensor& score2,
+                                          const OptionalTensor& score3, std::string_view mask_mod) {
+    const Score given(score, {score0, score1, score2, score3}, mask_mod);
+    std::vector<Tensor> sums;
+    for (size_t i = 0; i < given.tensors.size(); ++i) {
+        if (wants_gradient(score, i)) {
+            const Tensor& x = given.tensors[i];
+            sums.push_back(at::zeros(x.sizes(), x.options().dtype(at::kFloat)));
+        }
+    }
+    auto [dq, dk, dv] = run_backward({q, k, v, mask_list(mask), kind, scale, visible_keys, given, sums},
+                                     {dout, out, lse, dlse}, in_order(deterministic), variant_handle);
+    std::vector<Tensor> results{std::move(dq), std::move(dk), std::move(dv)};
+    for (size_t i = 0, next = 0; i < given.tensors.size(); ++i) {
+        if (wants_gradient(score, i)) {
+            results.push_back(sums[next++].to(given.tensors[i].scalar_type()));
+        }
+    }
+    return results;
 }
 
 // The handle of the variant that runs such a call, of the backward if `dout` and `out` are given. For messages.

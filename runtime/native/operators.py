@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnforge.codegen.score import MAX_TENSORS, ScoreMod
 from attnforge.runtime import canary, dispatch, inputs, kernels
 from attnforge.runtime.build.settings import settings
 from attnforge.runtime.native.launcher import launcher
@@ -80,6 +83,19 @@ def _backward(
     return _like(q), _like(k), _like(v)
 
 
+def _score_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> list[Tensor]:
+    results = _backward(dout, q, k, v, *rest, **named)
+    # The arguments behind v, with their defaults.
+    values = dict(zip(_BEHIND_V, rest, strict=False)) | named
+    tensors = [values.get(f"score{i}") for i in range(MAX_TENSORS)]
+    wanted = ScoreMod(values.get("score", "")).wanted
+    gradients = [x for i, x in enumerate(tensors) if i in wanted and x is not None]
+    return [*results, *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in gradients)]
+
+
+_BEHIND_V = tuple(inspect.signature(_backward).parameters)[4:]
+
+
 def _complain(
     q: Tensor,
     k: Tensor,
@@ -146,6 +162,7 @@ def _mask_of_data(data: Tensor) -> Tensor:
 _FAKES: dict[str, Callable[..., object]] = {
     "forward": _forward,
     "backward": _backward,
+    "score_backward": _score_backward,
     "mask_of_spans": _mask_of_spans,
     "mask_of_pairs": _mask_of_pairs,
     "mask_of_documents": _mask_of_documents,

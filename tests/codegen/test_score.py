@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
-from attnforge.codegen.score import Program, ScoreError, ScoreMod
+from attnforge.codegen.score import TANH_SERIES, Program, ScoreError, ScoreMod, _near
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
@@ -26,10 +26,18 @@ FORMULAS = [
     "x = tanh(score); x * x + x * (q_idx - kv_idx // 2) + float(h % 3)",
     "score + 1.0 + (q_idx - kv_idx)",
 ]
+
+
+def tanh_near(x: Tensor, a: Tensor, k: Tensor) -> Tensor:
+    """What the polynomial of kernels gives for k * tanh(a x)."""
+    y = a * x
+    return k * sum((c * y ** (2 * i + 1) for i, c in enumerate(TANH_SERIES)), torch.zeros_like(y))
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
     "%": operator.mod, "<": operator.lt, ">": operator.gt, "==": operator.eq, "neg": operator.neg,
-    "float": lambda x: x * 1.0, "where": torch.where,
+    "float": lambda x: x * 1.0, "where": torch.where, "tanh_near": tanh_near,
 }  # fmt: skip
 
 
@@ -111,3 +119,42 @@ def test_specs_tell_scores_apart() -> None:
     assert [spec_from_json(s.to_json()) for s in specs] == specs
     assert "score" not in specs[0].to_json()
     assert "softcap" in specs[1].slug
+
+
+@pytest.mark.parametrize(
+    ("formula", "finite"),
+    [
+        ("30.0 * tanh(score / 30.0) + 2.0", True),
+        ("score * score", True),
+        ("log(score)", False),
+        ("exp(score)", False),
+        ("1.0 / score", False),
+        ("score * t0[h]", False),
+    ],
+)
+def test_whether_a_derivative_can_be_infinite(formula: str, finite: bool) -> None:
+    assert ScoreMod(f"a(t0: float32[1]): {formula}").slope_is_finite == finite
+
+
+@pytest.mark.parametrize(
+    ("formula", "near"),
+    [
+        ("30.0 * tanh(score / 30.0)", 30.0),
+        ("tanh(-(score * 0.5)) - 2.0 * tanh(score * 0.25)", 2.0),
+        ("tanh(score * score)", None),  # not of a multiple of the score
+        ("exp(score)", None),
+        ("tanh(score / 5000000.0)", None),  # its polynomial's coefficients would not fit float32
+        ("tanh(score * t0[h])", None),
+    ],
+)
+def test_up_to_which_score_tanh_is_a_polynomial(formula: str, near: float | None) -> None:
+    mod = ScoreMod(f"a(t0: float32[1]): {formula}")
+    assert mod.near == near
+    if near is None:
+        return
+    score = torch.linspace(-near, near, 101, dtype=torch.float64)
+    for program, result in (_near(*mod.parsed, True), _near(*mod.parsed, False)):
+        exact = value(*mod.parsed, score)
+        assert (value(program, result, score) - exact).abs().max() < 7e-6 * near
+    slope = value(*_near(*mod.gradient, False), score)
+    torch.testing.assert_close(slope, value(*mod.gradient, score), rtol=0, atol=2e-5)

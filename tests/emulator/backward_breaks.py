@@ -148,3 +148,17 @@ FROM_REGISTERS: dict[str, Break] = {
         "the kernel before has not ended",
     ),
 }
+
+# Of scores whose derivative is kept.
+SLOPES: dict[str, Break] = {
+    "lse of another step": (
+        {
+            "q_ring.stage * kRowStatsBytes, seen": "(q_ring.stage ^ (broken == n ? 1 : 0)) * kRowStatsBytes, seen"
+        },
+        "P with another lse",
+    ),
+    "S is read before it is complete": (
+        {"wgmma_wait<1>();  // dV and S": "broken == n ? wgmma_wait<2>() : wgmma_wait<1>();  // dV and S"},
+        "registers are read while a product writes them",
+    ),
+}

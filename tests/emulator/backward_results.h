@@ -25,6 +25,25 @@ static void require_masked(const Value& p) {
     const int entry = visit_of(p.keys, p.queries);
     require(p.kind == kP && entry >= 0 && p.masked == (entry & 1), "P is not masked as its visit says");
 }
+// Of a score whose derivative is kept: the visible pairs come first, then P, packed, and in place of S its product with
+// the derivative.
+template <class Spans>
+static unsigned seen_pairs(int query0, const Spans&) { return query0; }
+static unsigned seen_pairs(const Params&, int query0, int) { return query0; }
+template <class S, class F>
+static void probabilities(const Params&, S& s, F& frags, unsigned lse, unsigned seen, int, int head, int query0, int) {
+    Value& value = define(s);
+    const Write found = origin({{lse, lse + kRowStatsBytes / 2}}, lse);
+    require(value.kind == kS && value.queries.row == query0 && value.queries.head == head, "P of what is no S");
+    require(found.kind == kStats && found.queries == value.queries, "P with another lse");
+    require(seen == ~0u || static_cast<int>(seen) == query0, "the mask of another tile");
+    value.kind = kP;
+    value.masked = seen != ~0u;
+    Value& packed = define(frags);
+    packed.kind = kP;
+    packed.queries = value.queries;
+    packed.keys = value.keys;
+}
 template <class F, class S>
 static void pack_scores(F& frags, S& s) {
     const Value p = use(s);

@@ -125,6 +125,7 @@ static inline int __reduce_min_sync(unsigned, int x) {
 
 // Fibers give way only where they wait for one another.
 static inline void atomicAdd(int* sum, int x) { *sum += x; }
+static inline void atomicAdd(float* sum, float x) { *sum += x; }
 static inline void atomicMin(int* least, int x) { *least = min(*least, x); }
 static inline void atomicMax(int* most, int x) { *most = max(*most, x); }
 

@@ -51,6 +51,7 @@ BODIES = {
     "mma_half": "const unsigned a[2] = {a0, a1}; multiply(d, a, &b0, 8);",
     "exp2_approx": "return std::exp2(x);",
     "log2_approx": "return std::log2(x);",
+    "score_tanh_approx": "return std::tanh(x);",
     "min_or_nan": "return x > y ? y : x;",
     "pack": "return narrow_pair(low, high);",
     "to_float": "return widen(bits);",
@@ -138,6 +139,7 @@ class Emulated:
         self.held: list[Tensor] = []  # memory that Params point to
         self.scale: float | None = None
         self.score_tensors: tuple[Tensor, ...] = ()
+        self.score_gradients: dict[int, Tensor] = {}  # of those that the score wants, after a backward
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """(out, lse), as the operator."""
@@ -168,6 +170,9 @@ class Emulated:
         p.lse = lse.data_ptr()
         p.dlse = None if dlse is None else dlse.data_ptr()
         plan, heads = self.plan, p.batch * p.heads_q
+        for i in self.spec.problem.score.wanted:
+            self.score_gradients[i] = torch.zeros(self.score_tensors[i].shape)
+            setattr(p, f"dscore{i}", ScoreRef.of(self.score_gradients[i]))
         p.delta = self._workspace(heads * p.padded_q * 2)
         p.dq_accum = self._workspace(heads * p.padded_q * plan.columns)
         p.dkv_accum = self._kv_workspace(p)

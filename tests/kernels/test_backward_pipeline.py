@@ -17,17 +17,18 @@ from typing import Any
 
 import gxx
 import pytest
-from backward_breaks import BREAKS, BY_TURNS, FROM_REGISTERS, LAGGING, ORDERED, PLAIN, Break
+from backward_breaks import BREAKS, BY_TURNS, FROM_REGISTERS, LAGGING, ORDERED, PLAIN, SLOPES, Break
 from cpu_kernel import Params, full_params
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import Source, render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
 FLAGS = ("-std=c++17", "-Og", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
-REPLACED = ("PTX", "Tile schedule", "Products", "Softmax", "How results", "Preprocess")
+REPLACED = ("PTX", "Tile schedule", "Products", "Score", "Softmax", "How results", "Preprocess")
 KINDS = {"q": 1, "dout": 2, "k": 3, "v": 4, "dk": 5, "dv": 6}  # enum Kind
 FAKE = 1 << 40  # where device memory would be that nothing touches here
 # (batch, heads_q, heads_kv, query tiles, key tiles); a key tile visits all query tiles, or some of them.
@@ -49,12 +50,16 @@ ASM = {
 }
 
 
-def hopper(head_dim: int, mask: Mask, *knobs: int, **more: Any) -> Source:
+CURVED = "softcap: 30.0 * tanh(score / 30.0)"  # its derivative is not 1
+
+
+def hopper(head_dim: int, mask: Mask, *knobs: int, score: str = "", **more: Any) -> Source:
     stages, stages_dout, lag, in_regs, split, deterministic, descending = knobs
     flags = (bool(split), bool(deterministic), bool(descending))
     tuning = Sm90Backward(64, 128, stages, stages_dout, bool(lag), in_regs, *flags)
     tuning = replace(tuning, **more)
-    return render(Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning))
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=ScoreMod(score))
+    return render(Spec(problem, tuning))
 
 
 def translate(source: Source, breaks: dict[str, Break]) -> str:
@@ -193,6 +198,9 @@ class Simulated:
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, loaders=2, heads_together=2),
         hopper(128, Mask.SPANS, 3, 3, 0, 0, 0, 0, 1, dq_red=True),
         hopper(64, Mask.CAUSAL, 4, 2, 0, 2, 1, 0, 0, dq_red=True, loaders=2, heads_together=3),
+        hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1, score=CURVED),
+        hopper(64, Mask.CAUSAL, 2, 3, 1, 2, 0, 0, 0, score=CURVED),
+        hopper(64, Mask.CAUSAL, 4, 2, 0, 0, 1, 0, 0, score=CURVED, dq_red=True),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -208,8 +216,9 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 1, 0), BREAKS | ORDERED | BY_TURNS),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0, dq_red=True), FROM_REGISTERS),
+        (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, score=CURVED), SLOPES),
     ],
-    ids=["lagging", "lagging deterministic", "deterministic", "plain", "from registers"],
+    ids=["lagging", "lagging deterministic", "deterministic", "plain", "from registers", "curved score"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     kernel = Simulated(source, tmp_path, breaks)

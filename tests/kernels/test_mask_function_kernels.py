@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Mapping
+from enum import Enum
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -91,7 +92,7 @@ extern "C" void run(const Params* p, int plane, int row, int column, float* out)
     launch([=] {
         float s[kWidth / 2];
         std::fill(s, s + kWidth / 2, 1.0f);
-        apply_mask(*p, plane, s, PLACE);
+        APPLY
         for (int i = 0; i < kWidth / 2; ++i) {
             const int place = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
             out[(threadIdx.x / 4 + i / 2 % 2 * 8) * kWidth + place] = s[i];
@@ -101,16 +102,30 @@ extern "C" void run(const Params* p, int plane, int row, int column, float* out)
 """
 
 
+ALIBI = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
+# A score whose derivative is not 1, whose backward takes the visible pairs as bits.
+CURVED = "softcap: 30.0 * tanh(score / 30.0)"
+BITS = """const unsigned seen = seen_pairs(*p, plane, PLACE);
+        for (int i = 0; i < kWidth / 2; ++i) {
+            s[i] = seen >> i & 1;
+        }"""
+
+
 @pytest.mark.parametrize("name", ["documents", "window", "heads"])
-@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
-def test_a_warp_of_the_hopper_kernels(direction: Direction, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("direction", "score"),
+    [(FORWARD, ""), (BACKWARD, ""), (BACKWARD, CURVED)],
+    ids=["fwd", "bwd", "bwd of a curved score"],
+)
+def test_a_warp_of_the_hopper_kernels(direction: Direction, score: str, name: str, tmp_path: Path) -> None:
     """Which pair an element of a fragment is: rows are queries in the forward, keys in the backward."""
-    spec, forward = first(direction, Arch.SM90A, DType.BFLOAT16, name, 64), direction is FORWARD
+    spec, forward = first(direction, Arch.SM90A, DType.BFLOAT16, name, 64, score), direction is FORWARD
     mask = masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu")
     head, *sections = re.split(r"(?=^// ---- )", full_params(render(spec).text), flags=re.MULTILINE)
     kept = [s for s in sections if s.startswith(("// ---- Specialisation", "// ---- Mask"))]
+    called = "unsigned seen_pairs(" if score else "void apply_mask("
     apply = re.search(
-        r"^__device__ [^\n]* void apply_mask\(.*?^}\n", "".join(sections), re.MULTILINE | re.DOTALL
+        rf"^__device__ [^\n]* {re.escape(called)}.*?^}}\n", "".join(sections), re.MULTILINE | re.DOTALL
     )
     assert apply is not None
     width, place = (
@@ -118,9 +133,10 @@ def test_a_warp_of_the_hopper_kernels(direction: Direction, name: str, tmp_path:
         if forward
         else ("kTileM", "column, row + threadIdx.x / 4")
     )
-    text = "".join((head, *kept)) + (apply.group() if "void apply_mask(" not in "".join(kept) else "")
+    text = "".join((head, *kept)) + (apply.group() if called not in "".join(kept) else "")
     path = tmp_path / "mask.cpp"
-    run = RUN.replace("kWidth", width).replace("PLACE", place)
+    run = RUN.replace("APPLY", BITS if score else "apply_mask(*p, plane, s, PLACE);")
+    run = run.replace("kWidth", width).replace("PLACE", place)
     path.write_text('#include "emulator.h"\n' + text.replace("#pragma unroll", "//") + run)
     library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
     columns = spec.tuning.tile_n if forward else spec.tuning.tile_m
@@ -155,6 +171,14 @@ def test_a_kernel_without_functions_is_no_choice() -> None:
 
 def test_one_text_has_each_helper_once() -> None:
     """A score and a mask that read tensors of one form share what loads them; the tensors of the score come first."""
+    learned = "a(t0: float32[1] grad, t1: int32[1]): score + t0[t1[q_idx]] * tanh_approx(score)"
+    for arch in (Arch.CPU, Arch.SM80):
+        text = render(first(BACKWARD, arch, DType.BFLOAT16, "documents", score=learned)).text
+        helpers = re.findall(
+            r"(\w+)\((?:const ScoreRef& t|float x\) \{ return|float x\) \{$)", text, re.MULTILINE
+        )
+        assert {"score_at", "load_int32_1d", "place_1d", "score_tanh_approx"} <= set(helpers)
+        assert len(helpers) == len(set(helpers))
     score = "a(t0: int32[1]): score + t0[h] * floor(score)"
     for arch in (Arch.CPU, Arch.SM80, Arch.SM90A):
         text = render(first(FORWARD, arch, DType.BFLOAT16, "documents", score=score)).text
@@ -183,15 +207,17 @@ def test_nvcc(
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A], ids=lambda x: x.value)
-@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
+@pytest.mark.parametrize(
+    ("arch", "direction", "score"),
+    [*product((Arch.SM80, Arch.SM90A), Direction, (ALIBI,)), (Arch.SM90A, BACKWARD, CURVED)],
+    ids=lambda x: x.value if isinstance(x, Enum) else ScoreMod(x).name,
+)
 def test_nvcc_with_a_score(
-    direction: Direction, arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arch: Arch, direction: Direction, score: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if toolchain.find_nvcc(dict(toolchain._environment())) is None:
         pytest.skip(toolchain.NVCC_PLACES)
     monkeypatch.setenv(COMPILER, "nvcc")
-    score = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
     spec = first(direction, arch, DType.BFLOAT16, "documents", 128, score)
     assert not SERIALISED.search(check_resources(render(spec), tmp_path))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 from mask_functions import functions, visible
 from oracle import Shape, check, draw
-from score_oracle import attended, compare, oracle
+from score_oracle import attended, compare, learned, learned_oracle, oracle
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 from torch.testing import assert_close
@@ -63,6 +64,31 @@ def test_with_a_score() -> None:
         x.dout,
     )
     compare(attended(x.q, x.k, x.v, mask_of("documents"), score, x.dout), exact, 3e-6)
+
+
+def test_with_a_learned_score() -> None:
+    """Gradients of the score's tensors, which come before those of the mask; also of compiled code."""
+    x, mask = draw(SHAPE, torch.float32, "cpu"), mask_of("documents")
+    make, formula, tensors = learned(SHAPE.batch, 4, SHAPE.seq_q, SHAPE.seq_k)["sharpened"]
+    seen = attnforge.DenseMask(visible(functions(SHAPE)["documents"], SHAPE))
+    exact = learned_oracle(x.q, x.k, x.v, seen, formula, tensors, x.dout)
+    score, inputs = make(*tensors), (x.q, x.k, x.v, *tensors)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnforge.attention(q, k, v, mask, score=score)
+
+    out, lse = attnforge.attention(x.q, x.k, x.v, mask, score=score, return_lse=True)
+    ours = torch.autograd.grad(out, inputs, x.dout)
+    for got, answer in zip(ours, exact, strict=True):
+        assert (got.double() - answer).abs().max() <= 2e-5 * answer.abs().max()
+    whole = torch.compile(call, fullgraph=True, backend="aot_eager")(x.q, x.k, x.v)
+    for got, answer in zip(torch.autograd.grad(whole, inputs, x.dout), ours, strict=True):
+        assert_close(got, answer)
+    text = re.sub(r"(t\d: float32\[\d\])", r"\1 grad", score.text)
+    captured = tuple(t.detach() for t in (*score.tensors, *mask.tensors))
+    q, k, v, out, lse = (t.detach() for t in (x.q, x.k, x.v, out, lse))
+    arguments = (x.dout, q, k, v, out, lse, mask.data, 3, None, False, 0, None, 0, text, *captured, mask.text)
+    torch.library.opcheck(torch.ops.attnforge.score_backward.default, arguments)
 
 
 def test_what_a_function_becomes() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from oracle import Shape, draw, make_mask
-from score_oracle import attended, compare, functions, oracle
+from score_oracle import attended, compare, functions, learned, learned_oracle, oracle
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -110,13 +110,75 @@ def test_wrong_arguments_are_named() -> None:
             )
 
 
-def test_a_captured_tensor_that_requires_grad_is_refused() -> None:
+def check_learned(name: str, dtype: torch.dtype, mask: str, device: str, limit: float) -> None:
+    shape = SHAPE
+    x = draw(shape, dtype, device)
+    seen = make_mask(mask, shape.seq_q, shape.seq_k, device)
+    score, formula, tensors = learned(shape.batch, x.q.shape[1], shape.seq_q, shape.seq_k, device)[name]
+    exact = learned_oracle(x.q, x.k, x.v, seen, formula, tensors, x.dout)
+    out = attnforge.attention(x.q, x.k, x.v, seen, score=score(*tensors))
+    ours = torch.autograd.grad(out, (x.q, x.k, x.v, *tensors), x.dout)
+    for got, answer, like in zip(ours, exact, (x.q, x.k, x.v, *tensors), strict=True):
+        assert got.dtype == like.dtype
+        size, slack = answer.abs().max().item(), 2**-8 if got.dtype == torch.bfloat16 else 0.0
+        assert (got.double() - answer).abs().max().item() <= (limit + slack) * size, name
+
+
+@pytest.mark.parametrize("mask", ["full", "spans"])
+@pytest.mark.parametrize("name", ["slopes", "plane", "table", "sharpened"])
+def test_gradients_of_captured_tensors(name: str, mask: str) -> None:
+    check_learned(name, torch.float32, mask, "cpu", 2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["full", "causal", "spans", "dense"])
+@pytest.mark.parametrize("name", ["slopes", "plane", "table", "sharpened"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gradients_of_captured_tensors_on_a_gpu(dtype: torch.dtype, name: str, mask: str) -> None:
+    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[dtype]
+    # That of a slope sums dS times distances, which cancels: what rounding of out leaves in delta does not.
+    check_learned(name, dtype, mask, "cuda", limit * (4 if name == "slopes" else 1))
+
+
+def test_gradients_of_some_captured_tensors() -> None:
+    """Only what requires grad gets one, also if q, k and v need none; the deterministic mode refuses."""
     x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
-    slopes = torch.rand(2, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="captured tensor requires grad"):
-        attnforge.attention(x.q, x.k, x.v, score=scores.alibi(slopes))
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    slopes, table = torch.rand(2, requires_grad=True), torch.rand(3)
+    score = scores.score_mod(lambda s, b, h, i, j: s - slopes[h] * (i - j).abs() + table[j % 3])
+    out, lse = attnforge.attention(q, k, v, score=score, return_lse=True)
+    (found,) = torch.autograd.grad(lse.sum(), slopes)
+    exact = slopes.detach().double().requires_grad_()
+    i, j = torch.arange(5)[:, None], torch.arange(7)
+    plain = q.double() @ k.repeat_interleave(2 // k.shape[1], 1).double().mT * 0.25
+    logits = plain - exact[:, None, None] * (i - j).abs() + table.double()[j % 3]
+    assert_close(
+        found.double(), torch.autograd.grad(logits.logsumexp(-1).sum(), exact)[0], rtol=1e-5, atol=1e-5
+    )
+    assert out.grad_fn is not None
     with torch.no_grad():
-        attnforge.attention(x.q, x.k, x.v, score=scores.alibi(slopes))
+        assert not attnforge.attention(q, k, v, score=score).requires_grad
+    strict = attnforge.attention(q, k, v, score=score, deterministic=True)
+    with pytest.raises(ValueError, match="in a fixed order"):
+        strict.sum().backward()
+    arguments = (x.dout, q, k, v, out.detach(), lse.detach(), None, 0, None, False, 0, None, 0)
+    words = (score.text.replace("t0: float32[1]", "t0: float32[1] grad"), slopes.detach(), table)
+    torch.library.opcheck(torch.ops.attnforge.score_backward.default, arguments + words)
+    with pytest.raises(ValueError, match="results of score_backward"):
+        torch.ops.attnforge.backward(*arguments, *words)
+
+
+def test_learned_scores_are_compiled() -> None:
+    x = draw(Shape(20, 33, 16, 1, 2), torch.float32, "cpu")
+    table = torch.randn(2, 5, requires_grad=True)
+
+    def call(q: Tensor, table: Tensor) -> Tensor:
+        return attnforge.attention(q, x.k.detach(), x.v.detach(), score=scores.relative_bias(table))
+
+    whole = torch.compile(call, fullgraph=True, backend="aot_eager")(x.q, table)
+    ours = torch.autograd.grad(whole, (x.q, table), x.dout)
+    for a, b in zip(ours, torch.autograd.grad(call(x.q, table), (x.q, table), x.dout), strict=True):
+        assert_close(a, b)
 
 
 def test_extreme_scores_give_no_nan() -> None:

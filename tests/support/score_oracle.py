@@ -71,6 +71,8 @@ def functions(
 
     return {
         "softcap": (scores.softcap(2.0), lambda s, b, h, i, j: 2 * torch.tanh(s / 2)),
+        "wide softcap": (scores.softcap(20.0), lambda s, b, h, i, j: 20 * torch.tanh(s / 20)),
+        "approximate": (scores.softcap(3.0, approximate=True), lambda s, b, h, i, j: 3 * torch.tanh(s / 3)),
         "alibi": (scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
         "aligned": (
             scores.alibi(slopes, seq_k - seq_q),
@@ -104,3 +106,58 @@ def attended(
     out, lse = attnforge.attention(q, k, v, mask, score=score, return_lse=True)
     outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, (q, k, v), gradients)]
+
+
+def learned(
+    batch: int, heads: int, seq_q: int, seq_k: int, device: str = "cpu"
+) -> dict[str, tuple[Callable[..., scores.Score], Function, list[Tensor]]]:
+    """Scores of learned tensors by name: each from its tensors, its formula from them in float64, and the tensors."""
+    draw = torch.Generator().manual_seed(6)
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=draw) * size).to(device, dtype).requires_grad_()
+
+    def sharpened(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *x: Tensor) -> Tensor:
+        return 3 * torch.tanh(score * x[0][h]) + torch.where(kv_idx < 50, x[1][b, q_idx], 0.0)
+
+    def traced(*x: Tensor) -> scores.Score:
+        return scores.score_mod(lambda *at: sharpened(*at, *x))
+
+    return {
+        "slopes": (
+            scores.alibi,
+            lambda s, b, h, i, j, x: s - x[h] * (i - j).abs(),
+            [tensor(heads, size=0.03)],
+        ),
+        "plane": (
+            scores.bias,
+            lambda s, b, h, i, j, x: s + x[0, h, i, j],
+            [tensor(1, heads, seq_q, seq_k)],
+        ),
+        "table": (
+            scores.relative_bias,
+            lambda s, b, h, i, j, x: s + x[h, 10 + (j - i).clamp(-10, 10)],
+            [tensor(heads, 21, dtype=torch.bfloat16)],
+        ),
+        "sharpened": (traced, sharpened, [tensor(heads), tensor(batch, seq_q)]),
+    }
+
+
+def learned_oracle(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, function: Function, tensors: list[Tensor], dout: Tensor
+) -> list[Tensor]:
+    """[dq, dk, dv, the gradient of each tensor] in float64."""
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, *tensors)]
+    queries, keys, values = exact[:3]
+    group = q.shape[1] // k.shape[1]
+    score = queries @ keys.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5
+    index = torch.meshgrid(*(torch.arange(n, device=q.device) for n in score.shape), indexing="ij")
+    score = function(score, *index, *exact[3:])
+    if mask is not None:
+        seen = mask.visible(q.shape[2], k.shape[2], str(q.device))
+        score = score.masked_fill(~seen, -1e30)
+        weights = torch.softmax(score, -1) * seen
+    else:
+        weights = torch.softmax(score, -1)
+    out = weights @ values.repeat_interleave(group, 1)
+    return list(torch.autograd.grad(out, exact, dout.double()))

@@ -185,7 +185,7 @@ def test_a_mask_made_in_inference_serves_training() -> None:
     ("name", "value"),
     [
         ("dropout_p", 0.1),
-        ("alibi_slopes", torch.ones(1)),
+        ("alibi_slopes", torch.ones(3, 1)),
         ("block_table", torch.zeros(1, 1, dtype=torch.int32)),
     ],
 )
@@ -264,3 +264,31 @@ def test_softcap_and_alibi(slopes: Tensor | None) -> None:
         score = score - slopes.expand(3, 2)[:, :, None, None] * distance.abs()
     weights = score.masked_fill(distance > 0, -torch.inf).softmax(-1)
     torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", weights, v))
+
+
+@pytest.mark.parametrize("form", ["heads", "documents", "one cu_seqlens"])
+def test_alibi_of_packed_documents(form: str) -> None:
+    """Distances count within each document, the last query at the last key; slopes of documents are their own."""
+    cu_q, cu_k = bounds([3, 0, 5, 2]), bounds([4, 2, 5, 6])
+    if form == "one cu_seqlens":
+        cu_k = cu_q
+    slopes = (torch.rand(4, 2) if form == "documents" else torch.rand(2)).requires_grad_()
+    q, k, v = (
+        torch.randn(length, 2, 8) for length in (12, int(cu_k[-1]), int(cu_k[-1]))
+    )  # two rows of no document
+    out = attnforge.flash_attn_varlen_func(q, k, v, cu_q, cu_k, causal=True, softcap=2.0, alibi_slopes=slopes)
+    exact = torch.zeros_like(out)
+    for d in range(4):
+        of_q, of_k = slice(cu_q[d], cu_q[d + 1]), slice(cu_k[d], cu_k[d + 1])
+        found = attnforge.flash_attn_func(
+            q[None, of_q], k[None, of_k], v[None, of_k], causal=True, softcap=2.0,
+            alibi_slopes=slopes[d] if form == "documents" else slopes,
+        )  # fmt: skip
+        exact[of_q] = found[0]
+    torch.testing.assert_close(out, exact)
+    for a, b in zip(
+        torch.autograd.grad(out.square().sum(), slopes),
+        torch.autograd.grad(exact.square().sum(), slopes),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,221 @@
+"""The cost of scores: plain attention, softcap, ALiBi, biases and sinks, forward and backward, in one interleaved run.
+
+    python benchmarks/scores.py [--pack pretrain/0 causal/4x8192] [--model 28/4/128] [--flex] [--markdown FILE]
+
+"softcap 50" has all scores of standard normal inputs within the cap, where tanh is a polynomial; "softcap 0.5" has
+tiles beyond it, which take the general tanh; "approximate" takes the hardware's. "learned" also computes the gradient
+of the table. "share" is the time of plain attention over the line's. `--flex` adds FlexAttention with the same scores,
+compiled for each. The error is that of out, or the largest of dq, dk and dv, relative to their RMS, against the same
+formula in float64 on 64 queries in the middle and all keys of one head; of the backward with a dout of zeros elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnforge
+from attnforge import scores
+from attnforge.bagel.measure import peers
+from attnforge.bagel.measure.bench import machine
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime.search.case import Case, Inputs
+from attnforge.runtime.search.reference import visible_rows
+from attnforge.runtime.search.timing import Effort, measure_interleaved, rotate
+
+REACH = 128  # distances of the relative bias
+ROWS = 64  # queries of the check
+Function = Callable[..., Tensor]
+HEAD = ("case, pass", "score", "ms", "TFLOP/s", "share of plain", "of FlexAttention", "error")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One score: as ours takes it, and as FlexAttention and the check do."""
+
+    score: scores.Score | None
+    function: Function | None
+    sinks: Tensor | None = None
+    learned: tuple[Tensor, ...] = ()  # that get a gradient, too
+
+
+def contestants(case: Case) -> dict[str, Contestant]:
+    """By name; "plain" is the first."""
+    device, heads = case.device, case.heads_q
+    slopes = 2.0 ** -torch.linspace(1, 8, heads, device=device)
+    table = torch.randn(heads, 2 * REACH + 1, device=device)
+    learned = table.clone().requires_grad_()
+
+    def cap(limit: float) -> Function:
+        return lambda s, b, h, i, j: limit * torch.tanh(s / limit)
+
+    def relative(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + table[h, (j - i).clamp(-REACH, REACH) + REACH]
+
+    return {
+        "plain": Contestant(None, None),
+        "softcap 50": Contestant(scores.softcap(50.0), cap(50.0)),
+        "softcap 50, approximate": Contestant(scores.softcap(50.0, approximate=True), cap(50.0)),
+        "softcap 0.5": Contestant(scores.softcap(0.5), cap(0.5)),
+        "ALiBi": Contestant(scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
+        "relative bias": Contestant(scores.relative_bias(table), relative),
+        "relative bias, learned": Contestant(scores.relative_bias(learned), relative, learned=(learned,)),
+        "sinks": Contestant(None, None, torch.zeros(heads, device=device)),
+    }
+
+
+def ours(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
+    """A call on the inputs of an index."""
+
+    def forward(index: int) -> Tensor:
+        x = sets[index]
+        return attnforge.attention(x.q, x.k, x.v, case.mask, score=one.score, sinks=one.sinks)
+
+    return _timed(forward, direction, sets, one.learned)
+
+
+def flex(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
+    """FlexAttention with the same score. Raises Unavailable for sinks."""
+    if one.sinks is not None or one.learned:
+        raise Unavailable("is not compared")
+    mod = peers._mask_mod(case)
+    block_mask = mod and peers._block_mask(mod, case, "once")
+    call = peers._compiled_flex()
+
+    def forward(index: int) -> Tensor:
+        x = sets[index]
+        out: Tensor = call(x.q, x.k, x.v, score_mod=one.function, block_mask=block_mask, enable_gqa=True)
+        return out
+
+    return _timed(forward, direction, sets, ())
+
+
+def _timed(
+    forward: Callable[[int], Tensor], direction: Direction, sets: list[Inputs], learned: tuple[Tensor, ...]
+) -> Callable[[int], Any]:
+    if direction is Direction.FORWARD:
+
+        def alone(index: int) -> Tensor:
+            with torch.no_grad():
+                return forward(index)
+
+        return alone
+    saved = [forward(index) for index in range(len(sets))]
+
+    def backward(index: int) -> Any:
+        x = sets[index]
+        return torch.autograd.grad(saved[index], (x.q, x.k, x.v, *learned), x.dout, retain_graph=True)
+
+    return backward
+
+
+def error(case: Case, one: Contestant, direction: Direction, x: Inputs) -> float:
+    """Of queries of head 0 of batch entry 0, see the module."""
+    group = case.heads_q // case.heads_kv
+    rows = torch.arange(ROWS, device=case.device) + case.seq_q // 2
+    seen = visible_rows(case.mask, rows, case.seq_q, case.seq_k)[0, 0]
+    q, k, v = (t.detach().double().requires_grad_() for t in (x.q[:1, :1, rows], x.k[:1, :1], x.v[:1, :1]))
+    score = q @ k.mT * case.head_dim**-0.5
+    if one.function is not None:
+        at = torch.meshgrid(*(torch.arange(n, device=case.device) for n in score.shape), indexing="ij")
+        score = one.function(score, at[0], at[1], at[2] + rows[0], at[3])
+    score = score.masked_fill(~seen, -torch.inf)
+    lse = score.logsumexp(-1, keepdim=True)
+    if one.sinks is not None:
+        lse = torch.logaddexp(lse, one.sinks[0].double())
+    exact = (score - lse).exp() @ v
+    dout = torch.zeros_like(x.dout[:1, :group])
+    dout[:, :1, rows] = x.dout[:1, :1, rows]
+    mine = [t[:1, : group if i == 0 else 1].detach().requires_grad_() for i, t in enumerate((x.q, x.k, x.v))]
+    sinks = None if one.sinks is None else one.sinks[:group]
+    out = attnforge.attention(mine[0], mine[1], mine[2], case.mask, score=one.score, sinks=sinks)
+    if direction is Direction.FORWARD:
+        return _relative(out[:, :1, rows], exact)
+    got = torch.autograd.grad(out, mine, dout)
+    answers = torch.autograd.grad(exact, (q, k, v), dout[:, :1, rows].double())
+    return max(map(_relative, (got[0][:, :1, rows], got[1], got[2]), answers))
+
+
+def _relative(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[str]:
+    """Rows of the table of one case and direction. Who cannot run is reported and left out."""
+    device = case.device
+    sets = [Inputs(*t) for t in rotate(tuple(case.inputs()), device)]
+    for x in sets:
+        for t in (x.q, x.k, x.v):
+            t.requires_grad_()
+    known = contestants(case)
+    calls: dict[str, Callable[[int], Any]] = {}
+    for name, one in known.items():
+        calls[name] = ours(case, one, direction, sets)
+        if args.flex:
+            try:
+                with peers.as_unavailable():
+                    call = flex(case, one, direction, sets)
+                    call(0)
+                    calls[f"flex {name}"] = call
+            except Unavailable as reason:
+                print(f"flex {name} {direction.value}: {reason}", flush=True)
+    times = measure_interleaved(
+        calls, [(i,) for i in range(len(sets))], device, Effort(seconds=args.seconds, warmups=2)
+    )
+    found = []
+    for name, one in known.items():
+        ms = times[name].median
+        peer = times.get(f"flex {name}")
+        cells = (
+            f"{case.name}, {direction.value}",
+            name,
+            f"{ms:.3f}",
+            f"{case.flops(direction) / ms / 1e9:.4g}",
+            f"{times['plain'].median / ms:.2f}",
+            f"{peer.median / ms:.2f}" if peer else "-",
+            f"{error(case, one, direction, sets[0]):.1e}",
+        )
+        found.append(f"| {' | '.join(cells)} |")
+        print(found[-1], flush=True)
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The cost of scores beside plain attention.")
+    parser.add_argument("--pack", nargs="+", default=["pretrain/0", "causal/4x8192"])
+    parser.add_argument("--model", default="28/4/128")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in DType], default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="seconds of timed calls of each contestant"
+    )
+    parser.add_argument("--flex", action="store_true", help="add FlexAttention with the same scores")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device(args.device)
+    table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    for pack in args.pack:
+        case = make_case(pack, args.model, DType(args.dtype), device)
+        for direction in Direction:
+            table += measure(case, direction, args)
+    facts = ", ".join(f"{key} {value}" for key, value in machine(device).items())
+    text = "\n".join((facts, "", *table, ""))
+    print(text)
+    if args.markdown:
+        args.markdown.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
