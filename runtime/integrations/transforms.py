@@ -55,6 +55,12 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        wanted = [n for n, need in zip(_names(_FORWARD), ctx.needs_input_grad, strict=True) if need]
+        if any(name not in _INPUTS for name in wanted):
+            raise NotImplementedError(
+                "attnforge: score: gradients of captured tensors in torch.func's transforms are not implemented; "
+                "use torch.autograd.grad or backward()"
+            )
         values = ctx.rest | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
         values |= {"dout": dout, "dlse": dlse}
         gradients = _BACKWARD(*_values(_BACKWARD, (), values).values())

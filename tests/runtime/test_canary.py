@@ -139,6 +139,7 @@ def test_functions_that_jump_with_the_score_are_not_compared() -> None:
 
     assert sampled.jumps(ScoreMod(attnforge.scores.score_mod(step).text))
     assert not sampled.jumps(ScoreMod(attnforge.scores.score_mod(window).text))
+    assert sampled.jumps(ScoreMod(attnforge.scores.softcap(3.0, approximate=True).text))
 
 
 def test_masks_that_rounding_decides_are_not_compared(

@@ -168,6 +168,17 @@ def test_gradients_of_some_captured_tensors() -> None:
         torch.ops.attnforge.backward(*arguments, *words)
 
 
+def test_transforms_refuse_gradients_of_captured_tensors() -> None:
+    x, slopes = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu"), torch.rand(2)
+
+    def call(q: Tensor, slopes: Tensor) -> Tensor:
+        return attnforge.attention(q, x.k.detach(), x.v.detach(), score=scores.alibi(slopes)).sum()
+
+    assert torch.func.grad(call)(x.q.detach(), slopes).any()
+    with pytest.raises(NotImplementedError, match="gradients of captured tensors"):
+        torch.func.grad(call, argnums=1)(x.q.detach(), slopes)
+
+
 def test_learned_scores_are_compiled() -> None:
     x = draw(Shape(20, 33, 16, 1, 2), torch.float32, "cpu")
     table = torch.randn(2, 5, requires_grad=True)
