@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from attnforge.codegen.families import family_of, make_plan
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Problem, Spec
+from attnforge.codegen.spec import Problem, Spec, Tuning
 
 
-def candidates(problem: Problem) -> Iterator[Spec]:
-    """Feasible specs of `problem`, best guesses first, none twice; none if no family computes it."""
+def candidates(problem: Problem, wanted: Callable[[Tuning], bool] = lambda tuning: True) -> Iterator[Spec]:
+    """Feasible specs of `problem`, best guesses first, none twice; none if no family computes it.
+
+    Plans are made of `wanted` ones only: the space of a Hopper backward has thousands.
+    """
     try:
         space = family_of(problem).space(problem)
     except Infeasible:
         return
     seen = set()
     for tuning in space:
-        if tuning in seen:
+        if tuning in seen or not wanted(tuning):
             continue
         seen.add(tuning)
         spec = Spec(problem, tuning)

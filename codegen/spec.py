@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Literal, get_type_hints
 
 from attnforge.codegen.score import MAX_TENSORS, Formula, MaskMod, ScoreMod
@@ -335,7 +336,7 @@ class Spec:
     problem: Problem
     tuning: Tuning
 
-    @property
+    @cached_property
     def slug(self) -> str:
         """File-name-safe identity, e.g. `fwd_sm80_bf16_d128_spans_a16_m128_n64_w4_s1_q0`.
 

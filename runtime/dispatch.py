@@ -127,7 +127,8 @@ def _deterministic(spec: Spec) -> Spec | None:
     try:
         return strict if make_plan(strict).deterministic else None
     except Infeasible:
-        fixed = (other for other in candidates(spec.problem) if make_plan(other).deterministic)
+        space = candidates(spec.problem, lambda tuning: bool(getattr(tuning, "deterministic", False)))
+        fixed = (other for other in space if make_plan(other).deterministic)
         return min(fixed, key=lambda other: _differing(other, knobs), default=None)
 
 
