@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
-from attnforge.codegen.families import family_of, make_plan
-from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Problem, Spec
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Problem, Spec, Tuning
 
 
 def sample(problem: Problem, first: int = 600, every: int = 97) -> Iterator[Spec]:
-    """Feasible specs: of the first ones of the space, then of every so many. Some may be there twice."""
-    try:
-        space = family_of(problem).space(problem)
-    except Infeasible:
-        return
-    for number, tuning in enumerate(space):
-        if number >= first and number % every:
-            continue
-        spec = Spec(problem, tuning)
-        try:
-            make_plan(spec)
-        except Infeasible:
-            continue
-        yield spec
+    """Feasible specs: of the first ones of the space, then of every so many."""
+    numbers = count()
+
+    def taken(_: Tuning) -> bool:
+        number = next(numbers)
+        return number < first or number % every == 0
+
+    return candidates(problem, taken)
