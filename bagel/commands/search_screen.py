@@ -274,7 +274,7 @@ def remarks(finished: Finished) -> Iterator[str]:
     facts = (f"{name} {value}" for name, value in finished.conditions.facts.items())
     yield from ([f"conditions: {'; '.join(facts)}"] if finished.conditions.facts else [])
     if finished.finalists < len(finished.ranked[:SHOWN]):
-        yield "variants in grey were timed once, at another moment than the others"
+        yield "variants in grey were timed once, in turns with one variant"
     if finished.tied:
         yield f"the winner and {finished.tied} after it cannot be told apart: their intervals overlap"
 

@@ -33,7 +33,7 @@ LOST = 1.5  # a variant this many times slower than the best is timed once
 # The leaders that are timed again, interleaved: how many at most, and how far from the best if noise does not widen
 # that. A sole leader is, too.
 FINALISTS, FINAL_MARGIN = 4, 1.1
-DRIFT = 1.1  # times that a leader may take when it is timed again; beyond, the machine was not quiet
+NOISE = 1.1  # how far leaders may move against each other when they are timed again; beyond, the machine was not quiet
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Measured:
 class Finished:
     """The end: verified results, fastest first, and the failures.
 
-    The first `finalists` were timed again, interleaved with each other: their times are of that timing alone. The
-    others have the times of their trials.
+    The first `finalists` were timed again, interleaved with each other: their times are of that timing alone. Those of
+    the others are of their trials, in turns with one variant, times what the finalists' times have changed by.
     """
 
     case: Case
@@ -253,8 +253,9 @@ class _Run:
         except CompileError as error:
             return Result(spec, "compile", str(error))
         best = self.best
+        reference = next(((r.spec, r.ms) for r in self.results if r.status == "ok"), None)
         with self.conditions.watching():
-            outcome = self.worker.trial(spec, LOST * best.ms if best else 0.0)
+            outcome = self.worker.trial(spec, LOST * best.ms if best else 0.0, reference)
         timing = outcome.timing
         result = Result(spec, outcome.status, outcome.detail, **_resources(source, entry))
         if timing is None:
@@ -276,6 +277,11 @@ class _Run:
             tflops=self.tflops(timing.median),
         )
 
+    def scaled(self, result: Result, factor: float) -> Result:
+        """The result with `factor` times its milliseconds."""
+        ms = {name: getattr(result, name) * factor for name in ("ms", "low_ms", "high_ms", "best_ms")}
+        return replace(result, **ms, tflops=self.tflops(ms["ms"]))
+
     def finish(self) -> Finished:
         """Rank the results; the leaders by a last interleaved timing, where drift affects all of them alike."""
         ranked = sorted((r for r in self.results if r.status == "ok"), key=lambda r: r.ms)
@@ -287,8 +293,10 @@ class _Run:
         summary = self.conditions.summary()
         if timings is not None:
             again = [self.timed(*pair) for pair in zip(leaders, timings, strict=True)]
-            ranked[: len(leaders)] = sorted(again, key=lambda r: r.ms)
-            summary = replace(summary, warnings=(*summary.warnings, *_drift(leaders, again)))
+            changes = [after.ms / before.ms for before, after in zip(leaders, again, strict=True)]
+            others = [self.scaled(r, median(changes)) for r in ranked[len(leaders) :]]
+            ranked = sorted(again, key=lambda r: r.ms) + others
+            summary = replace(summary, warnings=(*summary.warnings, *_noise(changes)))
         return Finished(
             self.case,
             self.direction,
@@ -306,14 +314,12 @@ def _may_lead(result: Result, best: Result) -> bool:
     return result.ms <= FINAL_MARGIN * best.ms or 0 < result.low_ms <= best.high_ms
 
 
-def _drift(before: Sequence[Result], after: Sequence[Result]) -> Iterator[str]:
-    """A warning if the leaders' times are not those of their trials: all of them, so it is the machine."""
-    ratios = [b.ms / a.ms for a, b in zip(before, after, strict=True) if a.ms and b.ms]
-    ratio = median(ratios) if ratios else 1.0
-    if max(ratio, 1 / ratio) > DRIFT:
+def _noise(changes: Sequence[float]) -> Iterator[str]:
+    """A warning if the leaders' times, timed again, have not all changed alike."""
+    if max(changes) / min(changes) > NOISE:
         yield (
-            f"timed again, the leaders took {ratio:.2f} times as long as at first: variants that were timed at "
-            "different moments cannot be compared"
+            f"timed again, leaders took from {min(changes):.2f} to {max(changes):.2f} times as long as at first: "
+            "the machine was not quiet, and the ranking of the others may be wrong"
         )
 
 

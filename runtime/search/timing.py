@@ -107,14 +107,52 @@ def measure_interleaved(
     Every turn has an order of its own (the same in every run): no call always follows the same other one, whose
     power draw and cache contents it would inherit.
     """
-    how = how or effort(device)
-    run = _run_cuda if device.type == "cuda" else _run_cpu
-    samples: dict[str, list[float]] = {}
+    samples, how = {}, how or effort(device)
     for name, call in calls.items():
-        if how.warmups:
-            run([call] * how.warmups, [inputs[0]] * how.warmups, device)
-        samples[name] = run([call], [inputs[-1]], device)
+        samples[name] = _first(call, inputs, device, how)
     counts = {name: how.count(times[0]) for name, times in samples.items()}
+    _more_turns(calls, samples, counts, inputs, device)
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def measure_against(
+    call: Call,
+    reference: Call,
+    reference_ms: float,
+    inputs: Sequence[tuple[Any, ...]],
+    device: torch.device,
+    how: Effort | None = None,
+) -> Timing:
+    """Time `call` in turns with `reference`, in milliseconds of a device on which that takes `reference_ms`.
+
+    Each sample is the ratio of the two times of a turn, times `reference_ms`: calls that were timed at different
+    moments against one reference can be compared, although a GPU's clock changes with its temperature and power.
+    """
+    how = how or effort(device)
+    calls = {"call": call, "reference": reference}
+    samples = {name: _first(one, inputs, device, how) for name, one in calls.items()}
+    turns = how.count(samples["call"][0])
+    _more_turns(calls, samples, dict.fromkeys(calls, turns), inputs, device)
+    pairs = list(zip(samples["call"], samples["reference"], strict=True))
+    # The first turn is not one: between the two calls the device waited for the host.
+    return Timing.of([mine / other * reference_ms for mine, other in pairs[1:] or pairs])
+
+
+def _first(call: Call, inputs: Sequence[tuple[Any, ...]], device: torch.device, how: Effort) -> list[float]:
+    """Warm up, then time one call."""
+    if how.warmups:
+        _run([call] * how.warmups, [inputs[0]] * how.warmups, device)
+    return _run([call], [inputs[-1]], device)
+
+
+def _more_turns(
+    calls: Mapping[str, Call],
+    samples: Mapping[str, list[float]],
+    counts: Mapping[str, int],
+    inputs: Sequence[tuple[Any, ...]],
+    device: torch.device,
+) -> None:
+    """Append to `samples`, which hold one each, until there are as many as `counts` says."""
     mixer = random.Random(0)
     order = [
         name
@@ -127,9 +165,13 @@ def measure_interleaved(
     for name in order:
         arguments.append(inputs[turns[name] % len(inputs)])
         turns[name] += 1
-    for name, ms in zip(order, run([calls[name] for name in order], arguments, device), strict=True):
+    for name, ms in zip(order, _run([calls[name] for name in order], arguments, device), strict=True):
         samples[name].append(ms)
-    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def _run(calls: Sequence[Call], arguments: Sequence[tuple[Any, ...]], device: torch.device) -> list[float]:
+    """Milliseconds of each call, made one after the other."""
+    return (_run_cuda if device.type == "cuda" else _run_cpu)(calls, arguments, device)
 
 
 def _run_cpu(calls: Sequence[Call], arguments: Sequence[tuple[Any, ...]], _: torch.device) -> list[float]:

@@ -16,7 +16,15 @@ from attnforge.codegen.spec import Direction, Spec
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.search.case import Case, Inputs
-from attnforge.runtime.search.timing import Effort, Timing, effort, measure_interleaved, rotate
+from attnforge.runtime.search.timing import (
+    Call,
+    Effort,
+    Timing,
+    effort,
+    measure_against,
+    measure_interleaved,
+    rotate,
+)
 from attnforge.runtime.search.verify import Check, Error, Outputs, WrongResult, make_check, odd_case, verify
 
 # A variant that needs longer counts as hanging. The first reply includes computing the exact results.
@@ -44,14 +52,17 @@ class Worker:
         self._process: Any = None
         self._connection: Connection | None = None
 
-    def trial(self, spec: Spec, give_up_ms: float) -> Outcome:
-        """Verify and time one variant; see `Effort.give_up_ms`."""
-        reply = self._ask(("trial", spec, give_up_ms), TRIAL_SECONDS)
+    def trial(self, spec: Spec, give_up_ms: float, reference: tuple[Spec, float] | None = None) -> Outcome:
+        """Verify and time one variant; see `Effort.give_up_ms`.
+
+        `reference`: a verified variant to take turns with, and its milliseconds; see `measure_against`.
+        """
+        reply = self._ask(("trial", (spec, give_up_ms, reference)), TRIAL_SECONDS)
         return reply if isinstance(reply, Outcome) else Outcome(*reply)
 
     def compare(self, specs: list[Spec]) -> list[Timing] | None:
         """Time verified variants interleaved; None if the process dies."""
-        reply = self._ask(("compare", specs, 0.0), TRIAL_SECONDS * len(specs))
+        reply = self._ask(("compare", (specs,)), TRIAL_SECONDS * len(specs))
         return reply if isinstance(reply, list) else None
 
     def close(self) -> None:
@@ -61,7 +72,7 @@ class Worker:
             self._process.join()
         self._process = self._connection = None
 
-    def _ask(self, request: tuple[str, Any, float], seconds: float) -> Any:
+    def _ask(self, request: tuple[str, tuple[Any, ...]], seconds: float) -> Any:
         """The reply, or (status, detail) when there is none."""
         if self._connection is None:
             self._start()
@@ -144,13 +155,13 @@ class Bench:
         for check, saved in zip(self._checks, self._saved, strict=True):
             yield check, verify(check, lambda x, c=check, s=saved: self._run(c, x, s, handle))  # type: ignore[misc]
 
-    def trial(self, spec: Spec, give_up_ms: float) -> Outcome:
-        """Verify, then time."""
+    def trial(self, spec: Spec, give_up_ms: float, reference: tuple[Spec, float] | None) -> Outcome:
+        """Verify, then time, as `Worker.trial`."""
         try:
             handle = kernels.load(spec, self.case.device)
             *_, (_, errors) = self.verify(handle)
             how = replace(effort(self.case.device), give_up_ms=give_up_ms, warmups=0 if self._slow else 1)
-            timing = self._time([handle], how)[0]
+            timing = self._time_against(handle, reference, how) if reference else self._time([handle], how)[0]
         except WrongResult as error:
             return Outcome("wrong", str(error))
         except Exception as error:  # any failure of a kernel is a result of the search
@@ -180,11 +191,18 @@ class Bench:
         return self.case.device.type == "cpu"  # verification has warmed it up
 
     def _time(self, handles: list[int], how: Effort) -> list[Timing]:
-        calls = {
-            str(number): lambda inputs, saved, h=handle: self._call(self.case, inputs, saved, h)
-            for number, handle in enumerate(handles)
-        }
+        calls = {str(number): self._timed_call(handle) for number, handle in enumerate(handles)}
         return list(measure_interleaved(calls, self._timed, self.case.device, how).values())
+
+    def _time_against(self, handle: int, reference: tuple[Spec, float], how: Effort) -> Timing:
+        """Half as many turns as `_time` has, as each is two calls."""
+        spec, ms = reference
+        calls = self._timed_call(handle), self._timed_call(kernels.load(spec, self.case.device))
+        how = replace(how, seconds=how.seconds / 2, repeats=how.repeats // 2 + 1)
+        return measure_against(*calls, ms, self._timed, self.case.device, how)
+
+    def _timed_call(self, handle: int) -> Call:
+        return lambda inputs, saved: self._call(self.case, inputs, saved, handle)
 
     def _forward(self, case: Case, x: Inputs, handle: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(out, lse), which backward variants need, by the kernel that dispatch chooses."""
@@ -214,7 +232,7 @@ def _serve(connection: Connection, case: Case, direction: Direction) -> None:
     connection.send("")
     while True:
         try:
-            what, argument, give_up_ms = connection.recv()
+            what, arguments = connection.recv()
         except EOFError:
             return
-        connection.send(bench.compare(argument) if what == "compare" else bench.trial(argument, give_up_ms))
+        connection.send(bench.compare(*arguments) if what == "compare" else bench.trial(*arguments))

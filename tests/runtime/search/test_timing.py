@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import comb
 
+import pytest
 import torch
 from torch import Tensor
 
-from attnforge.runtime.search.timing import Effort, Timing, measure, measure_interleaved, ranks
+from attnforge.runtime.search import timing
+from attnforge.runtime.search.timing import (
+    Effort,
+    Timing,
+    measure,
+    measure_against,
+    measure_interleaved,
+    ranks,
+)
 
 CPU = torch.device("cpu")
 
@@ -39,6 +48,28 @@ def test_turns_have_orders_of_their_own() -> None:
     turns = {tuple(order[turn : turn + 3]) for turn in range(3, len(order), 3)}
     assert len(turns) > 3
     assert {turn[0] for turn in turns} == set("abc")
+
+
+def test_a_slow_moment_of_the_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference takes 5 ms of a device that slows down: what takes twice as long stays at 10."""
+    clock = iter(range(1, 1000))
+
+    def run(
+        calls: Sequence[Callable[[float], float]], arguments: Sequence[tuple[float]], _: object
+    ) -> list[float]:
+        slow = [1 + next(clock) / 5 for _ in range(0, len(calls), 2)]
+        return [
+            call(*args) * slow[n // 2] for n, (call, args) in enumerate(zip(calls, arguments, strict=True))
+        ]
+
+    monkeypatch.setattr(timing, "_run_cpu", run)
+    how = Effort(seconds=1.0, repeats=9, warmups=0)
+    found = measure_against(lambda x: 2 * x, lambda x: x, 5.0, [(1.0,)], CPU, how)
+    assert (found.best, found.median, found.worst, found.repeats) == (10.0, 10.0, 10.0, 8)
+    hopeless = measure_against(
+        lambda x: 500 * x, lambda x: x, 5.0, [(1.0,)], CPU, Effort(give_up_ms=3.0, warmups=0)
+    )
+    assert hopeless.repeats == 1
 
 
 def test_inputs_rotate() -> None:
