@@ -2,12 +2,14 @@
 
     python benchmarks/search_replay.py LOG... [--strategies greedy,...] [--seeds 50] [--picture docs/search_regret.svg]
 
-LOG is what `attnforge search --strategy exhaustive --log LOG` or benchmarks/search_log.py wrote. For each problem of
-the logs, what was measured there is the space; a strategy is asked for specs as a search on `--workers` cores asks it,
-and gets the logged times. A seed changes its random choices and the order of the list behind the first guesses. The
-tables show how many evaluations pass until one is within 1 % of the log's best: median, worst tenth, the median as a
-share of the space, and in how many replays a tenth of the space is enough. The picture shows regret, the best so far
-over the best of all.
+LOG is what `attnforge search --strategy exhaustive --log LOG` or benchmarks/search_log.py wrote, or that as .gz. For
+each problem of the logs, what was measured there is the space; a strategy is asked for specs as a search on `--workers`
+cores asks it, and gets the logged times. A seed changes its random choices and the order of the list behind the first
+guesses. In a second replay, "blind", it changes the order of the whole list, so that the guesses are of no help.
+
+The tables show how many evaluations pass until one is within 1 % of the best: median, worst tenth, the median as a
+share of the space, and in how many replays a tenth of the space is enough; and of each value of a knob, the best time
+that any variant with it has. The picture shows regret, the best so far over the best of all.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from attnforge.bagel.report.read import Subject, read
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Spec
+from attnforge.runtime.search.search import varying_knobs
 from attnforge.runtime.search.strategies import FIRST, STRATEGIES, Strategy
 
 CLOSE = 1.01  # times the best of all
 SHARE = 0.1  # of the space, in which a good strategy is close
+DRAWN = {round(10 ** (step / 16)) for step in range(80)}  # evaluations, evenly spaced on the picture's axis
 
 
 def times_of(subject: Subject) -> dict[Spec, float]:
@@ -42,11 +46,11 @@ def times_of(subject: Subject) -> dict[Spec, float]:
     return {spec: times[spec] for spec in listed if spec in times}
 
 
-def shuffled(space: Sequence[Spec], seed: int) -> list[Spec]:
-    """The first guesses, then the others in an order of the seed's."""
-    rest = list(space[FIRST:])
+def shuffled(space: Sequence[Spec], seed: int, guesses: int) -> list[Spec]:
+    """So many of the first guesses, then the others in an order of the seed's."""
+    rest = list(space[guesses:])
     random.Random(seed).shuffle(rest)
-    return [*space[:FIRST], *rest]
+    return [*space[:guesses], *rest]
 
 
 def replay(strategy: Strategy, times: Mapping[Spec, float], workers: int) -> Iterator[float]:
@@ -65,10 +69,12 @@ def replay(strategy: Strategy, times: Mapping[Spec, float], workers: int) -> Ite
         yield best
 
 
-def curves(name: str, times: Mapping[Spec, float], seeds: int, workers: int) -> list[list[float]]:
+def curves(
+    name: str, times: Mapping[Spec, float], seeds: int, workers: int, guesses: int
+) -> list[list[float]]:
     """Regret by evaluation, from 0 on: a list for each seed."""
     best = min(times.values())
-    spaces = (shuffled(list(times), seed) for seed in range(seeds))
+    spaces = (shuffled(list(times), seed, guesses) for seed in range(seeds))
     return [
         [so_far / best - 1 for so_far in replay(STRATEGIES[name](space, seed), times, workers)]
         for seed, space in enumerate(spaces)
@@ -96,10 +102,25 @@ def table(found: Mapping[str, list[list[float]]], size: int) -> str:
     return "\n".join(lines)
 
 
+def by_knob(times: Mapping[Spec, float]) -> str:
+    """As Markdown: of each knob's values, the best time over the best of all."""
+    best = min(times.values())
+    knobs = [(spec.tuning.to_json(), ms / best) for spec, ms in times.items()]
+    lines = ["| knob | best with each value, over the best of all |", "| --- | --- |"]
+    for name in varying_knobs(list(times)):
+        values = sorted({row[name] for row, _ in knobs})
+        shares = (min(ms for row, ms in knobs if row[name] == value) for value in values)
+        pairs = ", ".join(f"{value}: {share:.3f}" for value, share in zip(values, shares, strict=True))
+        lines.append(f"| {name} | {pairs} |")
+    return "\n".join(lines)
+
+
 def rows_of(title: str, found: Mapping[str, list[list[float]]]) -> Iterator[dict[str, Any]]:
     """Rows of the picture: the median, and the range from the tenth to the ninetieth percent of the replays."""
     for name, drawn in found.items():
         for number, values in enumerate(zip(*drawn, strict=True), 1):
+            if number not in DRAWN:
+                continue
             ordered = sorted(min(value, 1.0) for value in values)
             tenth = len(ordered) // 10
             yield {
@@ -142,15 +163,17 @@ def main() -> None:
         times = times_of(subject)
         if min(times.values(), default=math.inf) == math.inf:
             continue
-        found = {}
-        for name in options.strategies.split(","):
-            try:
-                found[name] = curves(name, times, options.seeds, options.workers)
-            except Infeasible as reason:
-                print(reason)
-        title = f"{subject.case}, {subject.direction}, {subject.dtype}"
-        print(f"\n{title}: {len(times)} variants, {options.seeds} replays\n\n{table(found, len(times))}")
-        rows += rows_of(title, found)
+        for kind, guesses in (("", FIRST), (", blind", 0)):
+            found = {}
+            for name in options.strategies.split(","):
+                try:
+                    found[name] = curves(name, times, options.seeds, options.workers, guesses)
+                except Infeasible as reason:
+                    print(reason)
+            title = f"{subject.case}, {subject.direction}, {subject.dtype}{kind}"
+            print(f"\n{title}: {len(times)} variants, {options.seeds} replays\n\n{table(found, len(times))}")
+            rows += rows_of(title, found)
+        print(f"\n{by_knob(times)}")
     if options.picture:
         draw(rows, options.picture)
 

@@ -6,6 +6,7 @@ longer mean anything, such as specs with knobs that are gone: these are counted,
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -148,9 +149,10 @@ def read(paths: Sequence[Path]) -> Logs:
 
 
 def _rows(path: Path, skipped: dict[Path, int]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file."""
+    """The JSON objects of a file, which may be gzipped."""
     skipped[path] = 0
-    for line in path.read_bytes().splitlines():
+    content = path.read_bytes()
+    for line in (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines():
         try:
             row = json.loads(line)
         except ValueError:  # a process that was killed while writing leaves one

@@ -1,4 +1,4 @@
-"""benchmarks/search_replay.py on logs that are made up."""
+"""benchmarks/search_replay.py, on logs that are made up and on those of benchmarks/logs/."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from made_up_logs import write_log
 from attnforge.bagel.report.read import read
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
-from attnforge.runtime.search.strategies import STRATEGIES
+from attnforge.runtime.search.strategies import DEFAULT, STRATEGIES
 
 COUNT = 80  # variants
+LOGS = Path(search_log.__file__).parent / "logs"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_a_replay_ends_with_the_best(log: Path) -> None:
     best = [min(list(times.values())[: n + 1]) for n in range(COUNT)]
     assert exhaustive == best
     for name in ("greedy", "additive", "random"):
-        for curve in search_replay.curves(name, times, 3, 4):
+        for curve in search_replay.curves(name, times, 3, 4, 8):
             assert len(curve) == COUNT
             assert curve == sorted(curve, reverse=True)
             assert curve[-1] == 0.0
@@ -63,10 +64,22 @@ def test_evaluations_until_close() -> None:
 
 def test_seeds_keep_the_first_guesses() -> None:
     numbers: list[Any] = list(range(100))
-    lists = [search_replay.shuffled(numbers, seed) for seed in (1, 2)]
+    lists = [search_replay.shuffled(numbers, seed, 8) for seed in (1, 2)]
     assert lists[0][:8] == lists[1][:8] == numbers[:8]
     assert lists[0] != lists[1]
     assert {*lists[0]} == {*numbers}
+    assert search_replay.shuffled(numbers, 1, 0)[:8] != numbers[:8], "blind"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_default_strategy_needs_a_tenth_of_the_kept_logs(direction: str) -> None:
+    """Without any first guess, as docs/search.md says."""
+    (subject,) = read([LOGS / f"h200_pretrain_{direction}.jsonl.gz"]).subjects
+    times = search_replay.times_of(subject)
+    assert len(times) == {"forward": 472, "backward": 408}[direction]
+    found = [search_replay.evaluations(c) for c in search_replay.curves(DEFAULT, times, 5, 16, 0)]
+    assert max(found) <= len(times) / 10, found
+    assert min(found) > 1, "some seed finds one by chance, not all"
 
 
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
@@ -89,5 +102,7 @@ def test_the_command(
     search_replay.main()
     said = capsys.readouterr().out
     assert f"finetune/0 7B, fwd, bf16: {COUNT} variants, 3 replays" in said
-    assert sum(line.startswith(("| greedy |", "| random |")) for line in said.splitlines()) == 2
+    assert sum(line.startswith(("| greedy |", "| random |")) for line in said.splitlines()) == 4
+    assert "bf16, blind: " in said
+    assert "\n| tile_m | " in said
     assert "<svg" in picture.read_text()

@@ -1,12 +1,12 @@
-// attnforge_qk_norm_rope_fwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b6_p0
+// attnforge_qk_norm_rope_fwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r2_w2_b16_p0
 // Generated from templates/prologue/prologue.cu.jinja; do not edit.
-// Regenerate: python cli.py render --prologue qk_norm_rope_fwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b6_p0
+// Regenerate: python cli.py render --prologue qk_norm_rope_fwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r2_w2_b16_p0
 //
 //   vector         8   bytes that a lane loads at once
 //   lanes         16   lanes that share a head
-//   rows           4   heads that a lane holds at once
-//   warps          4   warps per block; each takes its own tokens
-//   blocks         6   blocks per multiprocessor that registers are shared among
+//   rows           2   heads that a lane holds at once
+//   warps          2   warps per block; each takes its own tokens
+//   blocks        16   blocks per multiprocessor that registers are shared among
 //   persistent     0   1: the grid fills the device once; 0: a warp for each token
 //
 // RMSNorm of each head of q and k, then rotary embedding; v is copied.
@@ -56,8 +56,8 @@ constexpr int kValues = 4;    // of a vector
 constexpr int kVectors = 1;   // of half a head that a lane has
 constexpr int kLanes = 16;     // of a team
 constexpr int kTeams = 32 / kLanes;
-constexpr int kRows = 4;      // heads that a team holds at once
-constexpr int kWarps = 4;
+constexpr int kRows = 2;      // heads that a team holds at once
+constexpr int kWarps = 2;
 constexpr int kThreads = kWarps * 32;
 constexpr int kNobody = -2147483647 - 1;
 
@@ -334,8 +334,8 @@ __device__ __forceinline__ void rotate_heads(const Params& p, const Token& token
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
 // Grid: any number of blocks.
-extern "C" __global__ void __launch_bounds__(kThreads, 6)
-attnforge_qk_norm_rope_fwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b6_p0(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 16)
+attnforge_qk_norm_rope_fwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r2_w2_b16_p0(const __grid_constant__ Params p) {
     for (int index = blockIdx.x * kWarps + threadIdx.x / 32; index < p.tokens; index += gridDim.x * kWarps) {
         const Token token = find_token(p, index);
         rotate_heads<0>(p, token);
