@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -180,12 +180,49 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
             f"sinks: got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}, expected (heads_q) = "
             f"{tuple(out.shape[1:2])} of a floating-point dtype on {out.device}"
         )
-    # Both may be -inf, of which differences and their gradients are NaN. As numbers, -1e30 has the same effect.
-    total, sink = (x.float().clamp(min=-1e30) for x in (lse, sinks[None, :, None]))
-    share = torch.sigmoid(total - sink)
-    joined = torch.logaddexp(total, sink)
-    whole = torch.where(joined > -1e30, joined, -torch.inf)
-    return (out * torch.where(lse == -torch.inf, 0.0, share)[..., None]).to(out.dtype), whole
+    joined: tuple[Tensor, Tensor] = _Sinks.apply(out, lse, sinks)
+    return joined
+
+
+class _Sinks(torch.autograd.Function):
+    """`with_sinks`; `share` is what a row's keys have of its weight, the sink has the rest.
+
+    Written out because autograd's formulas would keep and read several copies of out in float32.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        sink = sinks.float()[None, :, None]
+        share = _share(lse, sink)
+        return _scaled(out, share), torch.logaddexp(lse, sink)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, sinks = ctx.saved_tensors
+        sink = sinks.float()[None, :, None]
+        share, rest = _share(lse, sink), _share(sink, lse)
+        # The derivative of share by lse, and of -share by the sink, is share * rest.
+        moved = share * rest * (out * dout).sum(-1, dtype=torch.float32)
+        dsinks = (dlse * rest - moved).sum((0, 2)).to(sinks.dtype)
+        return _scaled(dout, share), dlse * share + moved, dsinks
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x times a float32 factor for each row, rounded once; in one pass but where vmap has no rule for that."""
+    if torch._C._are_functorch_transforms_active():
+        return (x * factor[..., None]).to(x.dtype)
+    return torch.mul(x, factor[..., None], out=torch.empty_like(x))
+
+
+def _share(of: Tensor, other: Tensor) -> Tensor:
+    """e^of / (e^of + e^other); 0 where both are 0."""
+    return torch.sigmoid(of - other).nan_to_num_(0.0)
 
 
 def _traced(

@@ -245,8 +245,11 @@ def test_transforms_keep_batch_entries_apart() -> None:
     x = draw(Shape(5, 7, 16, 1, 2, 3), torch.float32, "cpu")
     score = scores.bias(torch.randn(1, 2, 5, 7))
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
-    mapped = torch.func.vmap(lambda q, k, v: attnforge.attention(q[None], k[None], v[None], score=score)[0])
-    assert_close(mapped(q, k, v), attnforge.attention(q, k, v, score=score))
+    sinks = torch.rand(2)
+    mapped = torch.func.vmap(
+        lambda q, k, v: attnforge.attention(q[None], k[None], v[None], score=score, sinks=sinks)[0]
+    )
+    assert_close(mapped(q, k, v), attnforge.attention(q, k, v, score=score, sinks=sinks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
