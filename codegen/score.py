@@ -327,13 +327,18 @@ class ScoreMod(Formula):
             seen.update(node.args)
         return True
 
-    def code(self) -> Code:
-        """The function in C++."""
-        return _code(*self.parsed)
+    def code(self, distance: bool = False) -> Code:
+        """The function in C++. `distance`: see `_by_distance`."""
+        return _code(*_by_distance(*self.parsed, distance))
 
-    def gradient_code(self) -> Code:
+    def gradient_code(self, distance: bool = False) -> Code:
         """Its derivative by the score in C++."""
-        return _code(*self.gradient)
+        return _code(*_by_distance(*self.gradient, distance))
+
+    @cached_property
+    def by_distance(self) -> bool:
+        """Does the function with `distance` read it?"""
+        return "distance" in self.code(distance=True).names
 
     @cached_property
     def reads(self) -> tuple[Read, ...]:
@@ -364,13 +369,13 @@ class ScoreMod(Formula):
             return None
         return TANH_NEAR / max(known)
 
-    def near_code(self, merged: bool) -> Code:
+    def near_code(self, merged: bool, distance: bool = False) -> Code:
         """`code` where |score| <= near. `merged`: factors of tanh go into its polynomial; else `tanh` stays shared."""
-        return _code(*_near(*self.parsed, merged))
+        return _code(*_by_distance(*_near(*self.parsed, merged), distance))
 
-    def near_gradient_code(self) -> Code:
+    def near_gradient_code(self, distance: bool = False) -> Code:
         """`gradient_code` where |score| <= near."""
-        return _code(*_near(*self.gradient, merged=False))
+        return _code(*_by_distance(*_near(*self.gradient, merged=False), distance))
 
 
 @dataclass(frozen=True)
@@ -639,6 +644,86 @@ def _near(p: Program, result: int, merged: bool) -> tuple[Program, int]:
         else:
             places[x] = near.node(node.op, tuple(places[i] for i in node.args), node.kind, node.value)
     return near, places[result]
+
+
+# ---- kv_idx - q_idx as a float
+
+
+def _by_distance(p: Program, result: int, wanted: bool = True) -> tuple[Program, int]:
+    """A program that reads the float `distance` where an int that is kv_idx - q_idx plus or minus others becomes one.
+
+    The caller knows kv_idx - q_idx of a tile but for a constant: one addition for each diagonal takes the place of
+    a subtraction and a conversion for each score. Exact while |distance| <= 2^24, else rounded as usual. Unchanged
+    unless `wanted`.
+    """
+    if not wanted:
+        return p, result
+    new, places = Program(p.tensors), dict[int, int]()
+    for x in range(result + 1):
+        node = p.nodes[x]
+        places[x] = new.node(node.op, tuple(places[a] for a in node.args), node.kind, node.value)
+        if node.kind == "float" and not node.op.startswith("load:"):
+            floats = [_as_float(p, a, new, places) if p.kind(a) == "int" else None for a in node.args]
+            if any(f is not None for f in floats):
+                args = tuple(places[a] if f is None else f for a, f in zip(node.args, floats, strict=True))
+                places[x] = args[0] if node.op == "float" else new.node(node.op, args, "float", node.value)
+    return new, places[result]
+
+
+def _as_float(p: Program, x: int, new: Program, places: dict[int, int]) -> int | None:
+    """The number in `new` of an int as a float that is computed from `distance`; None if it is not one of that."""
+    terms = _terms(p, x)
+    if terms is not None and (terms[0], terms[1]) in ((-1, 1), (1, -1)):
+        distance = new.node("leaf", (), "float", "distance")
+        floats = [(sign, _converted(new, places[other])) for sign, other in terms[2]]
+        value, *rest = sorted(
+            [(terms[1], distance), *floats], reverse=True
+        )  # begins with a "+" if there is one
+        total = value[1] if value[0] == 1 else new.neg(value[1])
+        for sign, other in rest:
+            total = new.binary("+" if sign == 1 else "-", total, other)
+        return total
+    node = p.nodes[x]
+    if node.op not in ("abs", "neg", "maximum", "minimum"):
+        return None
+    found = [_as_float(p, a, new, places) for a in node.args]
+    if all(f is None for f in found):
+        return None
+    args = (_converted(new, places[a]) if f is None else f for a, f in zip(node.args, found, strict=True))
+    if node.op == "abs":
+        return _size(new, *args)
+    return new.node(node.op, tuple(args), "float")
+
+
+def _converted(p: Program, x: int) -> int:
+    """An int as a float."""
+    node = p.nodes[x]
+    return p.const(float(node.value)) if node.op == "const" else p.call("float", x)
+
+
+def _size(p: Program, x: int) -> int:
+    """|x|, which is |-x|."""
+    return p.call("abs", p.nodes[x].args[0] if p.nodes[x].op == "neg" else x)
+
+
+def _terms(p: Program, x: int) -> tuple[int, int, tuple[tuple[int, int], ...]] | None:
+    """An int as a * q_idx + b * kv_idx + values with signs, which read neither; None if it is another function."""
+    node = p.nodes[x]
+    if node.op == "leaf" and node.value in ("q_idx", "kv_idx"):
+        return (1, 0, ()) if node.value == "q_idx" else (0, 1, ())
+    if node.op in ("+", "-", "neg"):
+        first = _terms(p, node.args[0])
+        second = _terms(p, node.args[1]) if node.op != "neg" else (0, 0, ())
+        if first is None or second is None:
+            return None
+        if node.op == "neg":
+            first, second = second, first
+        sign = 1 if node.op == "+" else -1
+        others = (*first[2], *((sign * s, y) for s, y in second[2]))
+        return first[0] + sign * second[0], first[1] + sign * second[1], others
+    inner = [_terms(p, a) for a in node.args]
+    constant = all(t is not None and t[:2] == (0, 0) for t in inner)
+    return (0, 0, ((1, x),)) if constant else None
 
 
 # ---- C++ and Python text of a program

@@ -214,8 +214,8 @@ class _Sinks(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x times a float32 factor for each row, rounded once; in one pass but where vmap has no rule for that."""
-    if torch._C._are_functorch_transforms_active():
+    """x times a float32 factor for each row, rounded once, in one pass: `out=`, or what torch.compile fuses."""
+    if is_compiling() or torch._C._are_functorch_transforms_active():  # neither knows this `out=`
         return (x * factor[..., None]).to(x.dtype)
     return torch.mul(x, factor[..., None], out=torch.empty_like(x))
 
