@@ -3,6 +3,7 @@
 # make fuzz     run random problems for SECONDS (60), on the GPU if there is one: docs/reliability.md
 # make docs     build the documentation's site into build/site, links checked; the first time installs what it takes
 # make lint     ruff and mypy
+# make wheels   build and check sdist and wheel, and try the wheel with every Python found and two versions of torch
 # make clean    remove the environment and what tools left (not the kernel cache: python cli.py cache clear)
 #
 # All but clean create the virtual environment .venv first, and do nothing about it while it is current.
@@ -36,7 +37,7 @@ NEEDS := torch numpy scipy jinja2 click rich platformdirs filelock ninja PIL set
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help search test fuzz docs lint clean venv python system
+.PHONY: help search test fuzz docs lint wheels clean venv python system
 
 search: $(READY)
 	$(PY) cli.py search $(ARGS)
@@ -63,6 +64,9 @@ lint: $(READY) $(LINK)
 	$(PY) -m ruff format --check .
 	MYPYPATH=.path $(PY) -m mypy -p attnforge.codegen -p attnforge.runtime -p attnforge.bagel -m attnforge.cli
 	MYPYPATH=$(subst $() ,:,.path $(ROOMS) examples benchmarks) $(PY) -m mypy tests examples
+
+wheels:
+	$(PYTHON) .ci/wheels.py $(ARGS)
 
 venv: $(READY)
 
