@@ -3,6 +3,7 @@
 # make fuzz     run random problems for SECONDS (60), on the GPU if there is one: docs/reliability.md
 # make docs     build the documentation's site into build/site, links checked; the first time installs what it takes
 # make lint     ruff and mypy
+# make wheels   build and check sdist and wheel, and try the wheel with every Python found and two versions of torch
 # make clean    remove the environment and what tools left (not the kernel cache: python cli.py cache clear)
 #
 # All but clean create the virtual environment .venv first, and do nothing about it while it is current.
@@ -36,7 +37,7 @@ NEEDS := torch numpy scipy jinja2 click rich platformdirs filelock ninja PIL set
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help search test fuzz docs lint clean venv python system
+.PHONY: help search test fuzz docs lint wheels clean venv python system
 
 search: $(READY)
 	$(PY) cli.py search $(ARGS)
@@ -64,9 +65,13 @@ lint: $(READY) $(LINK)
 	MYPYPATH=.path $(PY) -m mypy -p attnforge.codegen -p attnforge.runtime -p attnforge.bagel -m attnforge.cli
 	MYPYPATH=$(subst $() ,:,.path $(ROOMS) examples benchmarks) $(PY) -m mypy tests examples
 
+wheels:
+	$(PYTHON) .ci/wheels.py $(ARGS)
+
 venv: $(READY)
 
 .venv/ready: pyproject.toml constraints.txt | python
+	@echo "installing torch and the tools into .venv: minutes, and 5 GB if pip takes torch's CUDA build"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \

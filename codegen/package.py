@@ -6,15 +6,21 @@ The package needs a compiler and torch where it is built and nothing of attnforg
     <name>/__init__.py  binding.cpp (torch operators)  <name>.cu | .cpp, kernels.h (table of kernels)
     <name>/native/*.h (the launcher's headers: memory, arguments, launches)
     <name>/kernels/<slug>.cu | .cpp
+
+For Hugging Face's `kernels` also build_variant.py, which builds all this into build/<variant>/.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
+from typing import Any
 
+from attnforge import __version__
 from attnforge.codegen import native
 from attnforge.codegen.plan import Launch, Plan
 from attnforge.codegen.render import Source, environment, render
@@ -24,7 +30,20 @@ from attnforge.codegen.variant import describe
 DTYPES = {DType.FLOAT32: "float32", DType.FLOAT16: "float16", DType.BFLOAT16: "bfloat16"}
 MASKS = tuple(mask.value for mask in Mask)  # numbered as `enum MaskKind` of codegen/variant.py
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
-_RESERVED = {"attnforge", "torch", "setup", "verify", "std", "at", "c10", "kernels", "binding", "native"}
+_HUB_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")  # what `kernels` takes
+_RESERVED = {
+    "attnforge",
+    "torch",
+    "setup",
+    "verify",
+    "build_variant",
+    "std",
+    "at",
+    "c10",
+    "kernels",
+    "binding",
+    "native",
+}
 
 
 @dataclass(frozen=True)
@@ -48,9 +67,26 @@ class Item:
         return describe(self.source)
 
 
+class Contract(Enum):
+    """An interface of others that an exported package keeps to."""
+
+    OPENKERNEL = "openkernel"  # forward(q, k, v, mask) of the OpenKernel challenge
+    HF_KERNELS = (
+        "hf-kernels"  # a repository of Hugging Face's package `kernels`: attention(), build/<variant>/
+    )
+
+
+@dataclass(frozen=True)
+class Revision:
+    """State of the git checkout of attnforge that writes a package."""
+
+    commit: str
+    dirty: bool
+
+
 @dataclass(frozen=True)
 class Tree:
-    """What to write: a package called `name` with these kernels. `contract`: the OpenKernel challenge's interface.
+    """What to write: a package called `name` with these kernels, for a `contract` or with attnforge's interface.
 
     Raises ValueError for a name that is no module's, for no kernels, or for kernels of several targets.
     """
@@ -58,12 +94,17 @@ class Tree:
     name: str
     arch: Arch  # compiled for; its kernels may be those of a target that it runs as well (sm90a runs sm90)
     items: tuple[Item, ...]
-    contract: bool = False
+    contract: Contract | None = None
+    revision: Revision | None = None  # recorded by the contract hf-kernels; None: not a git checkout
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name in _RESERVED:
             raise ValueError(
                 f"name: got {self.name!r}, expected a lower-case module name that is not taken, such as my_attention"
+            )
+        if self.hub and not _HUB_NAME.fullmatch(self.name.replace("_", "-")):
+            raise ValueError(
+                f"name: got {self.name!r}, expected two characters or more, the last one no underscore"
             )
         if not self.items:
             raise ValueError("export: got no kernel, expected at least one")
@@ -75,6 +116,29 @@ class Tree:
         alien = [i.spec.slug for i in self.items if i.spec.problem.arch.is_gpu is not self.arch.is_gpu]
         if alien:
             raise ValueError(f"export: {alien[0]} does not run on {self.arch.value}")
+
+    @property
+    def openkernel(self) -> bool:
+        return self.contract is Contract.OPENKERNEL
+
+    @property
+    def hub(self) -> bool:
+        return self.contract is Contract.HF_KERNELS
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """metadata.json of a build variant of `kernels`, without what is known where it is built: id and digest."""
+        builder: dict[str, Any] = {"version": f"attnforge {__version__}"}
+        if self.revision is not None:
+            builder |= {"sha": self.revision.commit, "dirty": self.revision.dirty}
+        backend = {"type": "cuda", "archs": [self.capability]} if self.gpu else {"type": "cpu"}
+        return {
+            "name": self.name.replace("_", "-"),
+            "license": "apache-2.0",
+            "python-depends": [],
+            "backend": backend,
+            "provenance": {"kernel-builder": builder},
+        }
 
     @property
     def gpu(self) -> bool:
@@ -129,6 +193,16 @@ class Tree:
 
     def files(self, command: str) -> dict[str, str]:
         """Text of every file by relative path; `command` is named as what wrote them."""
+        if not self.hub:
+            return self._files(command, self.name)
+        # Two versions of a kernel may be loaded in one process: their operators are in namespaces of their own.
+        texts = self._files(command, self.name)
+        digest = hashlib.sha256("\0".join(x for item in sorted(texts.items()) for x in item).encode())
+        target = "cuda" if self.gpu else "cpu"
+        return self._files(command, f"_{self.name}_{target}_{digest.hexdigest()[:10]}")
+
+    def _files(self, command: str, namespace: str) -> dict[str, str]:
+        """The same with operators torch.ops.<namespace>."""
         inner = {
             "__init__.py": "init.py.jinja",
             "binding.cpp": "binding.cpp.jinja",
@@ -136,17 +210,23 @@ class Tree:
             f"{self.name}{self.suffix}": "table.jinja",
         }
         outer = {"setup.py": "setup.py.jinja", "verify.py": "verify.py.jinja", "README.md": "README.md.jinja"}
-        if self.contract and self.gpu:
+        if self.openkernel and self.gpu:
             outer["run.sh"] = "run.sh.jinja"
+        if self.hub:
+            outer["build_variant.py"] = "build_variant.py.jinja"
         paths = {f"{self.name}/{path}": template for path, template in inner.items()} | outer
-        texts = {path: self._render(template, command) for path, template in paths.items()}
+        texts = {path: self._render(template, command, namespace) for path, template in paths.items()}
         kernels = {f"{self.name}/kernels/{item.source.file_name}": item.source.text for item in self.items}
         host = {f"{self.name}/native/{name}": text for name, text in native.sources("attention.h").items()}
         return texts | host | kernels
 
-    def _render(self, template: str, command: str) -> str:
-        values = {"numbers": {name: i for i, name in enumerate(MASKS)}, "command": command}
-        return environment().get_template(f"export/{template}").render(tree=self, **values)
+    def _render(self, template: str, command: str, namespace: str) -> str:
+        numbers = {name: i for i, name in enumerate(MASKS)}
+        return (
+            environment()
+            .get_template(f"export/{template}")
+            .render(tree=self, numbers=numbers, command=command, namespace=namespace)
+        )
 
 
 def unique(items: Iterable[Item]) -> tuple[Item, ...]:

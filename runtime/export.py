@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from attnforge.codegen.families import spec_from_json
-from attnforge.codegen.package import Item, Tree, unique
+from attnforge.codegen.package import Item, Revision, Tree, unique
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -122,6 +123,23 @@ def read_specs(path: Path) -> tuple[Item, ...]:
         key = json.dumps(seen) if seen else number
         items[key] = Item(spec, int(entry.get("size", ROWS)), f"named in {path.name}")
     return unique(items.values())
+
+
+def revision() -> Revision | None:
+    """State of the git checkout that attnforge runs from; None for an installed package or without git."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit, changes = (
+            subprocess.run(
+                ("git", *words), cwd=root, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return Revision(commit, bool(changes))
 
 
 def write(tree: Tree, directory: Path, command: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,3 +253,14 @@ def test_no_flag_relaxes_arithmetic() -> None:
     flags = " ".join((*toolchain.NVCC_FLAGS, *toolchain.CPU_FLAGS, *nvrtc.FLAGS))
     for word in ("fast", "unsafe", "finite-math", "ftz", "prec-div", "reciprocal"):
         assert word not in flags
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    """pyproject.toml lists them: a checkout works without, a wheel does not."""
+    listed = re.findall(r'^    "(attnforge[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    folders = {
+        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        for path in FILES
+        if path.name == "__init__.py"
+    }
+    assert sorted(listed) == sorted("attnforge" if name == "." else f"attnforge.{name}" for name in folders)

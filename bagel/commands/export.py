@@ -19,6 +19,7 @@ from attnforge.bagel.commands.options import (
     number,
     values,
 )
+from attnforge.codegen.package import Contract
 from attnforge.codegen.spec import Arch, Direction, DType, Mask
 
 if TYPE_CHECKING:
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
 @click.argument("out", type=DIRECTORY)
 @arch_option(required=True, help=f"{choices(Arch)}; sm90 includes sm90a.")
 @click.option(
-    "--contract", type=click.Choice(["openkernel"]), metavar="NAME", help="Interface: openkernel, or ours."
+    "--contract",
+    type=values(Contract),
+    metavar="NAME",
+    help=f"{choices(Contract)} (a repository of Hugging Face's `kernels`).  [default: a package with setup.py]",
 )
-@file_option("--shapes", help="Lines of B H S D [Dv].  [default: by --contract or --head-dim]")
+@file_option("--shapes", help="Lines of B H S D [Dv].  [default: the challenge's, or by --head-dim]")
 @file_option("--specs", help="Exactly the kernels of a JSON list of specs, or of a tuned table.")
 @click.option("--name", metavar="NAME", help="Name of the package.  [default: custom_attention]")
 @click.option("--head-dim", "head_dims", multiple=True, **number(), help="Repeatable.")
@@ -55,23 +59,29 @@ def export(
     """Write kernels to OUT as a Python package that does not need attnforge.
 
     The package holds the sources, a torch binding, setup.py and verify.py.
+
+    With --contract hf-kernels, its build_variant.py builds what get_kernel() and get_local_kernel() of Hugging Face's
+    `kernels` load: build/<variant>/ with metadata.json.
     """
     from attnforge.bagel.challenge.operator import NAME
     from attnforge.codegen.package import Tree
     from attnforge.runtime import export as exporting
 
     target = exporting.target(Arch(arch))
+    kind = None if contract is None else Contract(contract)
+    challenge = kind is Contract.OPENKERNEL
     directions = tuple(Direction) if direction == "both" else (Direction(direction),)
-    types = tuple(map(DType, dtypes)) or _dtypes(target, contract)
+    types = tuple(map(DType, dtypes)) or _dtypes(target, challenge)
     if specs is not None:
         items = exporting.read_specs(specs)
     else:
-        kinds = _masks(masks, contract)
-        items = exporting.collect(target, _shapes(shapes, head_dims, contract), types, kinds, directions)
-    tree = Tree(name or NAME, target, items, contract is not None)
+        kinds = _masks(masks, challenge)
+        items = exporting.collect(target, _shapes(shapes, head_dims, challenge), types, kinds, directions)
+    tree = Tree(name or NAME, target, items, kind, exporting.revision())
     paths = exporting.write(tree, out, f"attnforge {' '.join(_arguments())}")
     echo(f"{out}: {len(items)} kernels for {target.value} in {len(paths)} files")
-    echo("build and check it there: python setup.py build_ext --inplace && python verify.py")
+    build = "build_variant.py" if tree.hub else "setup.py build_ext --inplace"
+    echo(f"build and check it there: python {build} && python verify.py")
 
 
 def _arguments() -> list[str]:
@@ -79,31 +89,31 @@ def _arguments() -> list[str]:
     return ["export", *(word for word in sys.argv[2:] if sys.argv[1:2] == ["export"])]
 
 
-def _masks(named: tuple[str, ...], contract: str | None) -> tuple[Mask, ...]:
+def _masks(named: tuple[str, ...], challenge: bool) -> tuple[Mask, ...]:
     """The masks of --mask, by default full and causal; the challenge has dense masks only."""
-    if contract is None:
+    if not challenge:
         return tuple(map(Mask, named)) or (Mask.FULL, Mask.CAUSAL)
     if named not in ((), ("dense",)):
-        raise ValueError("--mask: must be dense with --contract, or left out")
+        raise ValueError("--mask: must be dense with --contract openkernel, or left out")
     return (Mask.DENSE,)
 
 
-def _shapes(file: Path | None, head_dims: tuple[int, ...], contract: str | None) -> list[Shape]:
-    """The shapes of --shapes, else the challenge's; without --contract, --head-dim adds one shape each."""
+def _shapes(file: Path | None, head_dims: tuple[int, ...], challenge: bool) -> list[Shape]:
+    """The shapes of --shapes, else the challenge's; without it, --head-dim adds one shape each."""
     from attnforge.bagel.challenge.operator import FINAL, OTHERS
     from attnforge.runtime import export as exporting
 
     wanted = exporting.read_shapes(file) if file else []
-    if contract is not None:
+    if challenge:
         return wanted or [*FINAL, *OTHERS]
     wanted += [exporting.Shape(1, 1, exporting.ROWS, dim) for dim in head_dims]
     if not wanted:
-        raise ValueError("export: give --head-dim, --shapes, --specs or --contract")
+        raise ValueError("export: give --head-dim, --shapes, --specs or --contract openkernel")
     return wanted
 
 
-def _dtypes(target: Arch, contract: str | None) -> tuple[DType, ...]:
+def _dtypes(target: Arch, challenge: bool) -> tuple[DType, ...]:
     """The default of --dtype: bf16 on a GPU; the challenge needs every float dtype of the target."""
     if not target.is_gpu:
         return (DType.FLOAT32, DType.BFLOAT16)
-    return tuple(DType) if contract else (DType.BFLOAT16,)
+    return tuple(DType) if challenge else (DType.BFLOAT16,)

@@ -172,7 +172,8 @@ def _named(layer: alt.Chart, part: str) -> alt.Chart:
     """The layer in the colour of its part of the roofline, with a name in the legend."""
     parts = alt.Scale(domain=["variant", "its bound", "roof"])
     colour = alt.Color("part:N", scale=parts, legend=alt.Legend(orient="top", title=None))
-    return layer.transform_calculate(part=repr(part)).encode(color=colour)
+    named: alt.Chart = layer.transform_calculate(part=repr(part)).encode(color=colour)
+    return named
 
 
 _BOUND_TIPS = (

@@ -236,7 +236,7 @@ class _ZeroGradient(torch.autograd.Function):
 def _still(x: Tensor) -> Tensor:
     """x with zero gradients. The trainer detaches in place, in a tensor that has gradients, so its frozen weights get
     zeros and not None; weight decay and DDP (unused parameters) treat the two differently."""
-    return _ZeroGradient.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+    return _ZeroGradient.apply(x)  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
 
 
 def _join(pair: tuple[Tensor, Tensor], rows: tuple[Any, Any], like: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ def _name(source: Compilable, digest: str) -> str:
 def obtain(source: Compilable) -> Entry:
     """The compiled kernel of `source`: from disk, or compiled now and published.
 
-    If nothing can be compiled (no compiler, or ATTNFORGE_NO_JIT=1), a GPU kernel that another compiler made from the
-    same text is accepted, too: see `ready_made`.
+    If nothing can be compiled (no compiler, or ATTNFORGE_NO_JIT=1), a kernel that another compiler made from the same
+    text is accepted, too: see `ready_made`.
     Raises CompileError, NoCompilerError (also when ATTNFORGE_NO_JIT=1 and it is not on disk) or CacheError.
     """
     try:
@@ -131,14 +131,12 @@ def obtain(source: Compilable) -> Entry:
 
 
 def ready_made(source: Compilable) -> Entry | None:
-    """The kernel of exactly this text for exactly this GPU architecture by any compiler, the newest release first.
+    """The kernel of exactly this text for exactly this GPU architecture or CPU, of any compiler: of the newest one.
 
     The key of an entry must follow from our text and launch protocol and from the entry's own compiler and flags. Then
-    only the compiler differs, and the code runs on its architecture. None for the CPU: its code depends on the
-    machine's instruction set, which is part of the compiler's identity.
+    only the compiler differs, and the code runs on its architecture. Code for a CPU must come from a machine with the
+    same processor and C library.
     """
-    if not source.arch.is_gpu:
-        return None
     found = []
     for path in sorted(root().glob(f"{source.slug[:96]}-*")):
         with contextlib.suppress(BadEntry):
@@ -162,7 +160,9 @@ def _read_ready_made(source: Compilable, directory: Path) -> Entry:
     digest = _digest(source.text, identity, flags)
     if directory.name != _name(source, digest):
         raise BadEntry(f"{META}: is of another source text or version of the launcher")
-    if not any(flag.endswith(f"={source.arch.nvcc_name}") for flag in flags):
+    if not source.arch.is_gpu and meta.get("machine") != machine():
+        raise BadEntry(f"{META}: is of another processor or C library")
+    if source.arch.is_gpu and not any(flag.endswith(f"={source.arch.nvcc_name}") for flag in flags):
         raise BadEntry(f"{META}: is not for {source.arch.nvcc_name}")
     return _read(directory, digest)
 
@@ -170,6 +170,15 @@ def _read_ready_made(source: Compilable, directory: Path) -> Entry:
 def _release(identity: str) -> tuple[int, ...]:
     match = RELEASE.search(identity)
     return tuple(map(int, match.groups())) if match else ()
+
+
+@functools.cache
+def machine() -> str:
+    """Digest of what `-march=native` depends on, found without a compiler: the processor; and of the C library."""
+    fields = ("vendor_id", "cpu family", "model", "stepping", "flags")
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    parts = [line for line in lines if line.partition(":")[0].strip() in fields]
+    return hashlib.sha256("\n".join([*parts, os.confstr("CS_GNU_LIBC_VERSION") or ""]).encode()).hexdigest()
 
 
 def _compile(source: Compilable, compiler: Toolchain, digest: str, directory: Path) -> None:
@@ -196,6 +205,8 @@ def _compile(source: Compilable, compiler: Toolchain, digest: str, directory: Pa
         "binary": built.binary_name,
         "sha256": hashlib.sha256(binary).hexdigest(),
     }
+    if not source.arch.is_gpu:
+        meta["machine"] = machine()
     (directory / "build.log").write_text(built.log)
     (directory / META).write_text(json.dumps(meta, indent=1) + "\n")
 

@@ -160,7 +160,7 @@ class ContextParallel:
         layout = self._layout(shared)
         local = self._local_mask(mask, layout, q.shape[2], total, q.device)
         call = Call(layout, shared, self._pieces, local, scale, return_lse, deterministic)
-        results: tuple[Tensor, ...] = Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, ...] = Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call,unused-ignore]
         return (results[0], results[1]) if return_lse else results[0]
 
     __call__ = attention

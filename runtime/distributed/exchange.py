@@ -15,7 +15,7 @@ from attnforge.runtime import ops
 from attnforge.runtime.distributed.shards import Layout
 from attnforge.runtime.masks import DenseMask
 
-# torch 2.13 renamed both, and warns about the names of 2.10 to 2.12.
+# torch 2.13 renamed both, and warns about the names of 2.11 and 2.12.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

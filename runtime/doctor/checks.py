@@ -57,9 +57,9 @@ def _torch() -> Iterator[Finding]:
 
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    status = OK if release >= (2, 10) else FAILURE
+    status = OK if release >= (2, 11) else FAILURE
     yield Finding(
-        "torch", status, f"{version}, built {built}", "" if status == OK else "install torch 2.10 or newer"
+        "torch", status, f"{version}, built {built}", "" if status == OK else "install torch 2.11 or newer"
     )
 
 
@@ -123,7 +123,9 @@ def _launcher() -> Iterator[Finding]:
     from attnforge.runtime.native import launcher
 
     name = launcher.entry_name()
-    if (settings().cache_dir / name).is_dir():
+    if shipped := launcher.prebuilt():
+        yield Finding("launcher", OK, f"installed with the package ({shipped.name})")
+    elif (settings().cache_dir / name).is_dir():
         yield Finding("launcher", OK, f"built ({name})")
     else:
         yield Finding("launcher", INFO, "not built yet: the first call builds it, in about half a minute")

@@ -12,7 +12,7 @@ from attnforge.codegen.spec import Arch
 from attnforge.runtime.build import cache, compilation, nvrtc, toolchain
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
 from attnforge.runtime.build.settings import COMPILER, settings
-from attnforge.runtime.doctor.findings import FAILURE, INFO, OK, Finding, failed
+from attnforge.runtime.doctor.findings import FAILURE, INFO, OK, WARNING, Finding, failed
 
 OVERLAP = (12, 3)  # of the driver; kOverlappingDriver in launch_config.h
 CUDA_TEXT = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }\n'
@@ -100,7 +100,7 @@ def host_compiler() -> Iterator[Finding]:
         with entry.library() as path:
             threads = ctypes.CDLL(path).threads()
     except (NoCompilerError, CompileError) as error:
-        yield failed("CPU kernels", error)
+        yield _without_host_compiler(failed("CPU kernels", error))
         return
     except OSError as error:
         yield Finding(
@@ -109,6 +109,15 @@ def host_compiler() -> Iterator[Finding]:
         return
     yield Finding("CPU kernels", OK, f"compiled by {tool.program}: {tool.identity.split(';')[0]}")
     yield Finding("OpenMP", OK, f"{threads} threads")
+
+
+def _without_host_compiler(found: Finding) -> Finding:
+    """With a GPU and a launcher that was installed, only calls on the CPU need the compiler."""
+    from attnforge.runtime.native import launcher
+
+    if not _target().is_gpu or launcher.prebuilt() is None:
+        return found
+    return Finding(found.name, WARNING, f"{found.value}; calls on the GPU do not need it", found.remedy)
 
 
 def _try(tool: compilation.Toolchain, name: str, text: str, directory: Path) -> bytes:

@@ -3,6 +3,8 @@
 It uses torch's C++ API but neither Python's nor CUDA's, so it needs no Python.h and no toolkit, and one build
 serves every Python version. `torch.utils.cpp_extension.load` builds it in a directory of this process
 alone, so that its lock file, which a killed process leaves behind, blocks no other process.
+
+A platform wheel (.ci/prebuilt.py) brings builds along, in prebuilt/: with one for this torch nothing is compiled.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -33,6 +36,7 @@ FLAGS = ("-O2",)
 # Some compilers link libstdc++ statically. Its symbols must stay inside this library: two copies that share some of
 # them (those of locales are unique in a process) disagree about the facets of a stream, and formatting a number fails.
 LINK_FLAGS = ("-Wl,--exclude-libs,libstdc++.a",)
+PREBUILT = Path(__file__).parent / "prebuilt"
 
 # It also loads the result: what does not load is not published. ninja comes from its package, not the PATH.
 BUILD = """
@@ -62,10 +66,48 @@ def launcher() -> None:
     with _lock:
         if _loaded:
             return
-        texts = sources()
-        path = cache.publish_directory(entry_name(), lambda directory: build(directory, texts))
-        torch.ops.load_library(str(path / LIBRARY))
+        if not _load_prebuilt():
+            texts = sources()
+            path = cache.publish_directory(entry_name(), lambda directory: build(directory, texts))
+            torch.ops.load_library(str(path / LIBRARY))
         _loaded = True
+
+
+def _load_prebuilt() -> bool:
+    """Load the build that was installed with the package. False, with a warning if there is one, if that is no use."""
+    path = prebuilt()
+    if path is None:
+        return False
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:  # such as a libstdc++ older than where it was built
+        log.warning("the launcher that was installed cannot be loaded: %s; another one is built", error)
+        return False
+    return True
+
+
+def prebuilt() -> Path | None:
+    """The build of a platform wheel for this torch, and for a C library that is not newer than this machine's."""
+    name, version = platform.libc_ver()
+    for path in PREBUILT.glob(f"{key(sources(), libc=False)[:16]}-{name}-*.so"):
+        built = path.stem.rpartition("-")[2]
+        if _numbers(built) <= _numbers(version):
+            return path
+    return None
+
+
+def save_prebuilt(folder: Path) -> Path:
+    """Build the launcher for this process's torch and C library into `folder`, under the name that is looked for."""
+    path = folder / f"{key(sources(), libc=False)[:16]}-{'-'.join(platform.libc_ver())}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        build(Path(directory), sources())
+        shutil.copy(Path(directory) / LIBRARY, path)
+    return path
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def entry_name() -> str:
@@ -78,8 +120,8 @@ def sources() -> dict[str, str]:
     return native.sources("launcher.cpp")
 
 
-def key(texts: dict[str, str]) -> str:
-    """Everything that decides whether a build can be used here.
+def key(texts: dict[str, str], libc: bool = True) -> str:
+    """Everything that decides whether a build can be used here, but for the C library if not `libc`.
 
     The compiler is not in it: any build of this source for this torch and C library does the same, and a warm
     cache must serve a machine without a compiler.
@@ -92,7 +134,7 @@ def key(texts: dict[str, str]) -> str:
         str(torch.version.git_version),
         str(torch.compiled_with_cxx11_abi()),
         platform.machine(),
-        *platform.libc_ver(),
+        *(platform.libc_ver() if libc else ()),
     ]
     digest = hashlib.sha256()
     for part in parts:

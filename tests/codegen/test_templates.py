@@ -15,7 +15,7 @@ from attnforge.codegen import prologue
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.mask_kernels import mask_kernels
-from attnforge.codegen.package import Item, Tree
+from attnforge.codegen.package import Contract, Item, Tree
 from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.render import TEMPLATES, RenderError, render
 from attnforge.codegen.score import MaskMod, ScoreMod
@@ -86,7 +86,8 @@ def test_every_template_is_used(templates: Path) -> None:
             for spec in specs:
                 render(spec)
             items = tuple(Item(spec, 1024, "guess") for spec in specs)
-            Tree("my_attention", arch, items, contract=True).files("export")
+            for contract in Contract:
+                Tree("my_attention", arch, items, contract).files("export")
         prologue.render(next(prologue.candidates(PrologueProblem(FORWARD, arch, dtype, 64))))
         if arch.is_gpu:
             mask_kernels.__wrapped__(arch)  # not what an earlier test left in its cache
@@ -163,7 +164,7 @@ def test_a_changed_part_is_a_new_kernel_to_cache_and_journal(
 # What the renderer gives every template: `render` and `environment` of codegen/render.py.
 CONTEXT = {"spec", "plan", "c", "knobs", "params_struct"}
 # What package.py gives those of a package.
-PACKAGE = {"tree", "command", "numbers", "codes", "masks"}
+PACKAGE = {"tree", "command", "namespace", "numbers", "codes", "masks"}
 # Folders whose files all say in their first comment what they take.
 DECLARING = ("common", "cpu", "prologue", "sm80")
 

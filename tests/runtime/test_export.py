@@ -19,7 +19,7 @@ from exported import COMMAND, DIRECTIONS, NAME, built, load, make_tree, run
 from torch import Tensor
 
 from attnforge.cli import main
-from attnforge.codegen.package import Item, Tree
+from attnforge.codegen.package import Contract, Item, Tree
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
@@ -56,7 +56,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) ->
 
 
 def test_every_file_is_readable_text(tree: Tree) -> None:
-    for contract in (False, True):
+    for contract in (None, *Contract):
         for path, text in dataclasses.replace(tree, contract=contract).files(COMMAND).items():
             assert "\n\n\n\n" not in text, path
             assert text.endswith("\n"), path
@@ -84,7 +84,7 @@ def test_nothing_of_attnforge_is_imported(tree: Tree) -> None:
 def test_gpu_package_has_a_slurm_job_and_names_its_architecture() -> None:
     shapes = [export.Shape(1, 2, 4096, 64)]
     tree = make_tree(Arch.SM89, shapes, (DType.BFLOAT16,), (Mask.SPANS,))
-    files = dataclasses.replace(tree, contract=True).files(COMMAND)
+    files = dataclasses.replace(tree, contract=Contract.OPENKERNEL).files(COMMAND)
     assert "TORCH_CUDA_ARCH_LIST=8.9" in files["run.sh"]
     assert "-gencode=arch=compute_89,code=sm_89" in files["setup.py"]
     assert subprocess.run(("bash", "-n"), input=files["run.sh"], text=True).returncode == 0
@@ -168,7 +168,11 @@ def test_its_own_checks_pass(directory: Path) -> None:
 def test_the_contract_of_the_challenge_holds(tree: Tree, directory: Path, tmp_path: Path) -> None:
     """Its interface around the same library, which only differs in kernels that it has besides."""
     dense = tuple(item for item in tree.items if item.spec.problem.mask is Mask.DENSE)
-    export.write(dataclasses.replace(tree, items=dense, contract=True), tmp_path / "custom_kernel", COMMAND)
+    export.write(
+        dataclasses.replace(tree, items=dense, contract=Contract.OPENKERNEL),
+        tmp_path / "custom_kernel",
+        COMMAND,
+    )
     for library in (directory / NAME).glob("_C*.so"):
         shutil.copy(library, tmp_path / "custom_kernel" / NAME)
     assert run(tmp_path / "custom_kernel", "verify.py").endswith("all right\n")
@@ -276,8 +280,8 @@ def test_command_writes_what_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "export: give --head-dim, --shapes, --specs or --contract"),
-        (("--contract", "openkernel", "--mask", "causal"), "must be dense with --contract"),
+        ((), "export: give --head-dim, --shapes, --specs or --contract openkernel"),
+        (("--contract", "openkernel", "--mask", "causal"), "must be dense with --contract openkernel"),
     ],
 )
 def test_command_says_what_it_lacks(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

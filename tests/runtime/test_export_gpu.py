@@ -11,6 +11,7 @@ import pytest
 import torch
 from exported import COMMAND, make_tree, run
 
+from attnforge.codegen.package import Contract
 from attnforge.codegen.spec import Arch, DType, Mask
 from attnforge.runtime import export, kernels
 
@@ -69,7 +70,7 @@ def test_gpu_package_builds_and_is_right(tmp_path: Path) -> None:
     arch = kernels.targets(torch.device("cuda"))[0]  # on Hopper, kernels of both families
     shapes = [export.Shape(1, 2, 512, 41), export.Shape(1, 2, 512, 64)]
     tree = make_tree(arch, shapes, (DType.FLOAT32, DType.BFLOAT16), (Mask.DENSE,))
-    export.write(dataclasses.replace(tree, contract=True), tmp_path / "out", COMMAND)
+    export.write(dataclasses.replace(tree, contract=Contract.OPENKERNEL), tmp_path / "out", COMMAND)
     run(tmp_path / "out", "setup.py", "build_ext", "--inplace")
     assert run(tmp_path / "out", "verify.py").endswith("all right\n")
     assert run(tmp_path / "out", "-c", FRESH) == "finite\n"

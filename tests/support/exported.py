@@ -41,14 +41,15 @@ def built(tree: Tree) -> Path:
         *(x for item in sorted(tree.files(COMMAND).items()) for x in item),
     ]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    directory = kept.directory / f"exported-{digest}"
+    kind = "hub" if tree.hub else "own"
+    directory = kept.directory / f"exported-{kind}-{digest}"
     with kept.lock("exported"):
         if not directory.exists():
-            for old in directory.parent.glob("exported-*"):
+            for old in directory.parent.glob(f"exported-{kind}-*"):
                 shutil.rmtree(old)
             aside = directory.with_name(f"{directory.name}.tmp")
             export.write(tree, aside, COMMAND)
-            run(aside, "setup.py", "build_ext", "--inplace")
+            run(aside, *(("build_variant.py",) if tree.hub else ("setup.py", "build_ext", "--inplace")))
             aside.rename(directory)
     return directory
 

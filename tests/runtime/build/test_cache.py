@@ -118,6 +118,19 @@ def test_without_jit_only_the_disk_answers(
     assert compiler.runs == 1
 
 
+def test_without_a_compiler_code_of_the_same_processor_is_taken(
+    compiler: fakes.Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = cache.obtain(fakes.source())
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert cache.obtain(fakes.source()) == entry
+    with pytest.raises(NoCompilerError, match="no C\\+\\+ compiler"):
+        cache.obtain(fakes.source("void g();\n"))
+    monkeypatch.setattr(cache, "machine", lambda: "another")
+    with pytest.raises(NoCompilerError, match="no C\\+\\+ compiler"):
+        cache.obtain(fakes.source())
+
+
 def test_a_failed_compile_keeps_its_evidence(compiler: fakes.Compiler, cache_dir: Path) -> None:
     source = fakes.source("one\nFAIL\nthree\n")
     with pytest.raises(CompileError) as caught:

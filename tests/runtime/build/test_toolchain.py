@@ -206,6 +206,15 @@ def test_compile_error_shows_the_line_and_crosses_processes(tmp_path: Path) -> N
     assert (str(again), again.log, again.command) == (str(error), error.log, ("g++", "a b"))
 
 
+def test_an_error_in_an_included_file_quotes_that_file(tmp_path: Path) -> None:
+    (tmp_path / "launcher.cpp").write_text("one\ntwo\n")
+    (tmp_path / "stream.h").write_text("first\nsecond\n")
+    log = "/elsewhere/stream.h:2:1: error: planted\n"
+    text = str(CompileError("the launcher", ("g++",), tmp_path / "launcher.cpp", log))
+    assert ">     2 | second" in text
+    assert "two" not in text
+
+
 # ---- Real compilers
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +65,78 @@ def test_failed_build_says_why_and_publishes_nothing(cache_dir: Path) -> None:
     with pytest.raises(CompileError, match=r"the launcher does not compile: .*broken on purpose"):
         cache.publish_directory("launcher-test", lambda directory: launcher.build(directory, texts))
     assert not (cache_dir / "launcher-test").exists()
+
+
+def test_a_prebuilt_launcher_needs_the_same_torch_and_no_newer_c_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "PREBUILT", tmp_path)
+    monkeypatch.setattr(launcher, "build", lambda directory, texts: (directory / launcher.LIBRARY).touch())
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    assert launcher.prebuilt() is None
+    path = launcher.save_prebuilt(tmp_path)
+    assert path.name.endswith("-glibc-2.36.so")
+    for version, found in (("2.36", path), ("2.100", path), ("2.9", None)):
+        monkeypatch.setattr(platform, "libc_ver", lambda version=version: ("glibc", version))
+        assert launcher.prebuilt() == found
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("musl", "2.36"))
+    assert launcher.prebuilt() is None
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert launcher.prebuilt() is None
+
+
+def test_a_prebuilt_launcher_that_does_not_load_is_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launcher, "prebuilt", lambda: tmp_path / "no-library.so")
+    (tmp_path / "no-library.so").write_text("damaged")
+    with caplog.at_level("WARNING", "attnforge"):
+        assert not launcher._load_prebuilt()
+    assert "cannot be loaded" in caplog.text
+
+
+USE = """
+import torch, attnforge
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
+out = attnforge.attention(q, k, v, attnforge.Causal())
+out.sum().backward()
+print(out.sum().item(), q.grad.sum().item())
+"""
+
+
+def test_a_platform_wheel_needs_no_compiler(cache_dir: Path, tmp_path: Path) -> None:
+    """Its launcher and kernels of a warm cache run where no program is found; without it, the launcher is missing."""
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ATTNFORGE_CACHE_DIR": str(cache_dir)}
+    root = Path(launcher.__file__).parents[2]
+    installed = tmp_path / "installed" / "attnforge"
+    installed.mkdir(parents=True)
+    for part in ("__init__.py", "cli.py", "bagel", "codegen", "generated", "runtime", "templates"):
+        copy = shutil.copytree if (root / part).is_dir() else shutil.copy
+        copy(root / part, installed / part)
+    launcher.save_prebuilt(installed / "runtime" / "native" / "prebuilt")
+    env["PYTHONPATH"] = str(installed.parent)
+
+    def use(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *(words or ("-c", USE))]
+        return subprocess.run(
+            command, env=env | more, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+
+    first = use()
+    assert first.returncode == 0, first.stderr
+    assert not list(cache_dir.glob("launcher-*"))
+    nowhere = {"PATH": str(tmp_path / "empty")}
+    again = use(**nowhere)
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
+    doctor = use("-m", "attnforge.cli", "doctor", "--json", **nowhere)
+    found = {finding["name"]: finding for finding in json.loads(doctor.stdout)}
+    assert "installed with the package" in found["launcher"]["value"]
+    shutil.rmtree(installed / "runtime" / "native" / "prebuilt")
+    lacking = use(**nowhere)
+    assert lacking.returncode != 0
+    assert "no C++ compiler" in lacking.stderr
 
 
 def test_jit_forbidden(cache_dir: Path) -> None:
