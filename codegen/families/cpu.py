@@ -91,15 +91,12 @@ def plan(spec: Spec) -> Plan:
 def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[str, Any]:
     forward = isinstance(t, CpuForward)
     cols_dq, width_dq = (0, 0) if isinstance(t, CpuForward) else _dq_blocks(spec.problem.head_dim, t)
-    includes = {"cmath"} if forward else {"algorithm", "cmath", "thread"}
+    includes = {"cmath"} if forward else {"algorithm", "cmath", "sched.h"}
     if spec.problem.mask.listed:
-        includes |= {"algorithm", "numeric"} if forward else {"numeric", "vector"}
-    # vdpbf16ps exists for 8 and 16 lanes; other widths multiply the halves one by one.
-    dot = {16: "_mm512_dpbf16_ps", 8: "_mm256_dpbf16_ps"}.get(t.lanes) if t.pairs else None
+        includes |= {"algorithm"} if forward else {"vector"}
     return {
         "pairs": t.pairs,
-        "dot": dot,
-        "bits": t.lanes * 32,
+        "dot": t.pairs and t.lanes in (8, 16),  # vdpbf16ps; other widths multiply the halves one by one
         "exp2": EXP2_BF16 if t.pairs else EXP2_FP32,
         "exp2_error": "3e-6" if t.pairs else "2e-7",
         "includes": sorted(includes),
