@@ -113,7 +113,6 @@ LAUNCH: tuple[Field, ...] = (
     _same("unsigned", "shared_bytes", ""),
     _same("bool", "persistent", "at most one block per multiprocessor"),
     _same("int64_t", "cluster", "blocks that run together"),
-    _same("int64_t", "blocks", "for each place of the grid"),
     _same("bool", "overlaps", "may start before the launch before it has ended, if the driver can do so"),
 )
 # Of a codegen.plan.TensorMap.

@@ -39,7 +39,7 @@ class Sm90BackwardWide(Tuning):
 
     tile_m: int = knob("m", "query rows per step of the main loop; always 64, the rows of a product for dQ")
     tile_n: int = knob(
-        "n", "keys per block, or per cluster; each consumer of a block computes S and dP of half of its own"
+        "n", "keys per block, a multiple of 16; each consumer computes S and dP of half of them"
     )
     stages: int = knob("s", "shared-memory buffers for Q")
     stages_dout: int = knob("t", "shared-memory buffers for dO")
@@ -47,25 +47,14 @@ class Sm90BackwardWide(Tuning):
     descending: bool = knob(
         "d", "blocks start with the last key tile, not the one with most work (deterministic ones always do)"
     )
-    cluster: int = knob(
-        "c", "blocks that share a key tile: each sums dK and dV of its keys, and its columns of all keys' dQ", 1, quiet=True
-    )
-
-    @property
-    def keys(self) -> int:
-        """Keys of a block."""
-        return self.tile_n // self.cluster
 
 
 # ---- Plan
 
 
-def dq_units(p: Problem, t: Sm90BackwardWide) -> tuple[int, int]:
+def dq_units(p: Problem) -> tuple[int, int]:
     """Units of 64 columns of dQ that each consumer computes, so that both have about the same work in a step."""
     units, units_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
-    if t.cluster > 1:
-        first = units // t.cluster // 2
-        return first, units // t.cluster - first
     first = min(units, max(0, (2 * units - units_v + 1) // 2))
     return first, units - first
 
@@ -98,10 +87,9 @@ def plan(spec: Spec) -> Plan:
         spec=spec,
         template="sm90a/backward_wide.cu.jinja",
         suffix=".cu",
-        launches=_launches(spec, shared, t.cluster),
+        launches=_launches(spec, shared),
         schedule=schedule_launches(spec, "tiles_n", t.deterministic, descending),
         owner="n",
-        cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         row_stats=ROW_STATS,
         dq_accum=True,
@@ -120,7 +108,7 @@ def plan(spec: Spec) -> Plan:
 
 def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     """Constants about the tiles, who computes what, and which shared pieces of templates/sm90a/ take part."""
-    first, second = dq_units(p, t)
+    first, second = dq_units(p)
     return {
         "type": wgmma_type(p.dtype),
         "columns": COLUMNS,
@@ -147,14 +135,8 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
 def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
     if t.tile_m != 64:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
-    if t.cluster not in (1, 2):
-        raise Infeasible(f"cluster {t.cluster}: must be 1 or 2")
-    if t.tile_n % (16 * t.cluster) or not 32 <= t.keys <= 128:
-        raise Infeasible(f"tile_n {t.tile_n}: must be multiples of 16 keys a block, from 32 to 128")
-    if t.cluster > 1 and p.head_dim % (2 * t.cluster * COLUMNS):
-        raise Infeasible(
-            f"cluster {t.cluster}: head_dim {p.head_dim} has no even share of dQ for each consumer of its blocks"
-        )
+    if t.tile_n % 16 or not 32 <= t.tile_n <= 128:
+        raise Infeasible(f"tile_n {t.tile_n}: must be a multiple of 16 from 32 to 128")
     for name in ("stages", "stages_dout"):
         if not 1 <= getattr(t, name) <= 4:
             raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
@@ -164,30 +146,28 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
 
 def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
     """Registers of a consumer thread that tiles take where most are live: a sum, and S or P beside dP, or some dQ."""
-    scores = t.keys // 4
+    scores = t.tile_n // 4
     return _sums(p, t) + max(2 * scores, COLUMNS // 2, scores + COLUMNS // 2 if s_early(p, t) else 0)
 
 
 def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
     """Are there registers for the next S beside the last 64 columns of dQ, which are added while its product runs?"""
-    live = _sums(p, t) + t.keys // 4 + COLUMNS // 2
+    live = _sums(p, t) + t.tile_n // 4 + COLUMNS // 2
     return live + REGISTERS_BESIDES <= REGISTERS[CONSUMERS][1]
 
 
 def _sums(p: Problem, t: Sm90BackwardWide) -> int:
-    return max(p.head_dim, p.head_dim_v) // COLUMNS * t.keys // 2
+    return max(p.head_dim, p.head_dim_v) // COLUMNS * t.tile_n // 2
 
 
 def _shared_bytes(p: Problem, t: Sm90BackwardWide) -> int:
     """Shared memory of a block, in the order in which it lies there."""
     row, row_v = p.head_dim * 2, p.head_dim_v * 2
-    tiles = t.keys * (row + row_v) + t.tile_m * (t.stages * row + t.stages_dout * row_v)
-    scores = 3 * t.keys * t.tile_m * 2
-    others = 2 * t.keys * t.tile_m * 2 + t.keys * row // 2 if t.cluster > 1 else 0  # dS and columns of K
-    spans = p.intervals * t.keys * 8 if p.mask is Mask.SPANS else 0
+    tiles = t.tile_n * (row + row_v) + t.tile_m * (t.stages * row + t.stages_dout * row_v)
+    scores = 3 * t.tile_n * t.tile_m * 2
+    spans = p.intervals * t.tile_n * 8 if p.mask is Mask.SPANS else 0
     stats = t.stages * (t.tile_m * ROW_STATS * 4 + 8)  # the visit, too
-    barriers = 2 + 2 * (t.stages + t.stages_dout) + (5 if t.cluster > 1 else 0)
-    return tiles + scores + others + spans + stats + 8 * barriers
+    return tiles + scores + spans + stats + 8 * (2 + 2 * (t.stages + t.stages_dout))
 
 
 def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:
@@ -195,20 +175,20 @@ def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:
     rows = (
         ("q", t.tile_m, panels),
         ("dout", t.tile_m, panels_v),
-        ("k", t.keys, panels),
-        ("v", t.keys, panels_v),
-        ("dk", t.keys, panels),
-        ("dv", t.keys, panels_v),
+        ("k", t.tile_n, panels),
+        ("v", t.tile_n, panels_v),
+        ("dk", t.tile_n, panels),
+        ("dv", t.tile_n, panels_v),
     )
     return tuple(TensorMap(name, COLUMNS, count, whole) for name, count, whole in rows)
 
 
-def _launches(spec: Spec, shared: int, cluster: int) -> tuple[Launch, ...]:
+def _launches(spec: Spec, shared: int) -> tuple[Launch, ...]:
     queries = ("tiles_m", "batch", "heads_q")
     threads = 128 * (CONSUMERS + 1)
     return (
         Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
-        Launch(spec.symbol, ("tiles_n", "batch", "heads_kv"), threads, shared, blocks=cluster, overlaps=True),
+        Launch(spec.symbol, ("tiles_n", "batch", "heads_kv"), threads, shared, overlaps=True),
         Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
     )
 
@@ -224,7 +204,6 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
             for stages, stages_dout in ((2, 1), (2, 2), (1, 1)):
                 for descending in (False,) if deterministic else (False, True):
                     yield Sm90BackwardWide(64, tile_n, stages, stages_dout, deterministic, descending)
-                    yield Sm90BackwardWide(64, 2 * tile_n, stages, stages_dout, deterministic, descending, 2)
 
 
 _NONE = "the wide sm90a backward takes none; sm90 takes this call"

@@ -59,7 +59,7 @@ private:
 
 // Blocks of a launch. A persistent one has at most as many as there are multiprocessors, in whole clusters.
 inline unsigned blocks_of(const Launch& launch, const Params& params, int multiprocessors) {
-    int64_t blocks = launch.blocks;
+    int64_t blocks = 1;
     for (const auto size : launch.sizes) {
         blocks *= params.*size;
         if (size == launch.sizes.front()) {

@@ -37,24 +37,20 @@ def problem(dims: tuple[int, int], mask: Mask, dtype: DType = DType.BFLOAT16) ->
     return Problem(Direction.BACKWARD, Arch.SM90A, dtype, head_dim, mask, dim_v=dim_v)
 
 
-def first(dims: tuple[int, int], mask: Mask, deterministic: bool = False, cluster: int = 0) -> Spec:
-    """The first guess, of those with this cluster unless it is 0."""
+def first(dims: tuple[int, int], mask: Mask, deterministic: bool = False) -> Spec:
+    """The first guess."""
     return next(
         spec
         for spec in candidates(problem(dims, mask))
-        if isinstance(spec.tuning, Sm90BackwardWide)
-        and spec.tuning.deterministic == deterministic
-        and cluster in (0, spec.tuning.cluster)
+        if isinstance(spec.tuning, Sm90BackwardWide) and spec.tuning.deterministic == deterministic
     )
 
 
-@pytest.mark.parametrize(("dims", "cluster"), [*((dims, 1) for dims in DIMS), ((256, 256), 2), ((256, 64), 2)])
-def test_columns_of_dq_are_shared(dims: tuple[int, int], cluster: int) -> None:
-    """The units of all consumers of a cluster make head_dim; none has a negative number."""
-    spec = first(dims, Mask.FULL, cluster=cluster)
-    assert isinstance(spec.tuning, Sm90BackwardWide)
-    shared = dq_units(spec.problem, spec.tuning)
-    assert sum(shared) * 64 * cluster == dims[0]
+@pytest.mark.parametrize("dims", DIMS)
+def test_columns_of_dq_are_shared(dims: tuple[int, int]) -> None:
+    """Both consumers' units make head_dim; none has a negative number."""
+    shared = dq_units(problem(dims, Mask.FULL))
+    assert sum(shared) * 64 == dims[0]
     assert min(shared) >= 0
 
 
@@ -87,14 +83,14 @@ def test_first_guesses_do_not_spill(dims: tuple[int, int], mask: Mask, tmp_path:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.value)
-@pytest.mark.parametrize(("dims", "cluster"), [*((dims, 1) for dims in DIMS), ((256, 256), 2), ((256, 64), 2)])
+@pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients(dims: tuple[int, int], cluster: int, mask: Mask, deterministic: bool) -> None:
+def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool) -> None:
     """Against float64; deterministic ones give the same bits again."""
     device = torch.device("cuda")
     if kernels.target(device) is not Arch.SM90A:
         pytest.skip("wgmma is Hopper's")
-    handle = kernels.load(first(dims, mask, deterministic, cluster), device)
+    handle = kernels.load(first(dims, mask, deterministic), device)
     for seed, shape in enumerate(SHAPES):
         sizes = replace(shape, head_dim=dims[0], dim_v=dims[1])
         x = draw(sizes, torch.bfloat16, "cuda", seed=seed)
