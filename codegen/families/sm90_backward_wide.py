@@ -4,8 +4,8 @@ Sums of dK and dV of 64 keys no longer fit beside each other in a warpgroup's re
 warpgroups share a key tile: one sums dV, the other dK, both transposed (columns x keys), so that tiles may have any
 number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products for head_dim 192 and 256.
 
-With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the columns
-of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own.
+With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
+columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own.
 """
 
 from __future__ import annotations
@@ -178,11 +178,15 @@ def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
     if t.tile_n != PAIR * PAIR_KEYS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
     if t.stages < 2:
-        raise Infeasible(f"stages {t.stages}: a pair of blocks takes two or more, as S runs a step ahead of dK")
+        raise Infeasible(
+            f"stages {t.stages}: a pair of blocks takes two or more, as S runs a step ahead of dK"
+        )
     if t.deterministic:
         raise Infeasible("deterministic: pairs of blocks add to dQ in any order")
-    if p.head_dim <= COLUMNS * PAIR:
-        raise Infeasible(f"head_dim {p.head_dim}: pairs of blocks take 192 and 256")
+    if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
+        raise Infeasible(
+            f"head_dim {p.head_dim} and {p.head_dim_v} of v: pairs of blocks take 192 and 256, and 128 and more of v"
+        )
 
 
 def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
@@ -259,6 +263,9 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
             for stages, stages_dout in ((2, 1), (2, 2), (1, 1)):
                 for descending in (False,) if deterministic else (False, True):
                     yield Sm90BackwardWide(64, tile_n, stages, stages_dout, deterministic, descending)
+    for stages, stages_dout in ((2, 2), (2, 1), (3, 2)):
+        for descending in (False, True):
+            yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, pair=True)
 
 
 _NONE = "the wide sm90a backward takes none; sm90 takes this call"
