@@ -29,6 +29,7 @@ class Launch:
     # May start before the launch before it has ended (programmatic stream serialisation), where the driver can do so:
     # its blocks wait themselves, with griddepcontrol.wait. Never the first launch of a plan.
     overlaps: bool = False
+    per_tile: int = 1  # blocks that share a tile: the grid is so many times the product
 
 
 @dataclass(frozen=True)

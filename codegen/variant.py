@@ -114,6 +114,7 @@ LAUNCH: tuple[Field, ...] = (
     _same("bool", "persistent", "at most one block per multiprocessor"),
     _same("int64_t", "cluster", "blocks that run together"),
     _same("bool", "overlaps", "may start before the launch before it has ended, if the driver can do so"),
+    _same("int64_t", "per_tile", "blocks that share a tile: the grid is so many times the product"),
 )
 # Of a codegen.plan.TensorMap.
 TENSOR_MAP: tuple[Field, ...] = (

@@ -3,6 +3,9 @@
 Sums of dK and dV of 64 keys no longer fit beside each other in a warpgroup's registers, as in `sm90_backward`. Here two
 warpgroups share a key tile: one sums dV, the other dK, both transposed (columns x keys), so that tiles may have any
 number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products for head_dim 192 and 256.
+
+With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
+columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
     REASONS,
     REGISTERS,
+    REGISTERS_BUSY,
     SWIZZLE_CODE,
     require_hopper,
     require_shared,
@@ -31,6 +35,8 @@ HELPER_THREADS = 256  # of a block of _preprocess and _postprocess
 # Registers of a consumer thread beyond its tiles: addresses, counters, row_stats. An estimate; the tests compile the
 # first guesses and assert that none spills.
 REGISTERS_BESIDES = 28
+PAIR = 2  # blocks of a cluster that share a key tile
+PAIR_KEYS = 64  # of a block of a pair: the rows of its products
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Sm90BackwardWide(Tuning):
     descending: bool = knob(
         "d", "blocks start with the last key tile, not the one with most work (deterministic ones always do)"
     )
+    pair: bool = knob("p", "two blocks share a key tile and dQ", default=False, quiet=True)
 
 
 # ---- Plan
@@ -77,7 +84,8 @@ def plan(spec: Spec) -> Plan:
     _require_tuning(p, t)
     shared = _shared_bytes(p, t)
     require_shared(shared)
-    producer_registers, consumer_registers = REGISTERS[CONSUMERS]
+    roomy = t.pair and p.largest_dim <= 192  # a producer of a pair would like more than it gets at 256
+    producer_registers, consumer_registers = (REGISTERS_BUSY if roomy else REGISTERS)[CONSUMERS]
     live = live_registers(p, t)
     over = live + REGISTERS_BESIDES - consumer_registers
     if over > 0:
@@ -85,9 +93,9 @@ def plan(spec: Spec) -> Plan:
     descending = t.descending or (t.deterministic and p.mask is not Mask.FULL)
     return Plan(
         spec=spec,
-        template="sm90a/backward_wide.cu.jinja",
+        template=f"sm90a/backward_{'pair' if t.pair else 'wide'}.cu.jinja",
         suffix=".cu",
-        launches=_launches(spec, shared),
+        launches=_launches(spec, t, shared),
         schedule=schedule_launches(spec, "tiles_n", t.deterministic, descending),
         owner="n",
         registers=live + REGISTERS_BESIDES,
@@ -108,7 +116,6 @@ def plan(spec: Spec) -> Plan:
 
 def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     """Constants about the tiles, who computes what, and which shared pieces of templates/sm90a/ take part."""
-    first, second = dq_units(p)
     return {
         "type": wgmma_type(p.dtype),
         "columns": COLUMNS,
@@ -117,19 +124,40 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "tail": 0,
         "copies": 1,
         "swizzle": SWIZZLE_CODE[COLUMNS * 2],
-        "s_early": s_early(p, t),
-        "units_of_values": first,
-        "units_of_keys": second,
         "first_dq_columns": "kHeadDim",
         "parted_dq": False,
         "bulk_dq": False,
         "adds_quads": True,
         "keys_in_regs": False,
-        "arrives_named": True,  # consumers arrive at named barriers without waiting
         "columns_of_out": "kHeadDimV",
         "row_lanes": 1 << (p.head_dim_v // 8 - 1).bit_length(),
         "helper_threads": HELPER_THREADS,
+    } | (_pair_constants(p) if t.pair else _block_constants(p, t))
+
+
+def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
+    first, second = dq_units(p)
+    return {
+        "s_early": s_early(p, t),
+        "units_of_values": first,
+        "units_of_keys": second,
+        "arrives_named": True,  # consumers arrive at named barriers without waiting
     }
+
+
+def _pair_constants(p: Problem) -> dict[str, int | str]:
+    return {
+        "pair": True,
+        "dq_of_first": COLUMNS,
+        "dq_of_second": p.head_dim // PAIR - COLUMNS,
+        "peer_panels": _peer_panels(p),
+        "arrives_named": False,
+    }
+
+
+def _peer_panels(p: Problem) -> int:
+    """Panels of the other block's K that hold a block's half of the columns of dQ."""
+    return -(-p.head_dim // PAIR // COLUMNS)
 
 
 def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
@@ -137,6 +165,8 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
     if t.tile_n % 16 or not 32 <= t.tile_n <= 128:
         raise Infeasible(f"tile_n {t.tile_n}: must be a multiple of 16 from 32 to 128")
+    if t.pair:
+        _require_pair(p, t)
     for name in ("stages", "stages_dout"):
         if not 1 <= getattr(t, name) <= 4:
             raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
@@ -144,8 +174,25 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
 
 
+def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
+    if t.tile_n != PAIR * PAIR_KEYS:
+        raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
+    if t.stages < 2:
+        raise Infeasible(
+            f"stages {t.stages}: a pair of blocks takes two or more, as S runs a step ahead of dK"
+        )
+    if t.deterministic:
+        raise Infeasible("deterministic: pairs of blocks add to dQ in any order")
+    if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
+        raise Infeasible(
+            f"head_dim {p.head_dim} and {p.head_dim_v} of v: pairs of blocks take 192 and 256, and 128 and more of v"
+        )
+
+
 def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
     """Registers of a consumer thread that tiles take where most are live: a sum, and S or P beside dP, or some dQ."""
+    if t.pair:  # scores in fp32 and packed, and dQ
+        return max(p.head_dim, p.head_dim_v) // 2 + t.tile_m // 2 + t.tile_m // 4 + COLUMNS // 2
     scores = t.tile_n // 4
     return _sums(p, t) + max(2 * scores, COLUMNS // 2, scores + COLUMNS // 2 if s_early(p, t) else 0)
 
@@ -163,32 +210,44 @@ def _sums(p: Problem, t: Sm90BackwardWide) -> int:
 def _shared_bytes(p: Problem, t: Sm90BackwardWide) -> int:
     """Shared memory of a block, in the order in which it lies there."""
     row, row_v = p.head_dim * 2, p.head_dim_v * 2
-    tiles = t.tile_n * (row + row_v) + t.tile_m * (t.stages * row + t.stages_dout * row_v)
-    scores = 3 * t.tile_n * t.tile_m * 2
-    spans = p.intervals * t.tile_n * 8 if p.mask is Mask.SPANS else 0
+    keys = PAIR_KEYS if t.pair else t.tile_n
+    tiles = keys * (row + row_v) + t.tile_m * (t.stages * row + t.stages_dout * row_v)
+    scores, barriers = 3 * keys * t.tile_m * 2, 2 + 2 * (t.stages + t.stages_dout)
+    if t.pair:  # K of the other block; P in fp32, two dS of each block
+        tiles += _peer_panels(p) * COLUMNS * 2 * keys
+        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 2 + 3 * 2
+    spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
     stats = t.stages * (t.tile_m * ROW_STATS * 4 + 8)  # the visit, too
-    return tiles + scores + spans + stats + 8 * (2 + 2 * (t.stages + t.stages_dout))
+    return tiles + scores + spans + stats + 8 * barriers
 
 
 def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:
     panels, panels_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
+    keys = PAIR_KEYS if t.pair else t.tile_n
     rows = (
         ("q", t.tile_m, panels),
         ("dout", t.tile_m, panels_v),
-        ("k", t.tile_n, panels),
-        ("v", t.tile_n, panels_v),
-        ("dk", t.tile_n, panels),
-        ("dv", t.tile_n, panels_v),
+        ("k", keys, 1 if t.pair else panels),  # pairs load some panels of the other block's K
+        ("v", keys, panels_v),
+        ("dk", keys, panels),
+        ("dv", keys, panels_v),
     )
     return tuple(TensorMap(name, COLUMNS, count, whole) for name, count, whole in rows)
 
 
-def _launches(spec: Spec, shared: int) -> tuple[Launch, ...]:
+def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...]:
     queries = ("tiles_m", "batch", "heads_q")
     threads = 128 * (CONSUMERS + 1)
     return (
         Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
-        Launch(spec.symbol, ("tiles_n", "batch", "heads_kv"), threads, shared, overlaps=True),
+        Launch(
+            spec.symbol,
+            ("tiles_n", "batch", "heads_kv"),
+            threads,
+            shared,
+            overlaps=True,
+            per_tile=PAIR if t.pair else 1,
+        ),
         Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
     )
 
@@ -204,6 +263,9 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
             for stages, stages_dout in ((2, 1), (2, 2), (1, 1)):
                 for descending in (False,) if deterministic else (False, True):
                     yield Sm90BackwardWide(64, tile_n, stages, stages_dout, deterministic, descending)
+    for stages, stages_dout in ((2, 2), (2, 1), (3, 2)):
+        for descending in (False, True):
+            yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, pair=True)
 
 
 _NONE = "the wide sm90a backward takes none; sm90 takes this call"

@@ -59,7 +59,7 @@ private:
 
 // Blocks of a launch. A persistent one has at most as many as there are multiprocessors, in whole clusters.
 inline unsigned blocks_of(const Launch& launch, const Params& params, int multiprocessors) {
-    int64_t blocks = 1;
+    int64_t blocks = launch.per_tile;
     for (const auto size : launch.sizes) {
         blocks *= params.*size;
         if (size == launch.sizes.front()) {

@@ -46,9 +46,9 @@ PROBLEMS = [
     Problem(BACKWARD, Arch.SM90, DType.FLOAT32, 64, Mask.SPANS),
     Problem(BACKWARD, Arch.SM120, DType.FLOAT32, 52, Mask.CAUSAL, 8, 9),
 ]
-# Knobs with one feasible value so far.
+# Knobs with one feasible value so far, or one for each value of the others.
 ONE_VALUE = {("sm90a", Direction.BACKWARD, name) for name in ("tile_m", "tile_n")}
-ONE_VALUE |= {("sm90a_wide", Direction.BACKWARD, "tile_m")}
+ONE_VALUE |= {("sm90a_wide", Direction.BACKWARD, name) for name in ("tile_m", "pair")}
 RENDERED = 40  # of a problem's candidates, evenly spread
 
 

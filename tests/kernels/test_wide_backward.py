@@ -21,6 +21,7 @@ from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.reference import reference
 
 DIMS = [(256, 256), (192, 192), (192, 128), (128, 192), (64, 128), (128, 64), (256, 64)]
+PAIR_DIMS = [(256, 256), (192, 192), (192, 128), (256, 128), (192, 256)]  # that pairs of blocks take
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
 LIMIT = 2e-2  # of the rms error, as a share of the gradients' own: bfloat16 of all that goes in and out
 SHAPES = [
@@ -37,12 +38,13 @@ def problem(dims: tuple[int, int], mask: Mask, dtype: DType = DType.BFLOAT16) ->
     return Problem(Direction.BACKWARD, Arch.SM90A, dtype, head_dim, mask, dim_v=dim_v)
 
 
-def first(dims: tuple[int, int], mask: Mask, deterministic: bool = False) -> Spec:
+def first(dims: tuple[int, int], mask: Mask, deterministic: bool = False, pair: bool = False) -> Spec:
     """The first guess."""
     return next(
         spec
         for spec in candidates(problem(dims, mask))
-        if isinstance(spec.tuning, Sm90BackwardWide) and spec.tuning.deterministic == deterministic
+        if isinstance(spec.tuning, Sm90BackwardWide)
+        and (spec.tuning.deterministic, spec.tuning.pair) == (deterministic, pair)
     )
 
 
@@ -72,25 +74,46 @@ def test_refusals(changed: dict[str, object], reason: str) -> None:
     assert list(candidates(replace(refused, arch=Arch.SM90)))
 
 
+@pytest.mark.parametrize(
+    ("dims", "changed", "reason"),
+    [
+        ((256, 256), {"tile_n": 64}, "tile_n 64: must be 128"),
+        ((256, 256), {"stages": 1}, "S runs a step ahead"),
+        ((256, 256), {"stages_dout": 2}, "shared memory"),
+        ((256, 256), {"deterministic": True}, "in any order"),
+        ((128, 192), {}, "pairs of blocks take 192 and 256"),
+        ((256, 64), {}, "128 and more of v"),
+    ],
+)
+def test_refusals_of_pairs(dims: tuple[int, int], changed: dict[str, int], reason: str) -> None:
+    tuning = replace(first((256, 256), Mask.FULL, pair=True).tuning, **changed)  # type: ignore[arg-type]
+    with pytest.raises(Infeasible, match=reason):
+        make_plan(Spec(problem(dims, Mask.FULL), tuning))
+
+
 @pytest.mark.nvcc
+@pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize(
     ("dims", "mask"), [((256, 256), Mask.CAUSAL), ((192, 128), Mask.SPANS), ((192, 192), Mask.FULL)]
 )
-def test_first_guesses_do_not_spill(dims: tuple[int, int], mask: Mask, tmp_path: Path) -> None:
-    log = check_resources(render(first(dims, mask)), tmp_path)
+def test_first_guesses_do_not_spill(dims: tuple[int, int], mask: Mask, pair: bool, tmp_path: Path) -> None:
+    log = check_resources(render(first(dims, mask, pair=pair)), tmp_path)
     assert not SERIALISED.search(log), log
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.value)
-@pytest.mark.parametrize("dims", DIMS)
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool) -> None:
+@pytest.mark.parametrize(
+    ("dims", "deterministic", "pair"),
+    [(dims, deterministic, False) for dims in DIMS for deterministic in (False, True)]
+    + [(dims, False, True) for dims in PAIR_DIMS],
+)
+def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool, pair: bool) -> None:
     """Against float64; deterministic ones give the same bits again."""
     device = torch.device("cuda")
     if kernels.target(device) is not Arch.SM90A:
         pytest.skip("wgmma is Hopper's")
-    handle = kernels.load(first(dims, mask, deterministic), device)
+    handle = kernels.load(first(dims, mask, deterministic, pair), device)
     for seed, shape in enumerate(SHAPES):
         sizes = replace(shape, head_dim=dims[0], dim_v=dims[1])
         x = draw(sizes, torch.bfloat16, "cuda", seed=seed)
@@ -113,7 +136,8 @@ def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool) -> No
 
 
 @pytest.mark.gpu
-def test_unions_and_unseen_keys() -> None:
+@pytest.mark.parametrize("pair", [False, True])
+def test_unions_and_unseen_keys(pair: bool) -> None:
     """Two intervals a key; keys that nobody sees get zeros."""
     device = torch.device("cuda")
     if kernels.target(device) is not Arch.SM90A:
@@ -123,7 +147,8 @@ def test_unions_and_unseen_keys() -> None:
     ends = torch.zeros_like(starts)
     ends[0, :300], starts[1, :300], ends[1, :300] = 100, 230, length
     mask = attnforge.Spans(starts, ends)
-    spec = next(candidates(replace(problem((192, 128), Mask.SPANS), intervals=2)))
+    tuning = first((192, 128), Mask.SPANS, pair=pair).tuning
+    spec = Spec(replace(problem((192, 128), Mask.SPANS), intervals=2), tuning)
     handle = kernels.load(spec, device)
     shape = Shape(seq_q=length, seq_k=length, heads_kv=2, group=2, head_dim=192, dim_v=128)
     x = draw(shape, torch.bfloat16, "cuda")

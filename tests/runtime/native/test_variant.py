@@ -99,18 +99,19 @@ def test_a_wrong_field_is_named(program: Path, old: str, new: str, said: str) ->
 
 
 @pytest.mark.parametrize(
-    ("grid", "persistent", "cluster", "blocks"),
+    ("grid", "sizes", "blocks"),
     [
-        (("tiles_m", "heads_q"), False, 1, 35),
-        (("tiles_m", "heads_q"), False, 2, 40),  # 7 tiles are 4 clusters
-        (("heads_q", "tiles_m"), False, 2, 42),
-        (("tiles_m", "heads_q"), True, 1, 9),
-        (("tiles_m", "heads_q"), True, 2, 8),  # 9 multiprocessors hold 4 clusters
-        (("tiles_n",), True, 1, 3),
+        (("tiles_m", "heads_q"), {}, 35),
+        (("tiles_m", "heads_q"), {"cluster": 2}, 40),  # 7 tiles are 4 clusters
+        (("heads_q", "tiles_m"), {"cluster": 2}, 42),
+        (("tiles_m", "heads_q"), {"persistent": True}, 9),
+        (("tiles_m", "heads_q"), {"persistent": True, "cluster": 2}, 8),  # 9 multiprocessors hold 4 clusters
+        (("tiles_n",), {"persistent": True}, 3),
+        (("tiles_m", "heads_q"), {"per_tile": 2}, 70),
     ],
 )
-def test_grids(program: Path, grid: tuple[str, ...], persistent: bool, cluster: int, blocks: int) -> None:
-    launch = Launch("kernel", grid, 128, persistent=persistent, cluster=cluster)
+def test_grids(program: Path, grid: tuple[str, ...], sizes: dict[str, int], blocks: int) -> None:
+    launch = Launch("kernel", grid, 128, **sizes)  # type: ignore[arg-type]
     of = replace(source(), plan=replace(source().plan, launches=(launch,)))
     assert read(program, variant.describe(of), 9)[1][1] == f"kernel {blocks}"
 
