@@ -18,6 +18,12 @@ REGISTER_LIMIT = 255  # of a thread
 REGISTER_FILE = 65536  # of a multiprocessor
 
 
+def blocks_of_multiprocessor(arch: Arch, threads: int, shared: int, registers: int) -> int:
+    """How many blocks run on a multiprocessor at once, at least 1; each takes 1 KiB of shared memory besides its own."""
+    per_registers = REGISTER_FILE // (threads * registers)
+    return max(1, min((SHARED_LIMIT[arch] + 1024) // (shared + 1024), per_registers))
+
+
 def up(size: int, unit: int) -> int:
     """`size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit

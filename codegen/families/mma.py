@@ -95,23 +95,31 @@ def write(name: str, dim: int, own: bool, columns: int) -> dict[str, Any]:
 
 
 def forward_plan(
-    spec: Spec, template: str, threads: int, shared: int, registers: int, constants: dict[str, Any]
+    spec: Spec,
+    template: str,
+    threads: int,
+    shared: int,
+    registers: int,
+    constants: dict[str, Any],
+    **more: Any,
 ) -> Plan:
     """The plan of any forward kernel of this family: one launch, a block of `threads` for each query tile and head.
 
-    `registers`: of a thread, for its tiles.
+    `registers`: of a thread, for its tiles. `more`: other fields of the plan.
     """
+    one = (Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), threads, shared),)
     return Plan(
         spec=spec,
         template=f"sm80/{template}.cu.jinja",
         suffix=".cu",
-        launches=(Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), threads, shared),),
+        launches=more.pop("launches", one),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         registers=registers + REGISTERS_BESIDES,
         deterministic=True,
         bits="k" if spec.problem.packed else "",
         constants=constants,
+        **more,
     )
 
 
