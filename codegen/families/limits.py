@@ -19,7 +19,7 @@ REGISTER_FILE = 65536  # of a multiprocessor
 
 
 def blocks_of_multiprocessor(arch: Arch, threads: int, shared: int, registers: int) -> int:
-    """How many blocks run on a multiprocessor at once, at least 1; each takes 1 KiB of shared memory besides its own."""
+    """How many blocks run on a multiprocessor at once, at least 1; each takes 1 KiB of shared memory more."""
     per_registers = REGISTER_FILE // (threads * registers)
     return max(1, min((SHARED_LIMIT[arch] + 1024) // (shared + 1024), per_registers))
 

@@ -23,14 +23,14 @@ from attnforge.codegen.spec import DType, Mask, Spec, Tuning
 REGISTERS_BESIDES = 40
 
 
-def require_problem(spec: Spec) -> None:
-    """Infeasible for a problem that no 16-bit kernel of the mma.sync family computes."""
+def require_problem(spec: Spec, largest: int = HEAD_DIM_LIMIT) -> None:
+    """Infeasible for a problem that no 16-bit kernel of the mma.sync family computes for head dims up to `largest`."""
     p = spec.problem
     if p.dtype is DType.FLOAT32:
         raise Infeasible(f"dtype fp32: the {p.arch.value} kernels take bf16 or fp16")
     for dim in (p.head_dim, p.head_dim_v):
-        if not 1 <= dim <= HEAD_DIM_LIMIT:
-            raise Infeasible(f"head_dim {dim}: the {p.arch.value} kernels take 1 to {HEAD_DIM_LIMIT}")
+        if not 1 <= dim <= largest:
+            raise Infeasible(f"head_dim {dim}: the {p.arch.value} kernels take 1 to {largest}")
     if p.align not in (2, 4, 8, 16):
         raise Infeasible(f"align {p.align}: must be 2, 4, 8 or 16 bytes")
     require_words(spec)

@@ -25,15 +25,16 @@ inline uint64_t number_or_none(std::string_view text) {
     return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
 }
 
-// Should kernels that split the keys be preferred? In a forward of few queries against many keys, if the queries of
-// the q heads of a kv head fit a small tile, or if a block for each q head would leave half of the device idle.
+// Should kernels that split the keys be preferred? In a forward of few queries against many keys, if the q heads
+// of a kv head share much fewer tiles than they have, or if a block for each would leave half of the device idle.
 inline bool splits_keys(const Call& c, bool backward) {
     constexpr int64_t kQueries = 128, kTile = 64, kKeys = 1024;
     const int64_t heads = c.q.size(1), queries = c.q.size(2);
     if (backward || c.q.is_cpu() || queries > kQueries || c.k.size(2) < kKeys) {
         return false;
     }
-    return queries * (heads / c.k.size(1)) <= kTile ||
+    const int64_t group = heads / c.k.size(1);
+    return queries * group <= kTile || 2 * ((queries * group + kQueries - 1) / kQueries) <= group ||
            2 * heads * c.q.size(0) <= count_multiprocessors(c.q.device());
 }
 
@@ -46,8 +47,8 @@ public:
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
         const bool split_keys = splits_keys(c, backward);
         const Route route{
-            static_cast<uint64_t>(split_keys) << 63 | static_cast<uint64_t>(c.q.size(3)) << 48 | static_cast<uint64_t>(c.v.size(3)) << 32 |
-                static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
+            static_cast<uint64_t>(split_keys) << 63 | static_cast<uint64_t>(c.q.size(3)) << 48 |
+                static_cast<uint64_t>(c.v.size(3)) << 32 | static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             visible_octave << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
                 rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 |
                 static_cast<uint64_t>(c.intervals()) << 4 | c.planes() * 4u | deterministic * 2u | backward,

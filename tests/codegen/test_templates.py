@@ -82,6 +82,7 @@ def test_every_template_is_used(templates: Path) -> None:
                 for mod in mods
             ]
             problems.append(Problem(Direction.BACKWARD, arch, dtype, 192, mask))  # Hopper's wide heads
+            problems.append(Problem(FORWARD, arch, dtype, 512, mask))  # warps that share the columns of O
             specs = [spec for problem in problems for spec in (*kinds(problem), *splitting(problem, 1))]
             for spec in specs:
                 render(spec)

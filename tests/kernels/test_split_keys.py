@@ -40,7 +40,8 @@ def compare(out: Tensor, lse: Tensor, x: tuple[Tensor, Tensor, Tensor], mask: An
     assert error <= 1e-3, error
 
 
-# head_dim, of v, alignment, dtype, mask, (seq_q, seq_k, group), (tile_m, tile_n, warps, stages, q_in_regs, splits)
+# head_dim, of v, alignment, dtype, mask, (seq_q, seq_k, group), knobs: tile_m, tile_n, warps, stages, q_in_regs,
+# splits, o_splits
 EMULATED = [
     (64, 0, 16, BFLOAT16, Mask.FULL, (1, 300, 7), (16, 64, 4, 3, False, 4)),
     (64, 0, 16, BFLOAT16, Mask.CAUSAL, (5, 333, 7), (16, 64, 4, 2, False, 4)),
@@ -49,6 +50,10 @@ EMULATED = [
     (41, 0, 2, FLOAT16, Mask.SPANS, (9, 100, 2), (16, 32, 2, 2, False, 2)),
     (44, 72, 8, BFLOAT16, Mask.FULL, (3, 150, 1), (16, 64, 2, 1, True, 2)),
     (192, 128, 16, BFLOAT16, Mask.CAUSAL, (4, 99, 4), (16, 64, 4, 2, False, 4)),
+    # Warps that share the columns of O.
+    (256, 0, 16, BFLOAT16, Mask.CAUSAL, (70, 150, 1), (64, 64, 8, 1, False, 1, 4)),
+    (512, 0, 16, FLOAT16, Mask.FULL, (33, 100, 1), (32, 32, 4, 1, False, 1, 2)),
+    (320, 128, 2, BFLOAT16, Mask.SPANS, (40, 90, 2), (64, 32, 8, 1, False, 1, 2)),
 ]
 
 
@@ -61,7 +66,7 @@ def test_emulated(
     dtype: DType,
     mask: Mask,
     sizes: tuple[int, int, int],
-    knobs: tuple[int, int, int, int, bool, int],
+    knobs: tuple[int, ...],
     tmp_path: Path,
 ) -> None:
     """The kernels' own text against float64: one range, a few, and more than there are key tiles."""
@@ -70,7 +75,7 @@ def test_emulated(
     x = draw(shape, kernels.TORCH_DTYPES[dtype], "cpu")
     q, k, v = (aligned(t.detach(), align) for t in (x.q, x.k, x.v))
     problem = Problem(FORWARD, Arch.SM90, dtype, head_dim, mask, align, dim_v)
-    kernel = Emulated(Spec(problem, Sm80Forward(*knobs)), tmp_path)
+    kernel = Emulated(Spec(problem, Sm80Forward(*knobs)), tmp_path)  # type: ignore[arg-type]
     seen = make_mask(mask.value, seq_q, seq_k, "cpu")
     for kernel.ranges in (1, 3, 40):
         compare(*kernel.forward(q, k, v, seen), (q, k, v), seen, LIMIT[dtype])
@@ -108,12 +113,17 @@ def test_plan() -> None:
         ({}, (16, 64, 4, 2, False, 3), "warps 4: must be a multiple of 3"),
         ({}, (16, 32, 4, 2, False, 4), "tile_n 32: must be a multiple of 64"),
         ({}, (128, 64, 8, 1, True, 1), "splits: results of warps take"),
+        ({}, (64, 64, 8, 1, False, 0, 4), "o_splits: needs splits 1, stages 1"),
+        ({}, (64, 64, 8, 1, False, 1, 4), "head_dim 128: must be a multiple of 256"),
+        ({"head_dim": 300}, (64, 64, 8, 1, False, 1, 2), "head_dim 300: must be a multiple of 128"),
+        ({"head_dim": 513}, (64, 64, 8, 1, False, 1, 4), "head_dim 513: the sm90 kernels take 1 to 512"),
+        ({"head_dim": 264}, (64, 64, 4, 1, False, 1), "head_dim 264: the sm90 kernels take 1 to 256"),
     ],
     ids=str,
 )
 def test_infeasible(changes: dict[str, object], knobs: tuple[int, ...], reason: str) -> None:
-    values = {"mask": Mask.FULL} | changes
-    problem = Problem(FORWARD, Arch.SM90, BFLOAT16, 128, **values)  # type: ignore[arg-type]
+    values = {"head_dim": 128, "mask": Mask.FULL} | changes
+    problem = Problem(FORWARD, Arch.SM90, BFLOAT16, **values)  # type: ignore[arg-type]
     with pytest.raises(Infeasible, match=reason):
         make_plan(Spec(problem, Sm80Forward(*knobs)))  # type: ignore[arg-type]
 
@@ -159,6 +169,12 @@ def test_compile_cleanly(
     problem = Problem(FORWARD, arch, BFLOAT16, head_dim, mask, align, dim_v)
     for rows in (1, 64):
         check_resources(render(next(splitting(problem, rows))), tmp_path)
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90, Arch.SM120], ids=lambda arch: arch.value)
+def test_wide_heads_compile_cleanly(arch: Arch, tmp_path: Path) -> None:
+    check_resources(render(next(candidates(Problem(FORWARD, arch, BFLOAT16, 512, Mask.FULL)))), tmp_path)
 
 
 # ---- On a GPU
@@ -240,3 +256,29 @@ def test_few_blocks_only() -> None:
     handle = route(many.q.detach(), many.k.detach(), many.v.detach(), None)
     assert not getattr(kernels.spec_of(handle).tuning, "splits", 0)
     assert "share the keys" not in dispatch.reason_of(handle)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["full", "causal", "spans"])
+@pytest.mark.parametrize(
+    ("head_dim", "seq_q", "seq_k", "heads_kv", "group"),
+    [(512, 4096, 4096, 1, 1), (512, 1001, 999, 2, 3), (512, 1, 3000, 1, 8), (384, 65, 129, 1, 1)],
+)
+def test_wide_heads(
+    head_dim: int, seq_q: int, seq_k: int, heads_kv: int, group: int, kind: str, dtype: torch.dtype
+) -> None:
+    x = draw(Shape(seq_q, seq_k, head_dim, heads_kv, group), dtype, "cuda")
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    mask = make_mask(kind, seq_q, seq_k, "cuda")
+    compare(*ops.forward(q, k, v, mask, None, 0), (q, k, v), mask, 2e-2)
+
+
+@pytest.mark.gpu
+def test_the_attention_of_a_vae() -> None:
+    """As BAGEL's VAE calls it: one head of 512 columns, no gradient."""
+    q = torch.randn(1, 1, 2048, 512, device="cuda", dtype=torch.bfloat16)
+    exact = reference(q, q, q, None).out
+    assert (attnforge.attention(q, q, q) - exact).abs().max().item() < 2e-2
+    with pytest.raises(ValueError, match=r"no \w+ bwd kernel"):
+        attnforge.attention(*(q.clone().requires_grad_() for _ in range(3))).sum().backward()
