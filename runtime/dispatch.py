@@ -24,6 +24,8 @@ from attnforge.runtime.native.launcher import launcher
 
 log = logging.getLogger("attnforge")
 
+MEMORY_BOUND = 64  # query rows of a kv head: with so few, loads of K and V take longer than products
+
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _reasons: dict[int, str] = {}  # of the latest choice of each handle
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
@@ -110,8 +112,13 @@ def _offers(
 
 
 def _splitting(problem: Problem, group: int, size: int, target: Target) -> Spec | None:
-    """Of every target the first one's kernel whose tiles hold as many query rows as calls of this octave have."""
-    rows = group * ((1 << size.bit_length()) - 1)
+    """The kernel of the first target that has one, with tiles for the query rows of a kv head in calls of this octave.
+
+    While memory is the bound, a tile holds those of the longest call of the octave; larger ones, of the shortest.
+    """
+    shortest = 1 << (size.bit_length() - 1)
+    rows = group * (2 * shortest - 1)
+    rows = group * shortest if rows > MEMORY_BOUND else rows
     specs = (splitting(dataclasses.replace(problem, arch=arch), rows) for arch in target.archs)
     return next(chain.from_iterable(specs), None)
 

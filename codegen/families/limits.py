@@ -11,6 +11,7 @@ SHARED_LIMIT = {
     Arch.SM86: 99 * 1024,
     Arch.SM89: 99 * 1024,
     Arch.SM90: 227 * 1024,
+    Arch.SM100: 227 * 1024,
     Arch.SM120: 99 * 1024,
 }
 HEAD_DIM_LIMIT = 256

@@ -25,7 +25,7 @@ from attnforge.codegen.families.mma import (
     write,
 )
 from attnforge.codegen.plan import Infeasible, Launch, Plan
-from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
+from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 COMBINE_THREADS = 256  # of a block that combines the results of ranges of keys for one row
 
@@ -129,7 +129,7 @@ def _split(
         raise Infeasible(
             f"splits: results of warps take {results} bytes, {results - shared} more than there are"
         )
-    overlaps = p.arch in (Arch.SM90, Arch.SM120)
+    overlaps = p.arch.since_hopper
     constants |= {"combine_threads": COMBINE_THREADS, "overlaps": overlaps}
     grid = ("tiles_packed", "kv_splits", "heads_kv", "batch")
     combine = Launch(

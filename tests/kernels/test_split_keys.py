@@ -144,6 +144,8 @@ def test_dispatch_prefers_them_where_asked() -> None:
     assert choose_for(problem, 7, 1, H200).spec.problem.arch is Arch.SM90A
     # Of 2 and of 3 queries, one class: tiles for the larger.
     assert {choose_for(problem, 7, n, H200, split_keys=True).spec.tuning.tile_m for n in (2, 3)} == {32}
+    # Products are the bound of 16 to 31 queries of 4 heads: tiles for the fewest.
+    assert {choose_for(problem, 4, n, H200, split_keys=True).spec.tuning.tile_m for n in (16, 31)} == {64}
     # No kernel splits these: as without the wish.
     for alone in (Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 128, Mask.FULL), other_mask()):
         assert choose_for(alone, 7, 1, H200, split_keys=True) == choose_for(alone, 7, 1, H200)
@@ -172,7 +174,7 @@ def test_compile_cleanly(
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90, Arch.SM120], ids=lambda arch: arch.value)
+@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM120], ids=lambda arch: arch.value)
 def test_wide_heads_compile_cleanly(arch: Arch, tmp_path: Path) -> None:
     check_resources(render(next(candidates(Problem(FORWARD, arch, BFLOAT16, 512, Mask.FULL)))), tmp_path)
 
@@ -187,9 +189,11 @@ def route(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["full", "causal", "spans"])
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, torch.bfloat16), (72, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)],
+)
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "heads_kv", "group", "batch"),
     [(1, 8001, 4, 7, 1), (3, 2047, 2, 4, 3), (16, 4096, 4, 7, 2), (37, 1500, 1, 1, 2), (128, 9000, 1, 7, 1)],
@@ -214,20 +218,20 @@ def test_calls(
 
 
 @pytest.mark.gpu
-def test_every_kernel() -> None:
-    """Each of them with few and many rows, so that their tiles are not full, or several."""
+@pytest.mark.parametrize(("limit", "tuning"), SPLITTING, ids=str)
+def test_every_kernel(limit: int, tuning: Sm80Forward) -> None:
+    """With few and many rows, so that tiles are not full, or several."""
     device = torch.device("cuda")
-    for limit, tuning in SPLITTING:
-        spec = Spec(Problem(FORWARD, kernels.targets(device)[-1], BFLOAT16, limit, Mask.CAUSAL), tuning)
-        try:
-            make_plan(spec)
-        except Infeasible:
-            continue
-        for seq_q in (1, 90):
-            x = draw(Shape(seq_q, 3001, limit, 2, 7), torch.bfloat16, "cuda")
-            q, k, v = (t.detach() for t in (x.q, x.k, x.v))
-            out, lse = ops.forward(q, k, v, attnforge.Causal(), None, kernels.load(spec, device))
-            compare(out, lse, (q, k, v), attnforge.Causal(), 2e-2)
+    spec = Spec(Problem(FORWARD, kernels.targets(device)[-1], BFLOAT16, limit, Mask.CAUSAL), tuning)
+    try:
+        make_plan(spec)
+    except Infeasible as reason:
+        pytest.skip(str(reason))
+    for seq_q in (1, 90):
+        x = draw(Shape(seq_q, 3001, limit, 2, 7), torch.bfloat16, "cuda")
+        q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+        out, lse = ops.forward(q, k, v, attnforge.Causal(), None, kernels.load(spec, device))
+        compare(out, lse, (q, k, v), attnforge.Causal(), 2e-2)
 
 
 @pytest.mark.gpu
@@ -281,4 +285,4 @@ def test_the_attention_of_a_vae() -> None:
     exact = reference(q, q, q, None).out
     assert (attnforge.attention(q, q, q) - exact).abs().max().item() < 2e-2
     with pytest.raises(ValueError, match=r"no \w+ bwd kernel"):
-        attnforge.attention(*(q.clone().requires_grad_() for _ in range(3))).sum().backward()
+        attnforge.attention(q.clone().requires_grad_(), q, q).sum().backward()
