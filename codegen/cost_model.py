@@ -45,12 +45,14 @@ class Gpu:
 
 # Data sheets and the CUDA programming guide's table of compute capabilities; L2 rates are rounded from public
 # microbenchmarks. sm90 is Hopper through mma.sync, which reaches about 60 % of wgmma's rate: there the model was
-# compared with the measurements of a search (tests/codegen/test_cost_model.py).
+# compared with the measurements of a search (tests/codegen/test_cost_model.py). sm100 is a B200 through mma.sync, whose
+# rate no data sheet states: Hopper's is assumed.
 GPUS = {
     Arch.SM80: Gpu("A100 SXM", 108, 1.41, 1024, 512, 64, 164 << 10, 2048, 32, 48),
     Arch.SM86: Gpu("RTX 3090", 82, 1.695, 256, 128, 128, 100 << 10, 1536, 16, 16),
     Arch.SM89: Gpu("RTX 4090", 128, 2.52, 256, 128, 128, 100 << 10, 1536, 24, 16),
     Arch.SM90: Gpu("H200, mma.sync", 132, 1.83, 1280, 640, 128, 228 << 10, 2048, 32, 32),
+    Arch.SM100: Gpu("B200, mma.sync", 148, 1.85, 1280, 640, 128, 228 << 10, 2048, 32, 32),
     Arch.SM120: Gpu("RTX 5090", 170, 2.407, 256, 128, 128, 100 << 10, 1536, 24, 16),
 }
 

@@ -77,6 +77,11 @@ FIELDS: tuple[Field, ...] = (
     Field("float*", "delta", "2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse"),
     Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order"),
     Field("float*", "dkv_accum", "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv"),
+    Field(
+        "float*",
+        "out_accum",
+        "(kv_splits, batch, heads_q, seq_q, columns) fp32 out of each range of keys, then lse",
+    ),
     Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
     Field("unsigned*", "bits", "(mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word"),
     Field("int*", "tile_count", "(mask_planes, tiles) visited tiles of each owned tile"),
@@ -107,6 +112,8 @@ FIELDS: tuple[Field, ...] = (
     Field("int", "seq_k", ""),
     Field("int", "tiles_m", "ceil(seq_q / tile_m)"),
     Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
+    Field("int", "tiles_packed", "ceil(seq_q * heads_q / heads_kv / tile_m)"),
+    Field("int", "kv_splits", "ranges that the keys of each query tile are split into"),
     Field("int", "list_stride", "entries per row of tile_list"),
     Field("int", "mask_batches", "batch if each entry has a plane of its own, else 1"),
     Field(

@@ -16,8 +16,9 @@ class Infeasible(ValueError):
 class Launch:
     """One kernel launch. The grid is one-dimensional: the product of the sizes named in `grid`.
 
-    Names: `batch`, `heads_q`, `heads_kv`, `tiles_m`, `tiles_n`, `mask_planes`. The block index decodes in the order
-    the kernel documents. On the CPU `threads` and `shared_bytes` are 0 and the function is called once.
+    Names: `batch`, `heads_q`, `heads_kv`, `seq_q`, `tiles_m`, `tiles_n`, `tiles_packed`, `kv_splits`, `mask_planes`.
+    The block index decodes in the order the kernel documents. On the CPU `threads` and `shared_bytes` are 0 and the
+    function is called once.
     """
 
     symbol: str
@@ -66,6 +67,7 @@ class Plan:
         False  # needs the fp32 dk and dv workspace; a forward keeps the bf16 splits of k and v in it
     )
     dq_semaphore: bool = False  # needs this workspace, and dq_order in its schedule
+    split_blocks: int = 0  # of a multiprocessor, that ranges of keys should fill; 0: keys are not split
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
     order: int = (
         0  # of a forward's query tiles: 0 those with most work first, 1 the first ones, 2 the last ones

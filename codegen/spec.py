@@ -28,7 +28,7 @@ class Direction(Enum):
 
 
 class Arch(Enum):
-    """Compilation target. SM90A is Hopper with its own instructions, SM90 Hopper running the mma.sync family."""
+    """Compilation target. SM90A is Hopper with its own instructions; SM90 and SM100 (B200) run the mma.sync family."""
 
     CPU = "cpu"
     SM80 = "sm80"
@@ -36,6 +36,7 @@ class Arch(Enum):
     SM89 = "sm89"
     SM90 = "sm90"
     SM90A = "sm90a"
+    SM100 = "sm100"
     SM120 = "sm120"
 
     @property
@@ -46,6 +47,11 @@ class Arch(Enum):
     def family(self) -> str:
         """Folder under templates/ that holds this target's algorithms."""
         return {Arch.CPU: "cpu", Arch.SM90A: "sm90a"}.get(self, "sm80")
+
+    @property
+    def since_hopper(self) -> bool:
+        """Is the compute capability 9.0 or later, with griddepcontrol and vector reductions to memory?"""
+        return self in (Arch.SM90, Arch.SM90A, Arch.SM100, Arch.SM120)
 
     @property
     def nvcc_name(self) -> str:

@@ -87,6 +87,12 @@ VARIANT: tuple[Field, ...] = (
         lambda s: s.plan.columns_v or s.plan.spec.problem.head_dim_v,
     ),
     _same("bool", "dq_semaphore", "needs this workspace, and dq_order in its schedule", "plan.dq_semaphore"),
+    _same(
+        "int64_t",
+        "split_blocks",
+        "of a multiprocessor, that ranges of keys should fill; 0: keys are not split",
+        "plan.split_blocks",
+    ),
     _same("bool", "deterministic", "the same bits on every run", "plan.deterministic"),
     _same("bool", "bounds", "its schedule has bounds and tile_counter", "plan.bounds"),
     Field(

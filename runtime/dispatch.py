@@ -9,19 +9,22 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import MaskMod, ScoreMod
-from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.space import candidates, splitting, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.native.launcher import launcher
 
 log = logging.getLogger("attnforge")
+
+MEMORY_BOUND = 64  # query rows of a kv head: with so few, loads of K and V take longer than products
 
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _reasons: dict[int, str] = {}  # of the latest choice of each handle
@@ -57,9 +60,10 @@ def choose(
     device: torch.device,
     deterministic: bool = False,
     visible_keys: int = 0,
+    split_keys: bool = False,
 ) -> Choice:
     """As `choose_for`, for a device of this machine."""
-    return choose_for(problem, group, size, target_of(device), deterministic, visible_keys)
+    return choose_for(problem, group, size, target_of(device), deterministic, visible_keys, split_keys)
 
 
 def choose_for(
@@ -69,13 +73,17 @@ def choose_for(
     target: Target,
     deterministic: bool = False,
     visible_keys: int = 0,
+    split_keys: bool = False,
 ) -> Choice:
     """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
-    `visible_keys`: average number of keys that a query sees, 0 if unknown.
+    `visible_keys`: average number of keys that a query sees, 0 if unknown. `split_keys`: prefer a kernel whose blocks
+    share the keys of a query, if there is one for the problem; there are too few queries otherwise.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """
     check_dtype(problem)
+    if split_keys and (split := _splitting(problem, group, size, target)):
+        return Choice(split, "few queries for many keys: blocks share the keys, not tuned")
     for spec, reason in _offers(problem, group, size, target, visible_keys):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
@@ -101,6 +109,18 @@ def _offers(
             yield spec, f"first feasible of the search space, nothing tuned fits {target.name}"
         if not count:
             log.debug("no %s kernel for %s: %s", arch.value, there, why_infeasible(there))
+
+
+def _splitting(problem: Problem, group: int, size: int, target: Target) -> Spec | None:
+    """The kernel of the first target that has one, with tiles for the query rows of a kv head in calls of this octave.
+
+    While memory is the bound, a tile holds those of the longest call of the octave; larger ones, of the shortest.
+    """
+    shortest = 1 << (size.bit_length() - 1)
+    rows = group * (2 * shortest - 1)
+    rows = group * shortest if rows > MEMORY_BOUND else rows
+    specs = (splitting(dataclasses.replace(problem, arch=arch), rows) for arch in target.archs)
+    return next(chain.from_iterable(specs), None)
 
 
 def _by_speed(problem: Problem, group: int, size: int, target: Target, visible_keys: int) -> tuple[Arch, ...]:
@@ -165,6 +185,7 @@ def resolve(
     planes: bool = False,
     score: str = "",
     mask_mod: str = "",
+    split_keys: bool = False,
 ) -> int:
     """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
@@ -182,7 +203,8 @@ def resolve(
         mask_mod=MaskMod(mask_mod),
         score=ScoreMod(score),
     )
-    choice = choose(problem, heads_q // heads_kv, seq_q, device, deterministic and backward, visible_keys)
+    group = heads_q // heads_kv
+    choice = choose(problem, group, seq_q, device, deterministic and backward, visible_keys, split_keys)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     handle = kernels.load(choice.spec, device)
     _reasons[handle] = choice.reason

@@ -19,7 +19,7 @@ from attnforge.codegen.spec import MAX_INTERVALS, Mask
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_INDEX = 2**31 - 1
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512  # beyond 256 there are forwards only
 # Scales that are above 0 and finite in float32.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 _LAYOUT = {"q": "(batch, heads_q, seq_q, head_dim)", "k": "(batch, heads_kv, seq_k, head_dim)"}

@@ -28,6 +28,8 @@ ARCHS = {
     (8, 7): (Arch.SM86,),
     (8, 9): (Arch.SM89,),
     (9, 0): (Arch.SM90A, Arch.SM90),
+    (10, 0): (Arch.SM100,),
+    (10, 3): (Arch.SM100,),
     (12, 0): (Arch.SM120,),
     (12, 1): (Arch.SM120,),
 }
@@ -38,6 +40,7 @@ NAMES = (
     (r"\bA10G?\b|\bA40\b|\bA16\b|\bA2\b|RTX A\d|RTX 30\d\d", (8, 6)),
     (r"\bL4\b|\bL40|RTX 40\d\d|\bAda\b", (8, 9)),
     (r"\bG?H100|\bG?H200|\bH800|\bH20\b", (9, 0)),
+    (r"\bG?B[123]00\b", (10, 0)),
     (r"RTX 50\d\d|RTX PRO \d+ .*Blackwell", (12, 0)),
 )
 
@@ -72,7 +75,7 @@ def targets_of(name: str) -> tuple[Arch, ...]:
     """Compilation targets of a GPU by its name, best first. Raises ValueError for an unknown name."""
     found = [capability for pattern, capability in NAMES if re.search(pattern, name, re.IGNORECASE)]
     if not found:
-        known = "H100, H200, A100, A10, L4, L40, RTX 3090, RTX 4090, RTX 5090 and their relatives"
+        known = "B200, H100, H200, A100, A10, L4, L40, RTX 3090, RTX 4090, RTX 5090 and their relatives"
         raise ValueError(f"--gpu: {name!r} is not a GPU known by name ({known}); give --arch instead")
     return ARCHS[found[0]]
 

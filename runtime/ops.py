@@ -97,7 +97,7 @@ def attention(
 
     q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv). float32, bfloat16 or, on a GPU, float16; float32 is
         not reduced to tf32. Any strides, with a unit stride along head_dim. Query head h reads kv head
-        h // (Hq / Hkv). Pass a packed (T, H, D) tensor as x.transpose(0, 1)[None], without a copy. D, Dv: 1 to 256.
+        h // (Hq / Hkv). Pass packed (T, H, D) as x.transpose(0, 1)[None]: no copy. D, Dv: 1-256, forward also 384, 512.
     mask: None (all pairs), Causal(), Spans(starts, ends), of up to 4 intervals a key and with planes for batch entries
         or heads, DenseMask(bool tensor), or masks.mask_mod(function). A row that sees no key gives zeros and zero
         gradients.

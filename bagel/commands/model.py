@@ -15,10 +15,10 @@ from attnforge.codegen.spec import Arch
 @click.option(
     "--arch",
     "archs",
-    type=click.Choice(["sm80", "sm86", "sm89", "sm120"]),
+    type=click.Choice(["sm80", "sm86", "sm89", "sm100", "sm120"]),
     multiple=True,
     metavar="ARCH",
-    help="sm80, sm86, sm89 or sm120. Repeatable.  [default: all]",
+    help="sm80, sm86, sm89, sm100 or sm120. Repeatable.  [default: all]",
 )
 @click.option("--head-dim", "head_dims", multiple=True, **number(), help="Repeatable.  [default: all]")
 @click.option("--table-out", type=DIRECTORY, metavar="DIR", help="Write tables to DIR/modelled.")

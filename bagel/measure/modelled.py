@@ -30,8 +30,9 @@ from attnforge.runtime.tables import Tuned
 
 log = logging.getLogger("attnforge")
 
-ARCHS = (Arch.SM80, Arch.SM86, Arch.SM89, Arch.SM120)
-TRIES = 6  # compiled per problem class, at most, in the order of their first predictions
+ARCHS = (Arch.SM80, Arch.SM86, Arch.SM89, Arch.SM100, Arch.SM120)
+TRIES = 6  # compiled per problem class, in the order of their first predictions
+MOST_TRIES = 24  # as long as all of them spill
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ def model(target: Target, direction: Direction, arch: Arch) -> Tuned | None:
     guesses = [(expected(spec, make_plan(spec).registers).ms, spec) for spec in free]
     guesses.sort(key=lambda guess: guess[0])  # of equals, the space's order decides
     best: tuple[Prediction, Spec, dict[str, int]] | None = None
-    for ms, spec in guesses[:TRIES]:
-        if best is not None and best[0].ms <= ms:
+    for tried, (ms, spec) in enumerate(guesses[:MOST_TRIES]):
+        if best is not None and (tried >= TRIES or best[0].ms <= ms):
             break  # the actual number of registers can only make it slower
         used = _compiled(spec)
         if used is None or used["spill_bytes"]:

@@ -33,6 +33,7 @@ class Family:
     reasons: Mapping[str, str] = field(
         default_factory=dict
     )  # why others do not, by field, if there is more to say
+    split_space: Callable[[Problem], Iterator[Tuning]] | None = None  # kernels that split the keys, likewise
 
     def require_honoured(self, problem: Problem) -> None:
         """Infeasible, naming field and value, unless every field is at its default or honoured."""

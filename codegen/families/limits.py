@@ -11,11 +11,18 @@ SHARED_LIMIT = {
     Arch.SM86: 99 * 1024,
     Arch.SM89: 99 * 1024,
     Arch.SM90: 227 * 1024,
+    Arch.SM100: 227 * 1024,
     Arch.SM120: 99 * 1024,
 }
 HEAD_DIM_LIMIT = 256
 REGISTER_LIMIT = 255  # of a thread
 REGISTER_FILE = 65536  # of a multiprocessor
+
+
+def blocks_of_multiprocessor(arch: Arch, threads: int, shared: int, registers: int) -> int:
+    """How many blocks run on a multiprocessor at once, at least 1; each takes 1 KiB of shared memory more."""
+    per_registers = REGISTER_FILE // (threads * registers)
+    return max(1, min((SHARED_LIMIT[arch] + 1024) // (shared + 1024), per_registers))
 
 
 def up(size: int, unit: int) -> int:

@@ -23,14 +23,14 @@ from attnforge.codegen.spec import DType, Mask, Spec, Tuning
 REGISTERS_BESIDES = 40
 
 
-def require_problem(spec: Spec) -> None:
-    """Infeasible for a problem that no 16-bit kernel of the mma.sync family computes."""
+def require_problem(spec: Spec, largest: int = HEAD_DIM_LIMIT) -> None:
+    """Infeasible for a problem that no 16-bit kernel of the mma.sync family computes for head dims up to `largest`."""
     p = spec.problem
     if p.dtype is DType.FLOAT32:
         raise Infeasible(f"dtype fp32: the {p.arch.value} kernels take bf16 or fp16")
     for dim in (p.head_dim, p.head_dim_v):
-        if not 1 <= dim <= HEAD_DIM_LIMIT:
-            raise Infeasible(f"head_dim {dim}: the {p.arch.value} kernels take 1 to {HEAD_DIM_LIMIT}")
+        if not 1 <= dim <= largest:
+            raise Infeasible(f"head_dim {dim}: the {p.arch.value} kernels take 1 to {largest}")
     if p.align not in (2, 4, 8, 16):
         raise Infeasible(f"align {p.align}: must be 2, 4, 8 or 16 bytes")
     require_words(spec)
@@ -95,23 +95,31 @@ def write(name: str, dim: int, own: bool, columns: int) -> dict[str, Any]:
 
 
 def forward_plan(
-    spec: Spec, template: str, threads: int, shared: int, registers: int, constants: dict[str, Any]
+    spec: Spec,
+    template: str,
+    threads: int,
+    shared: int,
+    registers: int,
+    constants: dict[str, Any],
+    **more: Any,
 ) -> Plan:
     """The plan of any forward kernel of this family: one launch, a block of `threads` for each query tile and head.
 
-    `registers`: of a thread, for its tiles.
+    `registers`: of a thread, for its tiles. `more`: other fields of the plan.
     """
+    one = (Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), threads, shared),)
     return Plan(
         spec=spec,
         template=f"sm80/{template}.cu.jinja",
         suffix=".cu",
-        launches=(Launch(spec.symbol, ("tiles_m", "batch", "heads_q"), threads, shared),),
+        launches=more.pop("launches", one),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         registers=registers + REGISTERS_BESIDES,
         deterministic=True,
         bits="k" if spec.problem.packed else "",
         constants=constants,
+        **more,
     )
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from attnforge.codegen.families.family import Family
-from attnforge.codegen.families.limits import require_positive, require_split, up
+from attnforge.codegen.families.limits import (
+    HEAD_DIM_LIMIT,
+    blocks_of_multiprocessor,
+    require_positive,
+    require_split,
+    up,
+)
 from attnforge.codegen.families.mma import (
+    REGISTERS_BESIDES,
     common_constants,
     forward_plan,
     pitch,
@@ -16,8 +24,13 @@ from attnforge.codegen.families.mma import (
     require_problem,
     write,
 )
-from attnforge.codegen.plan import Infeasible, Plan
+from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
+
+COMBINE_THREADS = 256  # of a block that combines the results of ranges of keys for one row
+
+
+WIDE_HEAD_DIM_LIMIT = 512  # of kernels whose warps share the columns of O
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,13 @@ class Sm80Forward(Tuning):
     warps: int = knob("w", "warps per block; each owns tile_m / warps query rows")
     stages: int = knob("s", "shared-memory buffers for K and for V")
     q_in_regs: bool = knob("q", "keep the Q fragments in registers instead of shared memory")
+    splits: int = knob(
+        "k",
+        "blocks share the keys of their rows, and so many of their warps each key tile; 0: they do not",
+        default=0,
+        quiet=True,
+    )
+    o_splits: int = knob("o", "warps that share the columns of O, and the keys of S", default=1, quiet=True)
 
 
 # ---- Plan
@@ -39,10 +59,13 @@ def plan(spec: Spec) -> Plan:
     t = spec.tuning
     assert isinstance(t, Sm80Forward)
     p = spec.problem
-    require_problem(spec)
-    require_positive(t.tile_m, t.tile_n, t.warps, t.stages)
-    require_split("tile_m", t.tile_m, t.warps, 16, "warps")
-    require_split("tile_n", t.tile_n, 1, 16, "k16 steps")
+    require_problem(spec, HEAD_DIM_LIMIT if t.o_splits == 1 else WIDE_HEAD_DIM_LIMIT)
+    require_positive(t.tile_m, t.tile_n, t.warps, t.stages, t.o_splits)
+    splits = max(t.splits, t.o_splits)
+    require_split("warps", t.warps, splits, 1, "splits")
+    require_split("tile_m", t.tile_m, t.warps // splits, 16, "warps / splits")
+    require_split("tile_n", t.tile_n, splits, 16, "k16 steps of splits")
+    _require_o_splits(p, t)
     columns, columns_v = up(p.head_dim, 8), up(p.head_dim_v, 8)
     (row, swizzle), (row_v, swizzle_v) = pitch(columns), pitch(columns_v)
     q_bytes, kv_bytes = t.tile_m * row, t.stages * t.tile_n * (row + row_v)
@@ -52,9 +75,14 @@ def plan(spec: Spec) -> Plan:
             f"{q_bytes - kv_bytes} more than they have"
         )
     shared = kv_bytes if t.q_in_regs else q_bytes + kv_bytes
-    frags = t.tile_m // t.warps // 16
+    score_row, score_swizzle = pitch(t.tile_n)
+    if t.o_splits > 1:  # P, and row maxima of each warp
+        shared += t.tile_m * (score_row + t.o_splits * 4)
+    frags = t.tile_m // (t.warps // splits) // 16
     registers = frags * (
-        columns_v // 8 * 4 + t.tile_n // 8 * 4 + (up(columns, 16) // 4 if t.q_in_regs else 4)
+        columns_v // t.o_splits // 8 * 4
+        + t.tile_n // splits // 8 * 4
+        + (up(columns, 16) // 4 if t.q_in_regs else 4)
     )
     require_fit(spec, shared, registers, t.warps * 32)
     own = bool(p.dim_v)
@@ -69,9 +97,49 @@ def plan(spec: Spec) -> Plan:
         "swizzle_v": swizzle_v,
         "pairs_d": columns_v // 16,
         "odd_pair": columns_v % 16 != 0,
+        "score_pitch": score_row,
+        "score_swizzle": score_swizzle,
         "writes": [write("store_pair", p.head_dim_v, own, columns_v)],
     }
-    return forward_plan(spec, "forward", t.warps * 32, shared, registers, constants)
+    more = _split(spec, t, shared, registers, constants) if t.splits else {}
+    return forward_plan(spec, "forward", t.warps * 32, shared, registers, constants, **more)
+
+
+def _require_o_splits(p: Problem, t: Sm80Forward) -> None:
+    """Infeasible unless the warps can share the columns of O, if they are to."""
+    if t.o_splits == 1:
+        return
+    if t.splits != 1 or t.stages != 1 or t.q_in_regs:
+        raise Infeasible("o_splits: needs splits 1, stages 1 and q_in_regs 0")
+    require_split("head_dim", p.head_dim_v, t.o_splits, 64, "o_splits")
+    require_split("head_dim", p.head_dim, 1, 16, "o_splits")
+
+
+def _split(
+    spec: Spec, t: Sm80Forward, shared: int, registers: int, constants: dict[str, Any]
+) -> dict[str, Any]:
+    """Fields of the plan of a kernel that splits the keys; adds to `constants`. `registers`: of a thread's tiles."""
+    p, columns = spec.problem, up(spec.problem.head_dim_v, 8)
+    if p.in_planes or p.score:
+        raise Infeasible(
+            "splits: the q heads of a kv head share tiles, so that a score or a mask of each has no place"
+        )
+    results = t.splits * t.tile_m * (columns + 1) * 4
+    if results > shared:
+        raise Infeasible(
+            f"splits: results of warps take {results} bytes, {results - shared} more than there are"
+        )
+    overlaps = p.arch.since_hopper
+    constants |= {"combine_threads": COMBINE_THREADS, "overlaps": overlaps}
+    grid = ("tiles_packed", "kv_splits", "heads_kv", "batch")
+    combine = Launch(
+        f"{spec.symbol}_combine", ("seq_q", "heads_q", "batch"), COMBINE_THREADS, overlaps=overlaps
+    )
+    return {
+        "launches": (Launch(spec.symbol, grid, t.warps * 32, shared), combine),
+        "columns_v": columns,
+        "split_blocks": blocks_of_multiprocessor(p.arch, t.warps * 32, shared, registers + REGISTERS_BESIDES),
+    }
 
 
 # ---- Space
@@ -93,8 +161,19 @@ MORE_WARPS = (
 )
 
 
+# For head dims whose O does not fit the registers of the warps that have its rows; the last serves 99 KB targets.
+WIDE = (
+    Sm80Forward(64, 64, 8, 1, False, 1, 4),
+    Sm80Forward(64, 32, 8, 1, False, 1, 2),
+    Sm80Forward(32, 32, 4, 1, False, 1, 2),
+)
+
+
 def tunings(problem: Problem) -> Iterator[Sm80Forward]:
     """What a search tries, best guess first."""
+    if problem.largest_dim > HEAD_DIM_LIMIT:
+        yield from WIDE
+        return
     yield from (tuning for limit, tuning in _guesses(problem) if problem.largest_dim <= limit)
     for tile_m, tile_n, warps, stages, q_in_regs in product(
         (128, 64, 256), (64, 128, 32, 96), (4, 8), (2, 1, 3), (False, True)
@@ -111,9 +190,32 @@ def _guesses(problem: Problem) -> tuple[tuple[int, Sm80Forward], ...]:
     return GUESSES[1:] if busy else GUESSES
 
 
+# Those that split the keys: (largest head_dim, tuning). Three stages keep 64 KiB of a block in flight where two blocks
+# fit; the others serve 99 KB targets.
+SPLITTING = (
+    (128, Sm80Forward(16, 64, 4, 3, False, 4)),
+    (128, Sm80Forward(16, 64, 4, 2, False, 4)),
+    (128, Sm80Forward(32, 64, 4, 3, False, 2)),
+    (128, Sm80Forward(32, 64, 4, 2, False, 2)),
+    (128, Sm80Forward(64, 64, 4, 3, False, 1)),
+    (128, Sm80Forward(64, 64, 4, 2, False, 1)),
+    (128, Sm80Forward(128, 64, 4, 2, False, 1)),
+    (256, Sm80Forward(16, 64, 4, 2, False, 4)),
+    (256, Sm80Forward(16, 32, 2, 2, False, 2)),
+    (256, Sm80Forward(64, 32, 4, 2, False, 1)),
+    (256, Sm80Forward(64, 32, 4, 1, False, 1)),
+)
+
+
+def split_tunings(problem: Problem) -> Iterator[Sm80Forward]:
+    """Kernels that split the keys, the best guess of each tile_m first."""
+    yield from (tuning for limit, tuning in SPLITTING if problem.largest_dim <= limit)
+
+
 FORWARD = Family(
     Sm80Forward,
     plan,
     tunings,
     honours=frozenset({"align", "dim_v", "intervals", "planes", "mask_mod", "score"}),
+    split_space=split_tunings,
 )

@@ -25,7 +25,7 @@ from attnforge.codegen.families.mma import (
 )
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Launch, Plan
-from attnforge.codegen.spec import Arch, Problem, Spec, knob
+from attnforge.codegen.spec import Problem, Spec, knob
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _constants(spec: Spec, t: Sm80Backward, tiles: Tiles, shared: int) -> dict[s
         # n8 fragments of a thread's row of S that come from one word of a dense mask
         "word_frags": 4 if t.tile_n * t.warps_sdp // t.warps % 32 == 0 else 2,
         "row_lanes": 1 << (chunks_v - 1).bit_length(),  # threads per row in _preprocess, one chunk each
-        "vector_red": p.arch in (Arch.SM90, Arch.SM120),  # red.global.add.v4.f32 needs sm_90
+        "vector_red": p.arch.since_hopper,  # red.global.add.v4.f32 needs sm_90
         "writes": writes,
     }
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.limits import (
@@ -257,7 +257,7 @@ def _backward_constants(spec: Spec, t: Fp32Backward, frags: dict[str, int]) -> d
         **_common(spec, loads, t.stages),
         **{f"frags_{name}": number for name, number in frags.items()},
         **{f"split_{name}": number for name, number in _per_split(frags, t).items()},
-        "vector_red": spec.problem.arch in (Arch.SM90, Arch.SM120) and dim % 2 == 0 and dim_v % 2 == 0,
+        "vector_red": spec.problem.arch.since_hopper and dim % 2 == 0 and dim_v % 2 == 0,
     }
 
 
@@ -350,9 +350,18 @@ BACKWARD_GRIDS = (
 )
 
 
+T = TypeVar("T", Fp32Forward, Fp32Backward)
+
+
+def _guesses(problem: Problem, table: tuple[tuple[int, T], ...]) -> list[T]:
+    """Those for the head_dim. For sm_100 ptxas 13.0 spills registers of the first ones up to 64."""
+    found = [tuning for limit, tuning in table if problem.head_dim <= limit]
+    return found[1:] if problem.arch is Arch.SM100 and problem.head_dim <= 64 else found
+
+
 def forward_tunings(problem: Problem) -> Iterator[Fp32Forward]:
     """What a search of the forward tries, best guess first."""
-    yield from (tuning for limit, tuning in FORWARD_GUESSES if problem.head_dim <= limit)
+    yield from _guesses(problem, FORWARD_GUESSES)
     for tile_n, (tile_m, warps), stages, blocks, o_splits in product(
         (32, 64, 16), ((128, 4), (64, 4), (256, 8), (128, 8), (32, 2)), (2, 1), (2, 3, 1, 4), (1, 2, 4, 8)
     ):
@@ -366,7 +375,7 @@ def forward_tunings(problem: Problem) -> Iterator[Fp32Forward]:
 
 def backward_tunings(problem: Problem) -> Iterator[Fp32Backward]:
     """What a search of the backward tries, best guess first; deterministic ones last, for who asks takes the first."""
-    guesses = [tuning for limit, tuning in BACKWARD_GUESSES if problem.head_dim <= limit]
+    guesses = _guesses(problem, BACKWARD_GUESSES)
     yield from guesses
     for split, grid, stages, blocks, grad_splits in product(
         (True, False), BACKWARD_GRIDS, (1, 2), (2, 1, 3), (1, 2, 4)

@@ -188,6 +188,18 @@ inline Scratch dkv_accum_of(const Tensor& k, const Variant& variant, Params& par
     return memory;
 }
 
+// Memory for the results of ranges of keys; none if the variant does not split them, or into one range.
+inline Scratch out_accum_of(const Tensor& q, const Variant& variant, Params& p) {
+    set_kv_splits(variant, variant.multiprocessors, p);
+    if (p.kv_splits <= 1) {
+        return {};
+    }
+    const int64_t rows = int64_t{p.batch} * p.heads_q * p.seq_q;
+    Scratch memory(q, p.kv_splits * rows * (variant.columns_v + 1) * 4);
+    p.out_accum = memory.data<float>();
+    return memory;
+}
+
 // A new tensor in x's layout. Kernels need a unit last stride, which some overlapping layouts do not keep.
 inline Tensor like(const Tensor& x) {
     if (x.size(3) == 1) {

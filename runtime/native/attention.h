@@ -20,6 +20,7 @@ inline ForwardResult attend_with(const Variant& variant, const Call& call, bool 
     Params params =
         make_params(call, variant, out, with_lse ? lse.const_data_ptr<float>() : unwanted.data<float>());
     const Scratch splits = dkv_accum_of(call.k, variant, params);
+    const Scratch ranges = out_accum_of(q, variant, params);
     launch(call, variant, params, stream);
     return {std::move(out), std::move(lse)};
 }

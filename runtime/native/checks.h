@@ -74,7 +74,7 @@ inline bool is_score(const Call& c) {
 // As inputs.is_scale: the kernels compute in float32, in which the scale must be neither 0 nor infinite.
 inline bool is_scale(double scale) { return scale >= 0x1p-149 && scale <= FLT_MAX; }
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 
 inline bool acceptable(const Call& c) {
     const auto dtype = c.q.scalar_type();

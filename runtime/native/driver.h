@@ -109,6 +109,16 @@ inline void ensure_context(c10::Device device) {
     }
 }
 
+// Multiprocessors of a GPU.
+inline int count_multiprocessors(c10::Device device) {
+    constexpr int kMultiprocessorCount = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    const Driver& d = driver();
+    int ordinal = 0, count = 0;
+    d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
+    d.check(d.device_attribute(&count, kMultiprocessorCount, ordinal), "cuDeviceGetAttribute");
+    return count;
+}
+
 // Is a CUDA graph recording what `stream` gets? The default stream cannot be recorded.
 inline bool is_capturing(void* stream) {
     int status = 0;

@@ -16,7 +16,6 @@ namespace attnforge {
 template <typename Find>
 void load_functions(Variant& variant, c10::Device device, Find find) {
     constexpr int kMaxDynamicSharedSizeBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    constexpr int kMultiprocessorCount = 16;       // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
     variant.device = device;
     const c10::DeviceGuard guard(device);
     if (!device.is_cpu()) {
@@ -25,9 +24,7 @@ void load_functions(Variant& variant, c10::Device device, Find find) {
         TORCH_CHECK(variant.tensor_maps.empty() || maps, "attnforge: ", variant.name,
                     " needs tensor maps, which this NVIDIA driver lacks; update it to one for CUDA 12 or later");
         ensure_context(device);
-        int ordinal = 0;
-        d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
-        d.check(d.device_attribute(&variant.multiprocessors, kMultiprocessorCount, ordinal), "cuDeviceGetAttribute");
+        variant.multiprocessors = count_multiprocessors(device);
     }
     for (auto* list : {&variant.launches, &variant.schedule}) {
         for (Launch& launch : *list) {
@@ -72,6 +69,20 @@ inline unsigned blocks_of(const Launch& launch, const Params& params, int multip
         blocks = std::min<int64_t>(blocks, multiprocessors / launch.cluster * launch.cluster);
     }
     return static_cast<unsigned>(blocks);
+}
+
+// Chooses how many ranges a variant that can do so splits the keys into: as many as fill the device with blocks once,
+// of equally many key tiles. Others have 0.
+inline void set_kv_splits(const Variant& variant, int multiprocessors, Params& p) {
+    if (variant.split_blocks == 0) {
+        return;
+    }
+    const int64_t rows = int64_t{p.seq_q} * (p.heads_q / p.heads_kv);
+    p.tiles_packed = static_cast<int>((rows + variant.tile_m - 1) / variant.tile_m);
+    const int64_t work_tiles = int64_t{p.tiles_packed} * p.heads_kv * p.batch;
+    const int64_t most = std::clamp<int64_t>(variant.split_blocks * multiprocessors / work_tiles, 1, p.tiles_n);
+    const int64_t tiles_of_range = (p.tiles_n + most - 1) / most;
+    p.kv_splits = static_cast<int>((p.tiles_n + tiles_of_range - 1) / tiles_of_range);
 }
 
 // Runs `launches` in order on `stream` (GPU) or in this thread (CPU).

@@ -25,6 +25,19 @@ inline uint64_t number_or_none(std::string_view text) {
     return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
 }
 
+// Should kernels that split the keys be preferred? In a forward of few queries against many keys, if the q heads
+// of a kv head share much fewer tiles than they have, or if a block for each would leave half of the device idle.
+inline bool splits_keys(const Call& c, bool backward) {
+    constexpr int64_t kQueries = 128, kTile = 64, kKeys = 1024;
+    const int64_t heads = c.q.size(1), queries = c.q.size(2);
+    if (backward || c.q.is_cpu() || queries > kQueries || c.k.size(2) < kKeys) {
+        return false;
+    }
+    const int64_t group = heads / c.k.size(1);
+    return queries * group <= kTile || 2 * ((queries * group + kQueries - 1) / kQueries) <= group ||
+           2 * heads * c.q.size(0) <= count_multiprocessors(c.q.device());
+}
+
 class Router {
 public:
     int64_t choose(const Call& c, bool backward, bool deterministic, int64_t align) {
@@ -32,9 +45,10 @@ public:
         const uint64_t visible_octave =
             c.visible_keys > 0 ? 64 - __builtin_clzll(static_cast<uint64_t>(c.visible_keys)) : 0;
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
+        const bool split_keys = splits_keys(c, backward);
         const Route route{
-            static_cast<uint64_t>(c.q.size(3)) << 48 | static_cast<uint64_t>(c.v.size(3)) << 32 |
-                static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
+            static_cast<uint64_t>(split_keys) << 63 | static_cast<uint64_t>(c.q.size(3)) << 48 |
+                static_cast<uint64_t>(c.v.size(3)) << 32 | static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             visible_octave << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
                 rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 |
                 static_cast<uint64_t>(c.intervals()) << 4 | c.planes() * 4u | deterministic * 2u | backward,
@@ -48,11 +62,12 @@ public:
         }
         static const auto resolve = find_op<int64_t(bool, at::ScalarType, int64_t, int64_t, int64_t, int64_t, int64_t,
                                                     int64_t, int64_t, int64_t, at::Device, bool, int64_t, int64_t,
-                                                    bool, std::string_view, std::string_view)>("attnforge::resolve");
+                                                    bool, std::string_view, std::string_view, bool)>(
+            "attnforge::resolve");
         const int64_t handle =
             resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.kind, c.q.size(1), c.k.size(1),
                          c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible_keys, c.intervals(),
-                         c.planes(), c.score.text, c.score.mask_mod);
+                         c.planes(), c.score.text, c.score.mask_mod, split_keys);
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;

@@ -133,7 +133,7 @@ def test_other_files_are_refused(write: Any, message: str, tmp_path: Path) -> No
         ({"heads": (32, 8)}, "--heads: --head-dim is missing"),
         ({"head_dim": 64}, "--head-dim: --heads is missing"),
         ({"heads": (5, 2), "head_dim": 8, "masks": ("causal",)}, "heads: got 5/2"),
-        ({"heads": (4, 2), "head_dim": 999}, "--head-dim: got 999, accepted are 1 to 256"),
+        ({"heads": (4, 2), "head_dim": 999}, "--head-dim: got 999, accepted are 1 to 512"),
         ({"length": (8, 8)}, "--length: needs --mask"),
         ({"length": (8, 8), "packs": ("pretrain/0",)}, "--length: needs --mask"),
         ({"masks": ("window:0",)}, "--mask: 'window:0' is neither"),

@@ -45,6 +45,7 @@ PROBLEMS = [
     Problem(FORWARD, Arch.SM89, DType.FLOAT32, 41, Mask.DENSE, 4, 200),
     Problem(BACKWARD, Arch.SM90, DType.FLOAT32, 64, Mask.SPANS),
     Problem(BACKWARD, Arch.SM120, DType.FLOAT32, 52, Mask.CAUSAL, 8, 9),
+    Problem(FORWARD, Arch.SM90, DType.BFLOAT16, 512, Mask.FULL),
 ]
 # Knobs with one feasible value so far, or one for each value of the others.
 ONE_VALUE = {("sm90a", Direction.BACKWARD, name) for name in ("tile_m", "tile_n")}

@@ -170,7 +170,7 @@ def test_cpu_forward_by_hand() -> None:
             Arch.SM80,
             64,
             Sm80Forward(128, 24, 4, 1, False),
-            "tile_n 24: must be a multiple of 16 .k16 steps: 1 x 16.",
+            "tile_n 24: must be a multiple of 16 .k16 steps of splits: 1 x 16.",
         ),
         (Arch.SM80, 264, Sm80Forward(128, 64, 4, 1, False), "head_dim 264: the sm80 kernels take 1 to 256"),
         (

@@ -19,7 +19,7 @@ from attnforge.codegen.package import Contract, Item, Tree
 from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.render import TEMPLATES, RenderError, render
 from attnforge.codegen.score import MaskMod, ScoreMod
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import cache, toolchain
 from attnforge.runtime.search.journal import source_key
@@ -82,7 +82,8 @@ def test_every_template_is_used(templates: Path) -> None:
                 for mod in mods
             ]
             problems.append(Problem(Direction.BACKWARD, arch, dtype, 192, mask))  # Hopper's wide heads
-            specs = [spec for problem in problems for spec in kinds(problem)]
+            problems.append(Problem(FORWARD, arch, dtype, 512, mask))  # warps that share the columns of O
+            specs = [spec for problem in problems for spec in (*kinds(problem), *splitting(problem, 1))]
             for spec in specs:
                 render(spec)
             items = tuple(Item(spec, 1024, "guess") for spec in specs)

@@ -85,6 +85,7 @@ STATEMENTS = {
     r'asm volatile\("cp\.async\.wait_group (\d+);"[^;]*;': r"copies_wait(\1);",
     r'asm volatile\("ld\.acquire[^;]*;"[^;]*;': "added = *semaphore;",
     r'asm volatile\("red\.release[^;]*;"[^;]*;': "++*semaphore;",
+    r'asm volatile\("griddepcontrol[^;]*;"[^;]*;': "",
     r'asm volatile\("setmaxnreg[^;]*;"\);': "",
     r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*"r"\(([^;]*)\)\);': r"load_bounds(\1, start, end);",
     r"extern __shared__[^;]* float shared\[\];": "float* shared = reinterpret_cast<float*>(shared_memory);",
@@ -138,6 +139,7 @@ class Emulated:
         self.library = gxx.library(path, *FLAGS, half, parts=PARTS, header="emulator.h")
         self.held: list[Tensor] = []  # memory that Params point to
         self.scale: float | None = None
+        self.ranges = 3  # of keys, if the kernel splits them
         self.score_tensors: tuple[Tensor, ...] = ()
         self.score_gradients: dict[int, Tensor] = {}  # of those that the score wants, after a backward
 
@@ -149,8 +151,17 @@ class Emulated:
         p.lse = lse.data_ptr()
         if self.plan.dkv_accum:
             p.dkv_accum = self._kv_workspace(p)
+        if self.plan.split_blocks:
+            self._split_keys(p)
         self._run(self.plan.launches, p)
         return out, lse
+
+    def _split_keys(self, p: Params) -> None:
+        """As set_kv_splits and out_accum_of of runtime/native/, into `self.ranges` ranges."""
+        p.tiles_packed = -(-p.seq_q * (p.heads_q // p.heads_kv) // self.spec.tuning.tile_m)
+        p.kv_splits = self.ranges
+        rows = p.batch * p.heads_q * p.seq_q
+        p.out_accum = self._workspace(p.kv_splits * rows * (self.plan.columns_v + 1))
 
     def backward(
         self,

@@ -106,7 +106,7 @@ def test_layout_of_out_with_its_own_head_dim(layout: str) -> None:
 def test_every_head_dim_has_a_kernel(arch: Arch) -> None:
     """Both directions, any mask, a head_dim of v on either side; sm90 serves the machines of sm90a too."""
     dtypes = (DType.BFLOAT16,) if arch.is_gpu else (DType.FLOAT32, DType.BFLOAT16)
-    step = 5 if arch in (Arch.SM86, Arch.SM120) else 1  # they have sm89's shared memory and registers
+    step = 5 if arch in (Arch.SM86, Arch.SM100, Arch.SM120) else 1  # of others' shared memory and registers
     for direction, head_dim, dtype in product(Direction, range(1, 257, step), dtypes):
         mask = list(Mask)[head_dim % 4]
         align = 2 if arch.is_gpu and head_dim % 2 else 4

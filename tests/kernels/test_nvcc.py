@@ -21,8 +21,8 @@ from attnforge.runtime.build.settings import COMPILER
 pytestmark = pytest.mark.nvcc
 
 # Of the targets that share sources, tile sizes and first choices, or nearly so, one head_dim each; others are slow.
-SIBLINGS = {(Arch.SM86, 64), (Arch.SM89, 72), (Arch.SM120, 128)}
-FP32_SIBLINGS = {(Arch.SM86, 128), (Arch.SM89, 41), (Arch.SM120, 64)}
+SIBLINGS = {(Arch.SM86, 64), (Arch.SM89, 72), (Arch.SM100, 128), (Arch.SM120, 128)}
+FP32_SIBLINGS = {(Arch.SM86, 128), (Arch.SM89, 41), (Arch.SM100, 128), (Arch.SM120, 64)}
 
 
 def marks(arch: Arch, head_dim: int, siblings: set[tuple[Arch, int]]) -> tuple[pytest.MarkDecorator, ...]:

@@ -291,6 +291,7 @@ def nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
         (Arch.SM90A, BF16, 128, True),
         (Arch.SM80, FP16, 72, True),
         (Arch.SM89, FP32, 256, True),
+        (Arch.SM100, BF16, 128, True),
         (Arch.SM120, BF16, 128, True),
     ],
     ids=str,

@@ -38,6 +38,7 @@ H200 = (Arch.SM90A, Arch.SM90)
         ("NVIDIA RTX A6000", (Arch.SM86,)),
         ("NVIDIA RTX 6000 Ada Generation", (Arch.SM89,)),
         ("NVIDIA L40S", (Arch.SM89,)),
+        ("NVIDIA B200", (Arch.SM100,)),
         ("NVIDIA GeForce RTX 5090", (Arch.SM120,)),
     ],
 )
@@ -47,8 +48,8 @@ def test_gpus_by_name(name: str, archs: tuple[Arch, ...]) -> None:
 
 
 def test_gpus_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="'NVIDIA B200' is not a GPU known by name"):
-        warm.gpu_targets("NVIDIA B200", None)
+    with pytest.raises(ValueError, match="'NVIDIA Tesla T4' is not a GPU known by name"):
+        warm.gpu_targets("NVIDIA Tesla T4", None)
     with pytest.raises(ValueError, match="give either"):
         warm.gpu_targets(None, None)
     with pytest.raises(ValueError, match="cpu is not a GPU"):

@@ -14,7 +14,7 @@ import pytest
 from attnforge.codegen import native, params, variant
 from attnforge.codegen.plan import Launch
 from attnforge.codegen.render import Source, render
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
 HERE = Path(__file__).parent
@@ -114,6 +114,14 @@ def test_grids(program: Path, grid: tuple[str, ...], sizes: dict[str, int], bloc
     launch = Launch("kernel", grid, 128, **sizes)  # type: ignore[arg-type]
     of = replace(source(), plan=replace(source().plan, launches=(launch,)))
     assert read(program, variant.describe(of), 9)[1][1] == f"kernel {blocks}"
+
+
+@pytest.mark.parametrize(("multiprocessors", "blocks"), [(132, 6), (3, 6), (2, 4), (1, 2)])
+def test_ranges_of_keys_fill_the_device(program: Path, multiprocessors: int, blocks: int) -> None:
+    """6 queries of 5 q heads are 2 tiles of 16 rows, their keys 3 tiles; 2 blocks run on a multiprocessor at once."""
+    spec = next(splitting(Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.FULL), 16))
+    lines = read(program, variant.describe(render(spec)), multiprocessors)[1]
+    assert lines[1:-1] == [f"{spec.symbol} {blocks}", f"{spec.symbol}_combine 30"]
 
 
 def test_arguments_are_packed_in_the_order_of_the_description(program: Path) -> None:
