@@ -5,7 +5,7 @@
 
 From the projections' outputs to q, k and v as attention reads them: RMSNorm of each head of q and k, rotary embedding.
 
-    one    all tokens are one expert's: q and k are normed and rotated, v stays where it is
+    one    one set of weights with a projection each for q, k and v, as Qwen has them: v stays where it is
     two    two experts, runs of 64 tokens; both experts' fused projections go to one pack in the order of tokens
 
     attnforge      one kernel a direction
@@ -44,9 +44,13 @@ NAMES = ("attnforge", "compile", "liger", "bagel")
 
 @dataclass
 class Data:
-    """Leaves and constants of one workload. `fused`: (rows, heads_q + 2 heads_kv, head_dim) of each expert."""
+    """Leaves and constants of one workload.
 
-    fused: list[Tensor]
+    `projections`: with two experts (rows, heads_q + 2 heads_kv, head_dim) of each; with one q and k by themselves. As
+    views of one tensor, autograd would concatenate their gradients, which takes as long as a pass of ours.
+    """
+
+    projections: list[Tensor]
     weights: list[Tensor]  # q, k of the first expert, q, k of the second
     cos: Tensor
     sin: Tensor
@@ -57,17 +61,26 @@ class Data:
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [*self.fused, *self.weights]
+        return [*self.projections, *self.weights]
 
-    def split(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.fused[expert].split((*self.heads, self.heads[1]), 1)
-        return q, k, v
+    def split(self, expert: int) -> list[Tensor]:
+        """q, k, and with two experts v."""
+        if self.experts is None:
+            return self.projections
+        return list(self.projections[expert].split((*self.heads, self.heads[1]), 1))
 
     def double(self) -> Data:
-        wide = [[x.detach().double().requires_grad_() for x in part] for part in (self.fused, self.weights)]
+        wide = [
+            [x.detach().double().requires_grad_() for x in part] for part in (self.projections, self.weights)
+        ]
         dout = [x.double() for x in self.dout]
         return replace(
-            self, fused=wide[0], weights=wide[1], cos=self.cos.double(), sin=self.sin.double(), dout=dout
+            self,
+            projections=wide[0],
+            weights=wide[1],
+            cos=self.cos.double(),
+            sin=self.sin.double(),
+            dout=dout,
         )
 
 
@@ -81,10 +94,11 @@ def make(w: Workload, dtype: torch.dtype, two: bool) -> Data:
     second = (index // 64 % 3 == 2) & two
     rows = [index[~second], index[second]] if two else [index]
     total = w.heads_q + 2 * w.heads_kv
+    shapes = [(len(part), total) for part in rows] if two else [(w.tokens, w.heads_q), (w.tokens, w.heads_kv)]
     cos, sin = attnforge.rope_tables(index, w.head_dim, 1e6)
     kinds = (w.heads_q, w.heads_kv, w.heads_kv)[: 3 if two else 2]
     return Data(
-        [normal(len(part), total, w.head_dim).requires_grad_() for part in rows],
+        [normal(*shape, w.head_dim).requires_grad_() for shape in shapes],
         [(1 + 0.2 * normal(w.head_dim)).requires_grad_() for _ in range(2 * len(rows))],
         cos,
         sin,
@@ -100,12 +114,12 @@ def make(w: Workload, dtype: torch.dtype, two: bool) -> Data:
 
 def ours(d: Data) -> tuple[Tensor, ...]:
     if d.experts is None:
-        q, k, _ = d.split(0)
+        q, k = d.split(0)
         q_weight, k_weight = d.weights
         return attnforge.qk_norm_rope(q, k, cos=d.cos, sin=d.sin, q_weight=q_weight, k_weight=k_weight)
     q0, k0, q1, k1 = d.weights
     return attnforge.qk_norm_rope(
-        (d.fused[0], d.fused[1]),
+        (d.projections[0], d.projections[1]),
         heads=d.heads,
         cos=d.cos,
         sin=d.sin,
@@ -132,7 +146,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def modules(d: Data) -> tuple[Tensor, ...]:
     """PackedAttention(MoT).forward_train from the projections to attention."""
     if d.experts is None:
-        q, k, _ = d.split(0)
+        q, k = d.split(0)
         return rotate(norm(q, d.weights[0]), d.cos, d.sin), rotate(norm(k, d.weights[1]), d.cos, d.sin)
     und, gen = d.rows
     outputs = []
@@ -155,21 +169,20 @@ def liger() -> Callable[[Data], tuple[Tensor, ...]]:
     def call(d: Data) -> tuple[Tensor, ...]:
         parts = []
         for expert in range(len(d.rows)):
-            q, k, v = d.split(expert)
+            q, k, *v = d.split(expert)
             wq, wk = d.weights[2 * expert : 2 * expert + 2]
             args = (1e-6, 0.0, "llama", False)
-            parts.append((rms.apply(q.contiguous(), wq, *args), rms.apply(k.contiguous(), wk, *args), v))
-        q, k, v = parts[0]
+            parts.append((rms.apply(q.contiguous(), wq, *args), rms.apply(k.contiguous(), wk, *args), *v))
+        q, k, *v = parts[0]
         if d.experts is not None:
             whole = []
             for first, second in zip(*parts, strict=True):
                 x = first.new_empty(d.cos.shape[0], *first.shape[1:])
                 whole.append(x.index_copy(0, d.rows[0], first).index_copy(0, d.rows[1], second))
-            q, k, v = whole
+            q, k, *v = whole
         cos, sin = (torch.cat((t, t), 1)[None].to(q.dtype) for t in (d.cos, d.sin))
         q, k = rope.apply(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-        outputs = (q[0].transpose(0, 1), k[0].transpose(0, 1), v)
-        return outputs[: 2 if d.experts is None else 3]
+        return (q[0].transpose(0, 1), k[0].transpose(0, 1), *v)
 
     return call
 

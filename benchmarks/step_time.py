@@ -52,11 +52,6 @@ class Bench:
         weight = next(layer.parameters())
         self.device = weight.device
         generator = torch.Generator(self.device).manual_seed(0)
-        self.x, self.dout = (
-            torch.randn(pack.used, config.hidden, generator=generator, device=self.device, dtype=weight.dtype)
-            for _ in range(2)
-        )
-        self.x.requires_grad_()
         # Without the padding at the end of a pack, which FlexAttention's operator adds itself.
         self.lists = (pack.sample_lens[:-1], pack.split_lens[:-1], pack.attn_modes[:-1])
         noise = torch.repeat_interleave(
@@ -64,6 +59,17 @@ class Bench:
         ).to(self.device)
         self.rows = [torch.nonzero(part)[:, 0] for part in (~noise, noise)]
         self.positions = rope_positions(*self.lists).to(self.device)
+        self.x, self.dout = (
+            tuple(
+                torch.randn(
+                    len(rows), config.hidden, generator=generator, device=self.device, dtype=weight.dtype
+                )
+                for rows in self.rows
+            )
+            for _ in range(2)
+        )
+        for x in self.x:
+            x.requires_grad_()
 
     def share(self) -> Shared:
         understanding, generation = self.rows
@@ -71,10 +77,9 @@ class Bench:
         return share(understanding, generation, self.positions, self.config, mask)
 
     def run(self, shared: Shared | None = None) -> Tensor:
-        """A micro-step of this one layer: the input's gradient."""
+        """A micro-step of this one layer: the input's gradient, of both experts' rows."""
         self.layer.attention.operator = self.operator
-        self.layer.zero_grad(set_to_none=True)
-        self.x.grad = None
+        self.forget()
         shared = shared or self.share()
         if self.kind == "none":
             out = self.layer(self.x, shared)
@@ -83,15 +88,21 @@ class Bench:
                 {"context_fn": attnforge.save_attention} if self.kind == "selective" else {}
             )
             out = checkpoint(self.layer, self.x, shared, use_reentrant=False, **keep)
-        out.backward(self.dout)
-        if self.x.grad is None:
+        torch.autograd.backward(out, self.dout)
+        gradients = [x.grad for x in self.x if x.grad is not None]
+        if len(gradients) != len(self.x):
             raise RuntimeError("the layer gave its input no gradient")
-        return self.x.grad
+        return torch.cat(gradients)
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self.layer.zero_grad(set_to_none=True)
+        for x in self.x:
+            x.grad = None
 
     def memory(self) -> float:
         """Peak GiB of a step above what is allocated before it; nan on a CPU."""
-        self.layer.zero_grad(set_to_none=True)
-        self.x.grad = None
+        self.forget()
         if self.device.type != "cuda":
             return float("nan")
         torch.cuda.synchronize()

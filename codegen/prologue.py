@@ -94,14 +94,20 @@ class PrologueProblem:
 
 @dataclass(frozen=True)
 class CudaTuning:
-    """Knobs on a GPU. A warp takes a token; `lanes` of its threads take a head and keep it in registers."""
+    """Knobs on a GPU. `share` warps take a token; `lanes` of their threads take a head and keep it in registers."""
 
     vector: int = knob("v", "bytes that a lane loads at once")
     lanes: int = knob("l", "lanes that share a head")
     rows: int = knob("r", "heads that a lane holds at once")
     warps: int = knob("w", "warps per block; each takes its own tokens")
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
-    persistent: int = knob("p", "1: the grid fills the device once; 0: a warp for each token")
+    persistent: int = knob(
+        "p", "0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones"
+    )
+    share: int = knob("s", "warps that take a token's heads together", default=1, quiet=True)
+    ahead: int = knob(
+        "f", "1: a lane loads its next heads before it computes those it has", default=0, quiet=True
+    )
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,12 @@ class PrologueSpec:
         return f"{self.symbol}_sums"
 
     def _knobs(self) -> list[tuple[str, int]]:
-        return [(f.metadata["code"], getattr(self.tuning, f.name)) for f in dataclasses.fields(self.tuning)]
+        return [(f.metadata["code"], getattr(self.tuning, f.name)) for f in self.loud_knobs()]
+
+    def loud_knobs(self) -> list[dataclasses.Field[int]]:
+        """The knobs to name: all but quiet ones that have their defaults."""
+        fields = dataclasses.fields(self.tuning)
+        return [f for f in fields if not f.metadata["quiet"] or getattr(self.tuning, f.name) != f.default]
 
     def to_cli(self) -> str:
         """Arguments of `cli.py render` that reproduce this spec."""
@@ -179,7 +190,8 @@ def spec_from_slug(slug: str) -> PrologueSpec:
     )
     cls = TUNINGS[problem.folder]
     names = {f.metadata["code"]: f.name for f in dataclasses.fields(cls)}
-    values = {names.get(word[0], word[0]): int(word[1:]) for word in match["knobs"].split("_")[1:]}
+    values = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
+    values |= {names.get(word[0], word[0]): int(word[1:]) for word in match["knobs"].split("_")[1:]}
     if values.keys() != set(names.values()):
         raise ValueError(f"{slug!r}: its knobs are {', '.join(names)}")
     return PrologueSpec(problem, cls(**values))
@@ -231,7 +243,7 @@ def _cpu_plan(spec: PrologueSpec, t: CpuTuning) -> ProloguePlan:
 
 def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     p, half = spec.problem, spec.problem.head_dim // 2
-    require_positive(t.vector, t.lanes, t.rows, t.warps, t.blocks)
+    require_positive(t.vector, t.lanes, t.rows, t.warps, t.blocks, t.share)
     values = t.vector // p.dtype.bytes
     if t.vector not in (2, 4, 8, 16) or not values or t.vector > p.align or half % values:
         raise Infeasible(
@@ -251,10 +263,12 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     if threads > 1024 or threads * t.blocks > 1536:
         raise Infeasible(f"blocks {t.blocks} of {threads} threads: 1024 a block and 1536 in all at most")
     sums = p.direction is Direction.BACKWARD and p.norm
-    if t.persistent not in (0, 1) or (sums and not t.persistent):
+    if t.persistent not in (0, 1, 2) or (sums and not t.persistent):
         raise Infeasible(
-            f"persistent {t.persistent}: 0 or 1, and 1 where each block has sums of weight gradients"
+            f"persistent {t.persistent}: 0, 1 or 2, and not 0 where each block has sums of weight gradients"
         )
+    if t.warps % t.share or t.ahead not in (0, 1):
+        raise Infeasible(f"share {t.share}, ahead {t.ahead}: a divisor of the {t.warps} warps, and 0 or 1")
     shared = t.warps * 4 * p.head_dim * 4 if sums else 0
     if shared > _SHARED:
         raise Infeasible(
@@ -266,14 +280,16 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
         raise Infeasible(f"a thread needs about {need} registers, but {t.blocks} blocks leave {there}")
     constants = {"values": values, "vectors": vectors, "ragged": int(vectors * values * t.lanes != half)}
     blocks = t.blocks if t.persistent else 0
-    return ProloguePlan(spec, "prologue/prologue.cu.jinja", ".cu", threads, t.warps, blocks, constants)
+    return ProloguePlan(
+        spec, "prologue/prologue.cu.jinja", ".cu", threads, t.warps // t.share, blocks, constants
+    )
 
 
 def _registers(p: PrologueProblem, t: CudaTuning, held: int) -> int:
     """About how many a thread needs; fitted to ptxas 13.0, which spills where this is more than there are."""
     backward, weights = p.direction is Direction.BACKWARD, p.norm
     tensors = 2 if backward and weights else 1  # that heads are loaded of
-    loaded = tensors * t.rows * held * p.dtype.bytes // 4
+    loaded = (1 + t.ahead) * tensors * t.rows * held * p.dtype.bytes // 4
     floats = tensors * held
     factors = 2 * held if weights else held  # weights and angles, or products of the two
     others = 42 if p.arch in (Arch.SM100, Arch.SM120) else 30  # addresses above all
@@ -316,13 +332,21 @@ def _space(problem: PrologueProblem) -> Iterator[CudaTuning | CpuTuning]:
     half = problem.head_dim // 2 * size
     widths = [n * size for n in (4, 8, 2, 1) if n * size <= problem.align and half % (n * size) == 0]
     resident = (4, 3, 5, 6, 2, 1) if backward else (6, 8, 5, 4, 3)  # blocks of four warps
-    for vector in widths[:2]:
-        widest = min(32, 1 << (half // vector - 1).bit_length())
-        choices = product(
-            (widest, widest // 2), resident, (4, 2, 1, 7, 8), (4, 8, 2), (1,) if backward else (0, 1)
-        )
-        for lanes, blocks, rows, warps, persistent in choices:
-            yield CudaTuning(vector, max(1, lanes), rows, warps, max(1, blocks * 4 // warps), persistent)
+    grids = (1, 2) if backward else (0, 1)
+    # Tokens of one warp each, as wide as can be, first: the guess where nothing was measured.
+    for share, ahead in ((1, 0), (4, 0), (2, 0), (1, 1), (4, 1)):
+        rows = (4, 2, 1, 7, 8) if share == 1 else (4, 2, 1)
+        for vector in widths[:2]:
+            widest = min(32, 1 << (half // vector - 1).bit_length())
+            lanes = (widest, max(1, widest // 2))
+            for choice in product(lanes, resident, rows, (4, 8, 2) if share < 4 else (4, 8), grids):
+                yield _cuda_tuning(vector, *choice, share, ahead)
+
+
+def _cuda_tuning(
+    vector: int, lanes: int, resident: int, rows: int, warps: int, grid: int, share: int, ahead: int
+) -> CudaTuning:
+    return CudaTuning(vector, lanes, rows, warps, max(1, resident * 4 // warps), grid, share, ahead)
 
 
 # ---- Rendering
@@ -368,8 +392,6 @@ class PrologueSource:
 def render(spec: PrologueSpec) -> PrologueSource:
     """Source of `spec`; raises `Infeasible` if it cannot run."""
     plan = make_plan(spec)
-    knobs = [
-        (f.name, getattr(spec.tuning, f.name), f.metadata["text"]) for f in dataclasses.fields(spec.tuning)
-    ]
+    knobs = [(f.name, getattr(spec.tuning, f.name), f.metadata["text"]) for f in spec.loud_knobs()]
     names = {"spec": spec, "plan": plan, "c": plan.constants, "knobs": knobs}
     return PrologueSource(plan, render_text(plan.template, **names, params_struct=params_struct()))

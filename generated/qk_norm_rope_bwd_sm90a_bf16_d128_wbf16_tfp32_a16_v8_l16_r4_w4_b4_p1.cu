@@ -7,7 +7,7 @@
 //   rows           4   heads that a lane holds at once
 //   warps          4   warps per block; each takes its own tokens
 //   blocks         4   blocks per multiprocessor that registers are shared among
-//   persistent     1   1: the grid fills the device once; 0: a warp for each token
+//   persistent     1   0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones
 //
 // Gradients of the projections and of the norms' weights, from those of the rotated heads.
 //
@@ -22,8 +22,8 @@
 //   dx        head_dim      scale (w dn - x scale^2 mean(w dn x))
 //   dw        head_dim      sum of dn x scale over the heads of the expert's tokens
 //
-// A warp takes one token at a time, kLanes lanes one head: a team. A lane has the same columns of both halves of every
-// head, so that rotation needs no other lane, and angles and weights are read once for all heads of a token.
+// kShare warps take one token at a time, kLanes lanes one head: a team. A lane has the same columns of both halves of
+// every head, so that rotation needs no other lane, and a warp reads angles and weights once for its heads of a token.
 // Weight gradients of a token are added up in registers, of a warp's tokens in shared memory, of a block in `sums`. The
 // second kernel adds those, always in the same order: gradients have the same bits on every run.
 
@@ -64,6 +64,9 @@ constexpr int kTeams = 32 / kLanes;
 constexpr int kRows = 4;      // heads that a team holds at once
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
+constexpr int kShare = 1;     // warps of a token
+constexpr int kTokens = kWarps / kShare;  // of a block at a time
+constexpr int kChunk = kTeams * kRows;  // heads that a warp holds at once
 constexpr int kNobody = -2147483647 - 1;
 
 // ---- Values --------------------------------------------------------------------------------------------------------
@@ -205,8 +208,12 @@ struct Token {
     bool present;  // has it an expert?
 };
 
-__device__ __forceinline__ Token find_token(const Params& p, int index) {
-    const int row = p.rows == nullptr ? index : p.rows[index];
+// The entry of `rows`; anything from `end` on.
+__device__ __forceinline__ int find_row(const Params& p, int index, int end) {
+    return p.rows != nullptr && index < end ? p.rows[index] : index;
+}
+
+__device__ __forceinline__ Token make_token(int index, int row) {
     const bool present = row != kNobody;
     return {index, row < 0 && present, row < 0 ? ~row : row, present};
 }
@@ -239,22 +246,54 @@ __device__ __forceinline__ void load_angles(Angles& angles, const Params& p, int
     load_table(angles.sin, p.sin, token * p.sin_row);
 }
 
-// Warp: copy the token's heads of v.
-__device__ __forceinline__ void copy_heads(const Element* from, long long from_head, Element* to, long long to_head,
+// Heads of q (kind 0), k or v that a warp takes: chunks of kChunk, dealt to the token's warps in turn, q's before k's
+// before v's.
+__device__ __forceinline__ int first_head(const Params& p, int kind) {
+    int chunks = 0;  // of the kinds before
+#pragma unroll
+    for (int i = 0; i < kind; ++i) {
+        chunks += (p.heads[i] + kChunk - 1) / kChunk;
+    }
+    return (threadIdx.x / 32 % kShare + kShare - chunks % kShare) % kShare * kChunk;
+}
+
+__device__ __forceinline__ int head_of(int first, int i) { return first + i * kTeams + threadIdx.x % 32 / kLanes; }
+
+// Warp: the heads of a chunk; zeros beyond the last one and if not `present`.
+__device__ __forceinline__ void load_chunk(Part (&x)[kRows], const Element* from, long long stride, int first,
                                            int heads, bool present) {
-    for (int first = threadIdx.x % 32 / kLanes; first < heads; first += kTeams * kRows) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        const int head = head_of(first, i);
+        load(x[i], from + head * stride, head < heads && present);
+    }
+}
+
+// Warp: copy the token's heads of v.
+__device__ __forceinline__ void copy_heads(const Params& p, const Element* from, long long from_head, Element* to,
+                                           long long to_head, bool present) {
+    const int heads = p.heads[2];
+    for (int first = first_head(p, 2); first < heads; first += kShare * kChunk) {
         Part x[kRows];
+        load_chunk(x, from, from_head, first, heads, present);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int head = first + i * kTeams;
-            load(x[i], from + head * from_head, head < heads && present);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const int head = first + i * kTeams;
+            const int head = head_of(first, i);
             store(to + head * to_head, x[i], head < heads);
         }
     }
+}
+
+// Tokens of a warp: index, index + step, ... below `end`.
+struct Tokens {
+    int index;
+    int step;
+    int end;
+};
+
+__device__ __forceinline__ Tokens tokens_of(const Params& p) {
+    const int warp = threadIdx.x / 32 / kShare;
+    return {static_cast<int>(blockIdx.x) * kTokens + warp, static_cast<int>(gridDim.x) * kTokens, p.tokens};
 }
 
 // ---- Backward ------------------------------------------------------------------------------------------------------
@@ -307,27 +346,28 @@ __device__ __forceinline__ void rotate_heads_back(const Params& p, const Token& 
     const Heads& gradient = p.gradient[token.expert][kind];
     Element* to = row_of(gradient, token.row);
     const int heads = p.heads[kind];
-    const int team = threadIdx.x % 32 / kLanes;
-    Angles angles;
-    load_angles(angles, p, token.index);
+    int first = first_head(p, kind);
+    if (first >= heads) {
+        return;
+    }
     const Heads& source = p.source[token.expert][kind];
     const Element* x_from = row_of(source, token.row);
+    Angles angles;
+    load_angles(angles, p, token.index);
     Floats w;
     load_weight(w, p.weight[token.expert][kind]);
-    for (int first = 0; first < heads; first += kTeams * kRows) {
+    for (; first < heads; first += kShare * kChunk) {
         Part d[kRows];
         Part x[kRows];
+        load_chunk(d, from, p.packed[kind].head, first, heads, true);
+        load_chunk(x, x_from, source.head, first, heads, true);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int head = first + i * kTeams + team;
-            load(d[i], from + head * p.packed[kind].head, head < heads);
-            load(x[i], x_from + head * source.head, head < heads);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const int head = first + i * kTeams + team;
-            rotate_back(p, w, angles, x[i], d[i], dw);
-            store(to + head * gradient.head, d[i], head < heads);
+            if (first + i * kTeams < heads) {  // the same in the whole warp
+                const int head = head_of(first, i);
+                rotate_back(p, w, angles, x[i], d[i], dw);
+                store(to + head * gradient.head, d[i], head < heads);
+            }
         }
     }
 }
@@ -373,8 +413,11 @@ attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_p1(co
     __syncthreads();
     Floats dw[2] = {};
     int expert = 0;  // that dw is of
-    for (int index = blockIdx.x * kWarps + threadIdx.x / 32; index < p.tokens; index += gridDim.x * kWarps) {
-        const Token token = find_token(p, index);
+    const Tokens mine = tokens_of(p);
+    int row = find_row(p, mine.index, mine.end);
+    for (int index = mine.index; index < mine.end; index += mine.step) {
+        const Token token = make_token(index, row);
+        row = find_row(p, index + mine.step, mine.end);
         if (!token.present) {
             continue;
         }
@@ -385,7 +428,7 @@ attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_p1(co
         rotate_heads_back<0>(p, token, dw[0]);
         rotate_heads_back<1>(p, token, dw[1]);
         const Heads& v = p.gradient[token.expert][2];
-        copy_heads(row_of(p.packed[2], index), p.packed[2].head, row_of(v, token.row), v.head, p.heads[2], true);
+        copy_heads(p, row_of(p.packed[2], index), p.packed[2].head, row_of(v, token.row), v.head, true);
     }
     flush(dw, sums[threadIdx.x / 32][expert]);
     __syncthreads();

@@ -7,7 +7,7 @@
 //   rows           2   heads that a lane holds at once
 //   warps          2   warps per block; each takes its own tokens
 //   blocks        16   blocks per multiprocessor that registers are shared among
-//   persistent     0   1: the grid fills the device once; 0: a warp for each token
+//   persistent     0   0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones
 //
 // RMSNorm of each head of q and k, then rotary embedding; v is copied.
 //
@@ -19,8 +19,8 @@
 //   c, s      head_dim / 2  cosine and sine of the token's angles
 //   y         head_dim      y0 = n0 c - n1 s, y1 = n1 c + n0 s; 0 and 1 are the halves of a head
 //
-// A warp takes one token at a time, kLanes lanes one head: a team. A lane has the same columns of both halves of every
-// head, so that rotation needs no other lane, and angles and weights are read once for all heads of a token.
+// kShare warps take one token at a time, kLanes lanes one head: a team. A lane has the same columns of both halves of
+// every head, so that rotation needs no other lane, and a warp reads angles and weights once for its heads of a token.
 
 // Rows of heads: strides in elements, columns are adjacent.
 struct Heads {
@@ -59,6 +59,9 @@ constexpr int kTeams = 32 / kLanes;
 constexpr int kRows = 2;      // heads that a team holds at once
 constexpr int kWarps = 2;
 constexpr int kThreads = kWarps * 32;
+constexpr int kShare = 1;     // warps of a token
+constexpr int kTokens = kWarps / kShare;  // of a block at a time
+constexpr int kChunk = kTeams * kRows;  // heads that a warp holds at once
 constexpr int kNobody = -2147483647 - 1;
 
 // ---- Values --------------------------------------------------------------------------------------------------------
@@ -200,8 +203,12 @@ struct Token {
     bool present;  // has it an expert?
 };
 
-__device__ __forceinline__ Token find_token(const Params& p, int index) {
-    const int row = p.rows == nullptr ? index : p.rows[index];
+// The entry of `rows`; anything from `end` on.
+__device__ __forceinline__ int find_row(const Params& p, int index, int end) {
+    return p.rows != nullptr && index < end ? p.rows[index] : index;
+}
+
+__device__ __forceinline__ Token make_token(int index, int row) {
     const bool present = row != kNobody;
     return {index, row < 0 && present, row < 0 ? ~row : row, present};
 }
@@ -234,22 +241,54 @@ __device__ __forceinline__ void load_angles(Angles& angles, const Params& p, int
     load_table(angles.sin, p.sin, token * p.sin_row);
 }
 
-// Warp: copy the token's heads of v.
-__device__ __forceinline__ void copy_heads(const Element* from, long long from_head, Element* to, long long to_head,
+// Heads of q (kind 0), k or v that a warp takes: chunks of kChunk, dealt to the token's warps in turn, q's before k's
+// before v's.
+__device__ __forceinline__ int first_head(const Params& p, int kind) {
+    int chunks = 0;  // of the kinds before
+#pragma unroll
+    for (int i = 0; i < kind; ++i) {
+        chunks += (p.heads[i] + kChunk - 1) / kChunk;
+    }
+    return (threadIdx.x / 32 % kShare + kShare - chunks % kShare) % kShare * kChunk;
+}
+
+__device__ __forceinline__ int head_of(int first, int i) { return first + i * kTeams + threadIdx.x % 32 / kLanes; }
+
+// Warp: the heads of a chunk; zeros beyond the last one and if not `present`.
+__device__ __forceinline__ void load_chunk(Part (&x)[kRows], const Element* from, long long stride, int first,
                                            int heads, bool present) {
-    for (int first = threadIdx.x % 32 / kLanes; first < heads; first += kTeams * kRows) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        const int head = head_of(first, i);
+        load(x[i], from + head * stride, head < heads && present);
+    }
+}
+
+// Warp: copy the token's heads of v.
+__device__ __forceinline__ void copy_heads(const Params& p, const Element* from, long long from_head, Element* to,
+                                           long long to_head, bool present) {
+    const int heads = p.heads[2];
+    for (int first = first_head(p, 2); first < heads; first += kShare * kChunk) {
         Part x[kRows];
+        load_chunk(x, from, from_head, first, heads, present);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int head = first + i * kTeams;
-            load(x[i], from + head * from_head, head < heads && present);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const int head = first + i * kTeams;
+            const int head = head_of(first, i);
             store(to + head * to_head, x[i], head < heads);
         }
     }
+}
+
+// Tokens of a warp: index, index + step, ... below `end`.
+struct Tokens {
+    int index;
+    int step;
+    int end;
+};
+
+__device__ __forceinline__ Tokens tokens_of(const Params& p) {
+    const int warp = threadIdx.x / 32 / kShare;
+    return {static_cast<int>(blockIdx.x) * kTokens + warp, static_cast<int>(gridDim.x) * kTokens, p.tokens};
 }
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
@@ -312,21 +351,22 @@ __device__ __forceinline__ void rotate_heads(const Params& p, const Token& token
     const Element* from = row_of(source, token.row);
     Element* to = row_of(p.packed[kind], token.index);
     const int heads = p.heads[kind];
-    const int team = threadIdx.x % 32 / kLanes;
+    int first = first_head(p, kind);
+    if (first >= heads) {
+        return;
+    }
     Factors factors;
     load_factors(factors, p, token, kind);
-    for (int first = 0; first < heads; first += kTeams * kRows) {
+    for (; first < heads; first += kShare * kChunk) {
         Part x[kRows];
+        load_chunk(x, from, source.head, first, heads, token.present);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int head = first + i * kTeams + team;
-            load(x[i], from + head * source.head, head < heads && token.present);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const int head = first + i * kTeams + team;
-            rotate(p, factors, x[i]);
-            store(to + head * p.packed[kind].head, x[i], head < heads);
+            if (first + i * kTeams < heads) {  // the same in the whole warp
+                const int head = head_of(first, i);
+                rotate(p, factors, x[i]);
+                store(to + head * p.packed[kind].head, x[i], head < heads);
+            }
         }
     }
 }
@@ -336,12 +376,14 @@ __device__ __forceinline__ void rotate_heads(const Params& p, const Token& token
 // Grid: any number of blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 16)
 attnforge_qk_norm_rope_fwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r2_w2_b16_p0(const __grid_constant__ Params p) {
-    for (int index = blockIdx.x * kWarps + threadIdx.x / 32; index < p.tokens; index += gridDim.x * kWarps) {
-        const Token token = find_token(p, index);
+    const Tokens mine = tokens_of(p);
+    int row = find_row(p, mine.index, mine.end);
+    for (int index = mine.index; index < mine.end; index += mine.step) {
+        const Token token = make_token(index, row);
+        row = find_row(p, index + mine.step, mine.end);
         rotate_heads<0>(p, token);
         rotate_heads<1>(p, token);
         const Heads& v = p.source[token.expert][2];
-        copy_heads(row_of(v, token.row), v.head, row_of(p.packed[2], index), p.packed[2].head, p.heads[2],
-                   token.present);
+        copy_heads(p, row_of(v, token.row), v.head, row_of(p.packed[2], index), p.packed[2].head, token.present);
     }
 }

@@ -102,7 +102,8 @@ def qk_norm_rope(
     q: (tokens, heads_q, head_dim), k and v: (tokens, heads_kv, head_dim), v may be left out. Any strides, with a unit
         stride along head_dim, which is even and at most 256. float32, bfloat16 or, on a GPU, float16.
     heads: (heads_q, heads_kv): q is the output of a fused projection, (tokens, (heads_q + 2 heads_kv) head_dim) with or
-        without an axis of heads: the heads of q, then those of k, then those of v.
+        without an axis of heads: the heads of q, then those of k, then those of v. Its gradient is written in place;
+        of views of it, autograd would concatenate the gradients, which takes as long as the kernel.
     cos, sin: (tokens, head_dim / 2), of q's dtype or float32. Or (tokens, head_dim) as transformers has them, with
         equal halves; the second half is not read.
     q_weight, k_weight: (head_dim), of q's dtype or float32. None: no norm.

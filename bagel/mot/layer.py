@@ -1,8 +1,11 @@
 """One layer of BAGEL's Mixture of Transformers on a packed sequence: what its forward_train computes.
 
-A pack is samples laid end to end: activations are (T, hidden), without a batch axis and without padding. Each row is
-one expert's: `understanding` (text, markers, ViT tokens) or `generation` (VAE latents). All that is done to a row
-by itself (norms, projections, MLP) has two sets of weights. Rows meet in attention only, under the pack's mask.
+A pack is samples laid end to end: T rows without a batch axis and without padding. Each row is one expert's:
+`understanding` (text, markers, ViT tokens) or `generation` (VAE latents). All that is done to a row by itself (norms,
+projections, MLP) has two sets of weights. Rows meet in attention only, under the pack's mask.
+
+Activations between layers are a pair: the rows of the understanding expert (Tu, hidden) and those of the generation
+expert (Tg, hidden), in the order of `Shared`. Only attention needs all rows in the pack's order (`apart`, `together`).
 
     q, k, v = project(x)                               RMSNorm, linear
     q, k = rope(norm(q)), rope(norm(k))                RMSNorm of each head, rotary embedding
@@ -10,6 +13,7 @@ by itself (norms, projections, MLP) has two sets of weights. Rows meet in attent
     x = x + mlp(x)                                     RMSNorm, SwiGLU
 
 With our operator, the second line and the way from experts' rows to the pack's order are one kernel (`qk_norm_rope`).
+SwiGLU is one kernel a direction on a GPU where torch.compile can make it (`swiglu`).
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnforge.bagel.mot.attention import Operator
+from attnforge.bagel.mot.swiglu import swiglu
 from attnforge.runtime.prologue import ExpertRows, qk_norm_rope, rope_tables
+
+Pair = tuple[Tensor, Tensor]  # rows of the understanding expert, rows of the generation expert
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,50 @@ def share(
     return Shared(understanding, generation, experts, cos, sin, mask)
 
 
+class _Apart(torch.autograd.Function):
+    """`apart`. Autograd's own gradient of index_select would add rows to zeros, one atomic operation an element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, understanding: Tensor, generation: Tensor) -> Pair:
+        ctx.save_for_backward(understanding, generation)
+        return x.index_select(0, understanding), x.index_select(0, generation)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _merge(*gradients, *ctx.saved_tensors), None, None
+
+
+class _Together(torch.autograd.Function):
+    """`together`, the inverse of `apart`."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor, understanding: Tensor, generation: Tensor) -> Tensor:
+        ctx.save_for_backward(understanding, generation)
+        return _merge(first, second, understanding, generation)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        first, second = (gradients[0].index_select(0, rows) for rows in ctx.saved_tensors)
+        return first, second, None, None
+
+
+def _merge(first: Tensor, second: Tensor, understanding: Tensor, generation: Tensor) -> Tensor:
+    whole = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
+    return whole.index_copy_(0, understanding, first).index_copy_(0, generation, second)
+
+
+def apart(x: Tensor, shared: Shared) -> Pair:
+    """The rows of each expert of x (T, ...), whose rows are in the order of the pack."""
+    parts: Pair = _Apart.apply(x, shared.understanding, shared.generation)  # type: ignore[no-untyped-call]
+    return parts
+
+
+def together(x: Pair, shared: Shared) -> Tensor:
+    """The inverse of `apart`: all rows (T, ...) in the order of the pack."""
+    whole: Tensor = _Together.apply(*x, shared.understanding, shared.generation)  # type: ignore[no-untyped-call]
+    return whole
+
+
 class Experts(nn.Module):
     """Two modules of one kind: one for understanding rows, one for generation rows."""
 
@@ -86,21 +136,9 @@ class Experts(nn.Module):
         self.understanding = make()
         self.generation = make()
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """x (T, ...), each row through its expert; the results are in the order of x's rows."""
-        return _merge(*self.apart(x, shared), shared)
-
-    def apart(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
-        """The same, the results of each expert's rows by themselves."""
-        # index_select, not x[rows]: its gradient adds rows without sorting them first.
-        first: Tensor = self.understanding(x.index_select(0, shared.understanding))
-        second: Tensor = self.generation(x.index_select(0, shared.generation))
-        return first, second
-
-
-def _merge(first: Tensor, second: Tensor, shared: Shared) -> Tensor:
-    whole = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
-    return whole.index_copy_(0, shared.understanding, first).index_copy_(0, shared.generation, second)
+    def forward(self, x: Pair) -> Pair:
+        """Each row through its expert."""
+        return self.understanding(x[0]), self.generation(x[1])
 
 
 class Project(nn.Module):
@@ -137,7 +175,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
-        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        result: Tensor = self.down(swiglu(self.gate(x), self.up(x)))
         return result
 
 
@@ -150,16 +188,16 @@ class MotAttention(nn.Module):
         self.project = Experts(lambda: Project(config))
         self.output = Experts(lambda: nn.Linear(config.heads_q * config.head_dim, config.hidden, bias=False))
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """x (T, hidden) before the norm; returns what is added to it."""
-        heads = self.project.apart(x, shared)
+    def forward(self, x: Pair, shared: Shared) -> Pair:
+        """x before the norm; returns what is added to it."""
+        heads = self.project(x)
         prologue = self._fused_prologue if self.operator.fused_prologue else self._prologue
         q, k, v = prologue(heads, shared)
         out = self.operator(q, k, v, shared.mask)
-        result: Tensor = self.output(out.flatten(1), shared)
+        result: Pair = self.output(apart(out.flatten(1), shared))
         return result
 
-    def _fused_prologue(self, heads: tuple[Tensor, Tensor], shared: Shared) -> tuple[Tensor, ...]:
+    def _fused_prologue(self, heads: Pair, shared: Shared) -> tuple[Tensor, ...]:
         """q, k and v (T, heads, head_dim) from both experts' projections, in one kernel."""
         first, second = self._experts()
         return qk_norm_rope(
@@ -173,10 +211,10 @@ class MotAttention(nn.Module):
             eps=first.eps,
         )
 
-    def _prologue(self, heads: tuple[Tensor, Tensor], shared: Shared) -> tuple[Tensor, ...]:
+    def _prologue(self, heads: Pair, shared: Shared) -> tuple[Tensor, ...]:
         """The same step by step, as BAGEL's modules do it."""
         parts = [expert.normed(x) for expert, x in zip(self._experts(), heads, strict=True)]
-        q, k, v = (_merge(a, b, shared) for a, b in zip(*parts, strict=True))
+        q, k, v = (together(pair, shared) for pair in zip(*parts, strict=True))
         return rotate(q, shared.cos, shared.sin), rotate(k, shared.cos, shared.sin), v
 
     def _experts(self) -> tuple[Project, Project]:
@@ -194,11 +232,14 @@ class MotLayer(nn.Module):
         self.attention = MotAttention(config, operator)
         self.mlp = Experts(lambda: Mlp(config))
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """x (T, hidden)."""
-        x = x + self.attention(x, shared)
-        result: Tensor = x + self.mlp(x, shared)
-        return result
+    def forward(self, x: Pair, shared: Shared) -> Pair:
+        """The rows of both experts, before and after."""
+        x = _add(x, self.attention(x, shared))
+        return _add(x, self.mlp(x))
+
+
+def _add(x: Pair, y: Pair) -> Pair:
+    return x[0] + y[0], x[1] + y[1]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnforge.bagel.mot.attention import Operator
-from attnforge.bagel.mot.layer import Experts, MotConfig, MotLayer, Shared, share
+from attnforge.bagel.mot.layer import Experts, MotConfig, MotLayer, Pair, Shared, share, together
 from attnforge.bagel.packing import cut
 
 _TIME_DIM = 256
@@ -143,11 +143,11 @@ class MotModel(nn.Module):
         x = self._embed(pack)
         for layer in self.layers:
             x = layer(x, shared)
-        x = self.norm(x, shared)
-        logits = self.text_out(x.index_select(0, pack.label_rows))
+        x = self.norm(x)
+        logits = self.text_out(together(x, shared).index_select(0, pack.label_rows))
         ce = F.cross_entropy(logits.float(), pack.labels, reduction="sum")
         noisy = pack.times > 0
-        flow = self.latent_out(x.index_select(0, pack.latent_rows)).float()
+        flow = self.latent_out(x[1]).float()
         error = (flow - (pack.noise - pack.latents)).square().mean(1)
         return Losses(ce, torch.where(noisy, error, 0.0).sum())
 
@@ -158,7 +158,8 @@ class MotModel(nn.Module):
         understanding = torch.cat((pack.text_rows, pack.vision_rows))
         return share(understanding, pack.latent_rows, pack.positions, self.config, mask)
 
-    def _embed(self, pack: Pack) -> Tensor:
+    def _embed(self, pack: Pack) -> Pair:
+        """The rows of both experts, in the order of `_share`."""
         dtype = (
             self.latent_in.weight.dtype
         )  # FSDP's mixed precision casts weights, but not tensors inside a Pack
@@ -167,14 +168,7 @@ class MotModel(nn.Module):
         text = self.text_in(pack.text_ids)
         vision = self.vision_in(pack.vision.to(dtype)) + self.place(pack.vision_places)
         latent = self.latent_in(noised) + self.time(pack.times) + self.place(pack.latent_places)
-        x: Tensor = text.new_empty(pack.tokens, self.config.hidden)
-        for rows, values in (
-            (pack.text_rows, text),
-            (pack.vision_rows, vision),
-            (pack.latent_rows, latent),
-        ):
-            x.index_copy_(0, rows, values)
-        return x
+        return torch.cat((text, vision)), latent
 
 
 def _initialise(module: nn.Module) -> None:

@@ -15,8 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 import attnforge
 from attnforge.bagel.mot.attention import make_operator
-from attnforge.bagel.mot.layer import CONFIGS, Experts, MotLayer, Project, Shared, rotate, share
+from attnforge.bagel.mot.layer import (
+    CONFIGS,
+    Experts,
+    MotLayer,
+    Pair,
+    Project,
+    Shared,
+    apart,
+    rotate,
+    share,
+    together,
+)
 from attnforge.bagel.mot.model import MotModel, Pack, rope_positions
+from attnforge.bagel.mot.swiglu import swiglu
 from attnforge.bagel.packing import visible_from_definition
 
 CONFIG = CONFIGS["tiny"]
@@ -44,6 +56,12 @@ def layer_and_inputs(name: str = "attnforge", max_tokens: int = 128) -> tuple[Mo
     return layer, torch.randn(TOKENS, CONFIG.hidden, requires_grad=True), shared
 
 
+def run(layer: MotLayer, x: Tensor, shared: Shared) -> Tensor:
+    """The layer of all rows in the order of the pack."""
+    pair: Pair = layer(apart(x, shared), shared)
+    return together(pair, shared)
+
+
 def transcribed(layer: MotLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The layer for one row at a time with that row's weights, and attention by its formula."""
 
@@ -69,7 +87,7 @@ def transcribed(layer: MotLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["attnforge", "sdpa"])
 def test_a_layer_is_its_transcription(name: str) -> None:
     layer, x, shared = layer_and_inputs(name)
-    got, expected = layer(x, shared), transcribed(layer, x, shared.cos, shared.sin)
+    got, expected = run(layer, x, shared), transcribed(layer, x, shared.cos, shared.sin)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     dout = torch.randn_like(got)
     leaves = [x, *layer.parameters()]
@@ -85,12 +103,12 @@ def test_a_compiled_layer_is_the_same(selective: bool) -> None:
     layer, x, shared = layer_and_inputs()
     keep: dict[str, Any] = {"context_fn": attnforge.save_attention} if selective else {}
 
-    def run(x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(layer, x, shared, use_reentrant=False, **keep)
-        return result
+    def checkpointed(x: Tensor) -> Tensor:
+        pair: Pair = checkpoint(layer, apart(x, shared), shared, use_reentrant=False, **keep)
+        return together(pair, shared)
 
-    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
-    expected = layer(x, shared)
+    got = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")(x)
+    expected = run(layer, x, shared)
     torch._dynamo.reset()
     torch.testing.assert_close(got, expected)
     dout = torch.randn_like(got)
@@ -104,7 +122,7 @@ def test_flex_is_the_same(max_tokens: int) -> None:
     layer, x, shared = layer_and_inputs("flex", max_tokens)
     with torch.no_grad():
         expected = transcribed(layer, x, shared.cos, shared.sin)
-        torch.testing.assert_close(layer(x, shared), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(run(layer, x, shared), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_flex_refuses_packs_that_are_too_long() -> None:
@@ -127,6 +145,25 @@ def test_rotation_turns_pairs() -> None:
 
     torch.testing.assert_close(product(3, 10), product(50, 57), rtol=1e-4, atol=1e-4)
     assert not torch.isclose(product(3, 10), product(3, 11), rtol=1e-4)
+
+
+def test_rows_part_and_meet() -> None:
+    """`apart` and `together` are inverse, and each one's gradient is the other."""
+    _, x, shared = layer_and_inputs()
+    pair = apart(x, shared)
+    assert torch.equal(pair[0], x[shared.understanding])
+    assert torch.equal(pair[1], x[shared.generation])
+    assert torch.equal(together(pair, shared), x)
+    assert torch.autograd.gradcheck(
+        lambda x: together(apart(x, shared), shared) * 2, x[:, :3].detach().double().requires_grad_()
+    )
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+def test_swiglu_is_its_formula(rows: int) -> None:
+    gate, up = torch.randn(2, rows, 6, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(swiglu(gate, up), gate * gate.sigmoid() * up)
+    assert torch.autograd.gradcheck(swiglu, (gate, up))
 
 
 def test_positions() -> None:

@@ -100,11 +100,20 @@ def first(direction: Direction, dtype: DType, head_dim: int, **rest: Any) -> Pro
 
 
 def with_knobs(
-    direction: Direction, head_dim: int, vector: int, lanes: int, rows: int, warps: int, blocks: int
+    direction: Direction,
+    head_dim: int,
+    vector: int,
+    lanes: int,
+    rows: int,
+    warps: int,
+    blocks: int,
+    persistent: int | None = None,
+    share: int = 1,
+    ahead: int = 0,
 ) -> PrologueSpec:
     problem = PrologueProblem(direction, Arch.SM80, BF16, head_dim, BF16)
-    tuning = CudaTuning(vector, lanes, rows, warps, blocks, persistent=int(direction is BACKWARD))
-    return PrologueSpec(problem, tuning)
+    persistent = int(direction is BACKWARD) if persistent is None else persistent
+    return PrologueSpec(problem, CudaTuning(vector, lanes, rows, warps, blocks, persistent, share, ahead))
 
 
 # dtype, head_dim, of weights, of tables, whether there is a norm; all first guesses.
@@ -118,7 +127,14 @@ GUESSES = [
     (FP32, 2, FP32, FP32, True),
 ]
 # vector, lanes, heads held, warps, blocks: several vectors a lane, one lane a head, idle lanes, heads left over.
-KNOBS = [(16, 2, 1, 2, 1), (4, 4, 2, 1, 1), (8, 8, 7, 4, 1), (2, 32, 1, 2, 1)]
+KNOBS: list[tuple[int, ...]] = [(16, 2, 1, 2, 1), (4, 4, 2, 1, 1), (8, 8, 7, 4, 1), (2, 32, 1, 2, 1)]
+# Also persistent, share, ahead: warps without heads of k or v, a chunk for each warp, adjacent tokens.
+KNOBS += [
+    (8, 8, 1, 4, 1, 2, 2, 0),
+    (8, 8, 1, 4, 1, 1, 4, 1),
+    (8, 8, 1, 3, 1, 2, 3, 1),
+    (8, 8, 1, 2, 1, 1, 1, 1),
+]
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers and half floats as on x86-64")
 
 
@@ -191,7 +207,7 @@ def test_first_guesses_emulated(
 @pytest.mark.parametrize("run", [run_forward, run_backward])
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_knobs_emulated(
-    run: Callable[..., Any], knobs: tuple[int, int, int, int, int], emulate: Callable[..., None]
+    run: Callable[..., Any], knobs: tuple[int, ...], emulate: Callable[..., None]
 ) -> None:
     run(with_knobs(FORWARD if run is run_forward else BACKWARD, 64, *knobs), emulate)
 
@@ -204,6 +220,7 @@ def test_knobs_emulated(
         ("scaled * mean", "mean"),
         ("dy1 * angles.cos[j][i] - dy0", "dy1 * angles.cos[j][i] + dy0"),
         ("lanes = kLanes; lanes < 32", "lanes = kLanes; lanes < 16"),
+        ("index + mine.step, mine.end", "index, mine.end"),
     ],
 )
 def test_planted_mistakes_are_found(right: str, wrong: str, emulate: Callable[..., None]) -> None:
@@ -232,13 +249,14 @@ def test_slugs_are_read_back() -> None:
         spec_from_slug("qk_rope_fwd_cpu_bf16_d128_tfp32_a16_v64")
 
 
-INFEASIBLE = [
+INFEASIBLE: list[tuple[Direction, int, tuple[int, ...], str]] = [
     (FORWARD, 63, (16, 8, 1, 4, 1), "head_dim 63: rotary embedding takes even ones up to 256"),
     (FORWARD, 72, (16, 8, 1, 4, 1), "vector 16: bytes that divide"),
     (FORWARD, 64, (16, 8, 1, 4, 1), "lanes 8: 4 vectors of half a head"),
     (FORWARD, 64, (16, 3, 1, 4, 1), "lanes 3: must be a power of 2"),
     (FORWARD, 256, (16, 2, 1, 4, 1), "a lane would keep 128 values"),
     (FORWARD, 128, (16, 8, 1, 4, 16), "blocks 16 of 128 threads: 1024 a block and 1536 in all"),
+    (FORWARD, 64, (8, 8, 1, 4, 1, 0, 3), "share 3, ahead 0: a divisor of the 4 warps"),
     (BACKWARD, 256, (16, 16, 1, 16, 1), "warps 16: their sums take 65536 bytes"),
     (BACKWARD, 128, (16, 8, 4, 4, 4), "a thread needs about 190 registers, but 4 blocks leave 128"),
 ]
@@ -246,14 +264,14 @@ INFEASIBLE = [
 
 @pytest.mark.parametrize(("direction", "head_dim", "knobs", "message"), INFEASIBLE)
 def test_what_is_infeasible_says_why(
-    direction: Direction, head_dim: int, knobs: tuple[int, int, int, int, int], message: str
+    direction: Direction, head_dim: int, knobs: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(Infeasible, match=re.escape(message)):
         make_plan(with_knobs(direction, head_dim, *knobs))
 
 
 def test_sums_need_a_persistent_grid() -> None:
-    with pytest.raises(Infeasible, match="persistent 0: 0 or 1, and 1 where each block has sums"):
+    with pytest.raises(Infeasible, match="persistent 0: 0, 1 or 2, and not 0 where each block has sums"):
         make_plan(PrologueSpec(PrologueProblem(BACKWARD, Arch.SM80, BF16, 64), CudaTuning(8, 8, 1, 4, 4, 0)))
     forward = PrologueSpec(PrologueProblem(FORWARD, Arch.SM80, BF16, 64), CudaTuning(8, 8, 1, 4, 4, 1))
     assert make_plan(forward).blocks == 4
