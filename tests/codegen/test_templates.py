@@ -83,8 +83,6 @@ def test_every_template_is_used(templates: Path) -> None:
             ]
             problems.append(Problem(Direction.BACKWARD, arch, dtype, 192, mask))  # Hopper's wide heads
             specs = [spec for problem in problems for spec in kinds(problem)]
-            for spec in specs:
-                render(spec)
             items = tuple(Item(spec, 1024, "guess") for spec in specs)
             Tree("my_attention", arch, items, contract=True).files("export")
         prologue.render(next(prologue.candidates(PrologueProblem(FORWARD, arch, dtype, 64))))
