@@ -32,7 +32,7 @@ COMPILE_SECONDS = 900
 
 NVCC_FLAGS = ("-cubin", "-O3", "-std=c++17", "--ptxas-options=-v", "-allow-unsupported-compiler")
 # -fno-math-errno lets exp() and sqrt() vectorise; no other relaxation of arithmetic.
-CPU_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno")
+CPU_FLAGS = ("-O3", "-march=native", "-std=c++14", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno")
 
 # Variables that would change the binary without changing the cache key.
 _DROPPED = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")

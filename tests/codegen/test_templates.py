@@ -84,8 +84,6 @@ def test_every_template_is_used(templates: Path) -> None:
             problems.append(Problem(Direction.BACKWARD, arch, dtype, 192, mask))  # Hopper's wide heads
             problems.append(Problem(FORWARD, arch, dtype, 512, mask))  # warps that share the columns of O
             specs = [spec for problem in problems for spec in (*kinds(problem), *splitting(problem, 1))]
-            for spec in specs:
-                render(spec)
             items = tuple(Item(spec, 1024, "guess") for spec in specs)
             for contract in Contract:
                 Tree("my_attention", arch, items, contract).files("export")

@@ -21,7 +21,7 @@ TORCH_DTYPE = {
     DType.BFLOAT16: torch.bfloat16,
     DType.FLOAT16: torch.float16,
 }
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
+FLAGS = ("-std=c++14", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
 
 
 class TensorRef(ctypes.Structure):
