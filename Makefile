@@ -71,7 +71,7 @@ wheels:
 venv: $(READY)
 
 .venv/ready: pyproject.toml constraints.txt | python
-	@echo "installing torch and the tools into .venv: minutes, and 5 GB if pip takes torch's CUDA build"
+	@echo "installing torch and the tools into .venv: minutes, and over 5 GB on disk if pip takes torch's CUDA build"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
