@@ -1,15 +1,16 @@
 """Context parallelism on 2, 4, ... GPUs of one machine: results against one GPU, and how the time scales.
 
-    torchrun --standalone --nproc-per-node gpu benchmarks/context_parallel.py
+    torchrun --standalone --nproc-per-node gpu benchmarks/context_parallel.py [--profile]
 
 BAGEL-7B's attention (28/4/128, bf16) on the pack pretrain/0, and on samples of several packs up to 131072 tokens. A
 row for each length, number of GPUs and arguments: milliseconds of the slowest rank, forward and forward + backward;
 speed-up over one GPU in the same run; peak memory of rank 0; the largest RMS difference of out, dq, dk and dv from one
-GPU, relative to their RMS.
+GPU, relative to their RMS. --profile adds each rank's GPU time of a forward + backward by group of kernels.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from step_profile import STEPS, kernels_of, summary, trace_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,12 +27,7 @@ import attnforge
 from attnforge.bagel.workloads import workload
 
 HEADS_Q, HEADS_KV, DIM = 28, 4, 128
-ARGUMENTS: tuple[dict[str, Any], ...] = (
-    {"pieces": 1},
-    {"pieces": 2},
-    {"pieces": 4},
-    {"pieces": 1, "heads": 1},
-)
+ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"pieces": 2}, {"heads": 2})
 REPEATS = 10
 
 
@@ -85,10 +82,10 @@ def milliseconds(call: Callable[[], object]) -> float:
     return float(spent)
 
 
-def measure(
+def passes(
     attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any
-) -> tuple[float, float, float, list[Tensor]]:
-    """Milliseconds forward, and forward + backward; peak GiB; out and gradients."""
+) -> tuple[Callable[[], None], Callable[[], list[Tensor]]]:
+    """The forward alone, and both passes: out and gradients."""
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
 
     def both() -> list[Tensor]:
@@ -99,11 +96,35 @@ def measure(
         with torch.no_grad():
             attend(q, k, v, mask)
 
+    return forward, both
+
+
+def measure(
+    attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any
+) -> tuple[float, float, float, list[Tensor]]:
+    """Milliseconds forward, and forward + backward; peak GiB; out and gradients."""
+    forward, both = passes(attend, tensors, mask)
+
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     results = both()
     memory = (torch.cuda.max_memory_allocated() - before) / 2**30
     return milliseconds(forward), milliseconds(both), memory, results
+
+
+def show_profile(title: str, attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any) -> None:
+    """Where the time of both passes goes, rank by rank."""
+    for name, call in zip(("forward", "both"), passes(attend, tensors, mask), strict=True):
+        call()
+        dist.barrier()
+        found = summary(kernels_of(trace_of(call)), STEPS)
+        for rank in range(dist.get_world_size()):
+            dist.barrier()
+            if rank == dist.get_rank():
+                groups = ", ".join(f"{group} {ms:.2f}" for group, ms in found["groups"].items() if ms > 0.005)
+                print(f"{title}, {name}, rank {rank}: {found['total']:.2f} ms: {groups}")
+                for kernel, _, ms, calls in found["kernels"][:10]:
+                    print(f"    {ms:7.3f} ms {calls:5.1f} x {kernel[:100]}", flush=True)
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -118,6 +139,11 @@ def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", action="store_true", help="also profile the default arguments")
+    options = parser.parse_args()
     local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(local)
     dist.init_process_group("nccl", timeout=timedelta(seconds=120))
@@ -149,6 +175,8 @@ def main() -> None:
                         f"{one[1] / ours[1]:.2f} | {ours[2]:.2f} | {wrong:.1e} |",
                         flush=True,
                     )
+                if options.profile and not arguments:
+                    show_profile(f"{tokens} tokens, {size} GPUs", cp, shards, mask)
                 if wrong > 1e-2:
                     raise SystemExit(
                         f"rank {rank}: {tokens} tokens on {size} GPUs, {arguments}: off by {wrong}"

@@ -30,6 +30,7 @@ from attnforge.bagel.workloads import workload
 STEPS = 3
 # Group, and what the name of its kernels matches; the first that does counts.
 GROUPS = (
+    ("communication", r"nccl"),
     ("prologue", r"attnforge_qk_(norm_)?rope"),
     (
         "attention backward",

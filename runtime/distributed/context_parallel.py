@@ -1,15 +1,17 @@
 """`context_parallel`: attention over a sequence that is split over the ranks of a device mesh.
 
-Rank i of W holds rows [i n, (i + 1) n) of q, k and v. With U = gcd(W, key heads) and R = W / U:
+Rank i of W holds rows [i n, (i + 1) n) of q, k and v. U divides W and the number of key heads, R = W / U:
 
 - one all-to-all among U ranks turns "all heads of some rows" into "some heads of all their rows", for q, k and v
   before the kernel and for its output after it;
-- if there are fewer heads than ranks (R > 1), an all-gather of k and v among R ranks completes the keys, and each of
-  them computes the rows of its own all-to-all group. Groups mix early and late rows, so that under a causal mask all
-  ranks have the same work.
+- if R > 1, an all-gather of k and v among R ranks completes the keys, and each of them computes the rows of its own
+  all-to-all group. Groups mix early and late rows, so that under a causal mask all ranks have the same work;
+- if U = 1, there is the all-gather only. Each rank computes a run of rows, its own but for some at the ends: so many
+  that all ranks have as many visible pairs. Those few rows of q go to another rank, and their output comes back.
 
-Masks keep their kind. Queries keep their order in every group, so an interval of queries stays an interval; keys are
-permuted, which spans, being per key, allow. With `pieces` > 1, exchanges overlap with kernels.
+U is the one that moves the least (`_shared_heads`): with few key heads and ranks, keys are less than queries and
+outputs. Masks keep their kind. Queries keep their order in every group, so an interval of queries stays an interval;
+keys are permuted, which spans, being per key, allow. With `pieces` > 1, exchanges overlap with kernels.
 """
 
 from __future__ import annotations
@@ -24,8 +26,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnforge.runtime import ops
-from attnforge.runtime.distributed.exchange import Attention, Call, all_gather
-from attnforge.runtime.distributed.shards import Layout, local_dense, local_plain, local_spans, make_layout
+from attnforge.runtime.distributed.exchange import Attention, Call, Edges, all_gather
+from attnforge.runtime.distributed.shards import (
+    Layout,
+    balance,
+    local_dense,
+    local_plain,
+    local_spans,
+    make_layout,
+    plain_spans,
+)
 from attnforge.runtime.inputs import expect_layout
 from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
 
@@ -40,7 +50,8 @@ def context_parallel(
         out = cp.attention(q, k, v, mask)             # shards in, shard out; the mask is the whole pack's
 
     heads: number of ranks that share the heads (U above), a divisor of the mesh size and of the kv heads; 1 only
-        gathers keys. None: the largest possible number.
+        gathers keys. None: what moves the least for the mask of a call, which is read once; in compiled code, which
+        cannot read it, and for a DenseMask the largest possible number.
     pieces: number of portions of the heads in which exchanges and kernels overlap. 1 does not overlap, and was the
         fastest on H200s, whose kernels leave no SM to the exchange (docs/recipes/context_parallel.md).
     Raises ValueError for a mesh of more dimensions and for numbers that do not divide, TypeError for wrong types.
@@ -71,6 +82,8 @@ class ContextParallel:
         self._heads, self._pieces = heads, pieces
         self._layouts: dict[int, Layout] = {}
         self._plain: dict[Any, Spans] = {}
+        self._plain_edges: dict[Any, Edges] = {}
+        self._edges: weakref.WeakKeyDictionary[Spans, tuple[Any, Edges]] = weakref.WeakKeyDictionary()
         self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, tuple[Any, Spans | DenseMask]] = (
             weakref.WeakKeyDictionary()
         )
@@ -156,10 +169,15 @@ class ContextParallel:
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x.to(dtype) for x in (q, k, v))
         total = self._check(q, k, v, mask, total)
-        shared = self._shared_heads(k.shape[1])
+        rows = q.shape[2]
+        held = tuple(range(0, self.world * rows + 1, rows))
+        balanced = self._balanced(mask, rows, total)
+        shared = self._shared_heads(q.shape[1], k.shape[1], held, balanced)
+        computed = held if balanced is None or shared > 1 else balanced
         layout = self._layout(shared)
-        local = self._local_mask(mask, layout, q.shape[2], total, q.device)
-        call = Call(layout, shared, self._pieces, local, scale, return_lse, deterministic)
+        span = None if computed == held else (computed[self.rank], computed[self.rank + 1])
+        local = self._local_mask(mask, layout, rows, total, q.device, span)
+        call = Call(layout, shared, held, computed, self._pieces, local, scale, return_lse, deterministic)
         results: tuple[Tensor, ...] = Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call,unused-ignore]
         return (results[0], results[1]) if return_lse else results[0]
 
@@ -202,12 +220,46 @@ class ContextParallel:
             )
         return total
 
-    def _shared_heads(self, heads_kv: int) -> int:
-        if self._heads is None:
-            return math.gcd(self.world, heads_kv)
-        if heads_kv % self._heads:
-            raise ValueError(f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v")
-        return self._heads
+    def _balanced(self, mask: ops.Mask, rows: int, total: int) -> Edges | None:
+        """Rows for the ranks to compute where heads are not shared, once per mask; None where they cannot be known."""
+        if isinstance(mask, DenseMask) or torch.compiler.is_compiling() or (self._heads or 1) > 1:
+            return None
+        key: Any = (rows, total)
+        if isinstance(mask, Spans):
+            known = self._edges.get(mask)
+            if known is None or known[0] != key:
+                self._edges[mask] = known = (key, balance(mask, self.world, rows))
+            return known[1]
+        key = (mask is not None, *key)
+        if key not in self._plain_edges:
+            plain = plain_spans(mask is not None, total, torch.device("cpu"))
+            self._plain_edges = {key: balance(plain, self.world, rows)}
+        return self._plain_edges[key]
+
+    def _shared_heads(self, heads_q: int, heads_kv: int, held: Edges, computed: Edges | None) -> int:
+        """U: by default that for which a rank sends the least, the greatest where others save less than a fifth."""
+        if self._heads is not None:
+            if heads_kv % self._heads:
+                raise ValueError(f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v")
+            return self._heads
+        most = math.gcd(self.world, heads_kv)
+        if computed is None:
+            return most
+
+        def sent(shared: int) -> float:
+            """Heads of a row that a rank sends, one way: of q and the keys to those that share, of keys to others."""
+            keys = heads_kv * (self.world // shared - 1)
+            if shared > 1:
+                return (heads_q + heads_kv) * (shared - 1) / shared + keys
+            stay = (min(held[i + 1], computed[i + 1]) - max(held[i], computed[i]) for i in range(self.world))
+            moved = held[1] - max(0, min(stay))
+            return keys + heads_q * moved / held[1]
+
+        best = most
+        for shared in range(most - 1, 0, -1):
+            if most % shared == 0 and sent(shared) < 0.8 * sent(best):
+                best = shared
+        return best
 
     def _layout(self, shared: int) -> Layout:
         if shared not in self._layouts:
@@ -215,29 +267,38 @@ class ContextParallel:
         return self._layouts[shared]
 
     def _local_mask(
-        self, mask: ops.Mask, layout: Layout, rows: int, total: int, device: torch.device
+        self,
+        mask: ops.Mask,
+        layout: Layout,
+        rows: int,
+        total: int,
+        device: torch.device,
+        span: tuple[int, int] | None = None,
     ) -> ops.Mask:
-        """The mask of this rank's queries and of the keys in their gathered order."""
-        if len(layout.queries) == self.world and total == self.world * rows:
+        """The mask of this rank's queries, which `span` replaces, and of the keys in their gathered order."""
+        whole = total == self.world * rows
+        if whole and (len(layout.queries) == self.world or (mask is None and span is None)):
             return mask
         where = (layout.queries, layout.keys, rows, total)
         # Once per mask, not per layer: what is made here owns tile schedules. Not in a trace, which has no tensors yet.
         trace = torch.compiler.is_compiling()
         stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" and not trace else 0
-        key: Any = (where, stream)
+        key: Any = (where, span, stream)
         if not isinstance(mask, (Spans, DenseMask)):
             causal = mask is not None
             if trace:
-                return local_plain(causal, *where, device)
+                return local_plain(causal, *where, device, span)
             key = (causal, device, key)
             if key not in self._plain:
-                self._plain = {key: local_plain(causal, *where, device)}  # one length at a time
+                self._plain = {key: local_plain(causal, *where, device, span)}  # one length at a time
             return self._plain[key]
-        make: Any = local_spans if isinstance(mask, Spans) else local_dense
-        if trace:
-            local: ops.Mask = make(mask, *where)
-            return local
-        known = self._masks.get(mask)
-        if known is None or known[0] != key:
-            self._masks[mask] = known = (key, make(mask, *where))
-        return known[1]
+        known = None if trace else self._masks.get(mask)
+        if known is not None and known[0] == key:
+            return known[1]
+        if isinstance(mask, Spans):
+            local: Spans | DenseMask = local_spans(mask, *where, span)
+        else:
+            local = local_dense(mask, *where)
+        if not trace:
+            self._masks[mask] = (key, local)
+        return local

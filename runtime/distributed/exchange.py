@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,15 +16,19 @@ from attnforge.runtime import ops
 from attnforge.runtime.distributed.shards import Layout
 from attnforge.runtime.masks import DenseMask
 
-# torch 2.13 renamed both, and warns about the names of 2.11 and 2.12.
+# torch 2.13 renamed it, and warns about the name of 2.11 and 2.12.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Edges = tuple[int, ...]  # rank i has rows [edges[i], edges[i + 1]) of the whole
 
 
 @dataclass(frozen=True)
 class Call:
     layout: Layout
     shared: int  # U
+    held: Edges  # rows of q that ranks are given
+    computed: Edges  # rows of q that their kernels compute; the same unless U is 1
     pieces: int
     mask: ops.Mask
     scale: float | None
@@ -61,36 +66,93 @@ def _cut(heads_q: int, heads_kv: int, pieces: int) -> list[_Piece]:
 class _Flight:
     """A running collective. `land` makes the current stream wait for it and returns the result."""
 
-    def __init__(self, result: Tensor, work: Any, source: Tensor | None = None) -> None:
-        self._result, self._work, self._source = result, work, source
+    def __init__(self, result: Tensor, works: Sequence[Any] = (), source: Tensor | None = None) -> None:
+        self._result, self._works, self._source = result, works, source
 
     def land(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-        self._work = self._source = None
+        for work in self._works:
+            work.wait()
+        self._works, self._source = (), None
         return self._result
 
 
 def _exchange(x: Tensor, group: Any) -> _Flight:
     """All-to-all of x (U, ...): slice u goes to rank u, slice u of the result came from it."""
     if group is None:
-        return _Flight(x, None)
+        return _Flight(x)
     if torch.compiler.is_compiling():
         # Compiled code needs functional collectives; the compiler inserts the waits.
-        return _Flight(functional.all_to_all_single(x, None, None, group), None)
+        return _Flight(functional.all_to_all_single(x, None, None, group))
     result = torch.empty_like(x)
-    return _Flight(result, dist.all_to_all_single(result, x, group=group, async_op=True), x)
+    return _Flight(result, [dist.all_to_all_single(result, x, group=group, async_op=True)], x)
+
+
+def _move_rows(x: Tensor, source: Edges, target: Edges, group: Any) -> _Flight:
+    """x (rows, ...): this rank's rows by `source` -> its rows by `target`; a view of x if it has all of them."""
+    if source == target:
+        return _Flight(x)
+    rank = dist.get_rank(group)
+    has, wants = source[rank : rank + 2], target[rank : rank + 2]
+    first, last = max(has[0], wants[0]), min(has[1], wants[1])  # those that stay
+    stays = x[first - has[0] : max(first, last) - has[0]]
+    result = stays
+    if stays.shape[0] < wants[1] - wants[0]:
+        result = x.new_empty(wants[1] - wants[0], *x.shape[1:])
+    x = x.contiguous() if stays.shape[0] < x.shape[0] else x
+    transfers = []
+    for peer in range(len(source) - 1):
+        gives, takes = source[peer : peer + 2], target[peer : peer + 2]
+        for call, mine, theirs, whole in ((dist.isend, has, takes, x), (dist.irecv, wants, gives, result)):
+            begin, end = max(mine[0], theirs[0]), min(mine[1], theirs[1])
+            if peer != rank and begin < end:
+                part = whole[begin - mine[0] : end - mine[0]]
+                transfers.append(dist.P2POp(call, part, dist.get_global_rank(group, peer), group))
+    works = dist.batch_isend_irecv(transfers) if transfers else ()
+    if result is not stays and first < last:  # while the others are on their way
+        result[first - wants[0] : last - wants[0]].copy_(stays)
+    return _Flight(result, works, x)
 
 
 def _send_heads(x: Tensor, shared: int, first: int, last: int, group: Any) -> _Flight:
-    """x (B, U h, n, D), heads [first, last) of each of the U shares -> (U, n, B, last - first, D), by rows."""
+    """x (B, U h, n, D), heads [first, last) of each of the U shares -> (U n, B, last - first, D)."""
     shares = x.unflatten(1, (shared, -1))[:, :, first:last]
-    return _exchange(shares.permute(1, 3, 0, 2, 4).contiguous(), group)
+    return _exchange(shares.permute(1, 3, 0, 2, 4).contiguous().flatten(0, 1), group)
+
+
+def _send_rows(x: Tensor, call: Call, first: int, last: int) -> _Flight:
+    """The same of q and dout: to the ranks that compute these heads of these rows."""
+    if call.shared > 1:
+        return _send_heads(x, call.shared, first, last, call.layout.among_heads)
+    rows = x[:, first:last].permute(2, 0, 1, 3)
+    return _move_rows(rows, call.held, call.computed, call.layout.among_rows)
+
+
+def _return_rows(x: Tensor, call: Call) -> _Flight:
+    """The inverse: x (B, h, rows, D) as kernels computed it -> (U n, B, h, D), by shares of heads."""
+    rows = x.permute(2, 0, 1, 3)
+    if call.shared > 1:
+        return _exchange(rows.contiguous(), call.layout.among_heads)
+    return _move_rows(rows, call.computed, call.held, call.layout.among_rows)
 
 
 def _take_heads(into: Tensor, x: Tensor, shared: int, first: int, last: int) -> None:
-    """The inverse, x (U, n, B, last - first, D) into its heads of `into` (B, U h, n, D)."""
-    into.unflatten(1, (shared, -1))[:, :, first:last].copy_(x.permute(2, 0, 3, 1, 4))
+    """x (U n, B, last - first, D) into its heads of `into` (B, U h, n, D)."""
+    rows = x.unflatten(0, (shared, -1))
+    into.unflatten(1, (shared, -1))[:, :, first:last].copy_(rows.permute(2, 0, 3, 1, 4))
+
+
+def _collect(pieces: Sequence[_Piece], flights: Sequence[_Flight], shared: int, like: Tensor) -> Tensor:
+    """All heads in the layout of `like` (B, U h, n, D): what a single flight brings, if it has that layout."""
+    landed = [flight.land() for flight in flights]
+    if shared == 1 and len(landed) == 1:
+        whole = _heads_view(landed[0])
+        strides = zip(whole.stride(), like.stride(), like.shape, strict=True)
+        if all(a == b for a, b, size in strides if size > 1):
+            return whole
+    into = torch.empty_like(like, device=landed[0].device)
+    for piece, x in zip(pieces, landed, strict=True):
+        _take_heads(into, x, shared, piece.q0, piece.q1)
+    return into
 
 
 def _heads_view(x: Tensor) -> Tensor:
@@ -103,80 +165,67 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
-        shared, group = call.shared, call.layout.among_heads
+        shared = call.shared
         pieces = _cut(q.shape[1] // shared, k.shape[1] // shared, call.pieces)
-        keys = _send_keys(k, v, shared, group)
-        flights = [_send_heads(q, shared, piece.q0, piece.q1, group) for piece in pieces]
-        kv = _gather_keys(keys.land().flatten(0, 1), call.layout.among_rows)
+        gather = _gather_keys(_send_keys(k, v, call).land(), call.layout.among_rows)
+        flights = [_send_rows(q, call, piece.q0, piece.q1) for piece in pieces]
+        kv = gather.land()
         k_u, v_u = (_heads_view(x) for x in kv.split((k.shape[3], v.shape[3]), dim=3))
-        out, saved, back, lses = _like(q, v.shape[3]), [], [], []
+        saved, back, lses = [], [], []
         for piece, flight in zip(pieces, flights, strict=True):
-            q_u = _heads_view(flight.land().flatten(0, 1))
+            q_u = _heads_view(flight.land())
             heads = slice(piece.k0, piece.k1)
             mask = _mask_of(call, piece, q.shape[1])
             out_u, lse_u = ops.forward(q_u, k_u[:, heads], v_u[:, heads], mask, call.scale)
             saved += [q_u, out_u, lse_u]
-            back.append(_return_rows(out_u, shared, group))
+            back.append(_return_rows(out_u, call))
             if call.return_lse:
-                lses.append(_return_rows(lse_u[..., None], shared, group))
-        for piece, flight in zip(pieces, back, strict=True):
-            _take_heads(out, flight.land(), shared, piece.q0, piece.q1)
+                lses.append(_return_rows(lse_u[..., None], call))
+        out = _collect(pieces, back, shared, _like(q, v.shape[3]))
         ctx.save_for_backward(kv, *saved)
         ctx.call, ctx.pieces, ctx.dims = call, pieces, (k.shape[3], v.shape[3])
         ctx.layouts = [torch.empty_like(x, device="meta") for x in (q, k, v)]
         if not call.return_lse:
             return (out,)
-        lse = q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
-        for piece, flight in zip(pieces, lses, strict=True):
-            _take_heads(lse, flight.land(), shared, piece.q0, piece.q1)
-        return out, lse.squeeze(3)
+        like = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device="meta")
+        return out, _collect(pieces, lses, shared, like).squeeze(3)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *dlse: Tensor) -> Any:
         call, pieces = ctx.call, ctx.pieces
-        shared, group = call.shared, call.layout.among_heads
         kv, *saved = ctx.saved_tensors
-        flights = [_send_heads(dout, shared, piece.q0, piece.q1, group) for piece in pieces]
-        rows = [
-            [_send_heads(x[..., None], shared, piece.q0, piece.q1, group) for x in dlse] for piece in pieces
-        ]
+        flights = [_send_rows(dout, call, piece.q0, piece.q1) for piece in pieces]
+        rows = [[_send_rows(x[..., None], call, piece.q0, piece.q1) for x in dlse] for piece in pieces]
         k_u, v_u = (_heads_view(x) for x in kv.split(ctx.dims, dim=3))
-        split = len(pieces) > pieces[-1].k1
-        summed = split or call.layout.among_rows is not None
-        dkv, back, begun = torch.empty_like(kv, dtype=torch.float32 if summed else None), [], set()
+        split = len(pieces) > pieces[-1].k1  # several pieces have the same kv head
+        dkv, back, begun = torch.empty_like(kv, dtype=torch.float32 if split else None), [], set()
         dk_u, dv_u = (_heads_view(x) for x in dkv.split(ctx.dims, dim=3))
         for index, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
             q_u, out_u, lse_u = saved[3 * index : 3 * index + 3]
             heads = slice(piece.k0, piece.k1)
-            dlse_u = [_heads_view(row.land().flatten(0, 1)).squeeze(3) for row in rows[index]]
+            dlse_u = [_heads_view(row.land()).squeeze(3) for row in rows[index]]
             dq_u, dk, dv = ops.backward(
-                _heads_view(flight.land().flatten(0, 1)), q_u, k_u[:, heads], v_u[:, heads], out_u, lse_u,
+                _heads_view(flight.land()), q_u, k_u[:, heads], v_u[:, heads], out_u, lse_u,
                 _mask_of(call, piece, ctx.layouts[0].shape[1]), call.scale, call.deterministic,
                 dlse=dlse_u[0] if dlse_u else None,
             )  # fmt: skip
-            back.append(_return_rows(dq_u, shared, group))
+            back.append(_return_rows(dq_u, call))
             for into, part in ((dk_u[:, heads], dk), (dv_u[:, heads], dv)):
                 into.add_(part) if piece.k0 in begun else into.copy_(part)
             begun.add(piece.k0)
         keys = _return_keys(dkv, kv.dtype, call)
-        dq, dk, dv = (torch.empty_like(x, device=dout.device) for x in ctx.layouts)
-        for piece, flight in zip(pieces, back, strict=True):
-            _take_heads(dq, flight.land(), shared, piece.q0, piece.q1)
-        for into, part in zip((dk, dv), keys.land().split(ctx.dims, dim=4), strict=True):
-            _take_heads(into, part, shared, 0, part.shape[3])
+        dq = _collect(pieces, back, call.shared, ctx.layouts[0])
+        dk, dv = (torch.empty_like(x, device=dout.device) for x in ctx.layouts[1:])
+        for into, part in zip((dk, dv), keys.land().split(ctx.dims, dim=3), strict=True):
+            _take_heads(into, part, call.shared, 0, part.shape[2])
         return dq, dk, dv, None
 
 
-def _return_rows(x: Tensor, shared: int, group: Any) -> _Flight:
-    """(B, h, U n, D) -> (U, n, B, h, D) of this rank's rows, by shares of heads."""
-    return _exchange(x.permute(2, 0, 1, 3).contiguous().unflatten(0, (shared, -1)), group)
-
-
 def _like(q: Tensor, dim: int) -> Tensor:
-    """A new tensor in the layout of q (B, H, n, D) with `dim` columns; packed if `dim` differs from D."""
+    """A tensor without data in the layout of q (B, H, n, D) with `dim` columns; packed if `dim` differs from D."""
     if dim == q.shape[3]:
-        return torch.empty_like(q)
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dim).transpose(1, 2)
+        return torch.empty_like(q, device="meta")
+    return torch.empty(q.shape[0], q.shape[2], q.shape[1], dim, dtype=q.dtype, device="meta").transpose(1, 2)
 
 
 def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
@@ -188,29 +237,29 @@ def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
     return call.mask.narrow(1, first + piece.q0, piece.q1 - piece.q0)
 
 
-def _send_keys(k: Tensor, v: Tensor, shared: int, group: Any) -> _Flight:
-    """k (B, U h, n, D), v (B, U h, n, Dv) -> (U, n, B, h, D + Dv), by rows."""
-    both = torch.cat([k, v], dim=3)
-    return _send_heads(both, shared, 0, k.shape[1] // shared, group)
+def _send_keys(k: Tensor, v: Tensor, call: Call) -> _Flight:
+    """k (B, U h, n, D), v (B, U h, n, Dv) -> (U n, B, h, D + Dv)."""
+    both = torch.cat([x.transpose(1, 2) for x in (k, v)], dim=3).transpose(1, 2)  # adjacent by rows
+    return _send_heads(both, call.shared, 0, k.shape[1] // call.shared, call.layout.among_heads)
 
 
-def _gather_keys(kv: Tensor, group: Any) -> Tensor:
+def _gather_keys(kv: Tensor, group: Any) -> _Flight:
     """(U n, B, h, D + Dv) -> (W n, B, h, D + Dv): this rank's heads of all keys."""
     if group is None:
-        return kv
+        return _Flight(kv)
     if torch.compiler.is_compiling():
-        return functional.all_gather_tensor(kv, 0, group)
+        return _Flight(functional.all_gather_tensor(kv, 0, group))
     whole = kv.new_empty(dist.get_world_size(group) * kv.shape[0], *kv.shape[1:])
-    all_gather(whole, kv, group)
-    return whole
+    return _Flight(whole, [all_gather(whole, kv, group, async_op=True)], kv)
 
 
 def _return_keys(dkv: Tensor, dtype: torch.dtype, call: Call) -> _Flight:
-    """The inverse of both for gradients: (W n, B, h, D + Dv) -> sums in `dtype` (U, n, ...)."""
+    """The inverse of both for gradients: (W n, B, h, D + Dv) -> sums in `dtype` (U n, B, h, D + Dv).
+
+    Ranks exchange what they add up instead of reducing it on the way: kernels' bf16, added in float32 and rounded once.
+    """
     group, mine = call.layout.among_rows, dkv
-    if group is not None and torch.compiler.is_compiling():
-        mine = functional.reduce_scatter_tensor(dkv, "sum", 0, group)
-    elif group is not None:
-        mine = dkv.new_empty(dkv.shape[0] // dist.get_world_size(group), *dkv.shape[1:])
-        reduce_scatter(mine, dkv, group=group)
-    return _exchange(mine.to(dtype).unflatten(0, (call.shared, -1)), call.layout.among_heads)
+    if group is not None:
+        parts = _exchange(dkv, group).land()
+        mine = parts.unflatten(0, (dist.get_world_size(group), -1)).sum(0)
+    return _exchange(mine.to(dtype), call.layout.among_heads)
