@@ -18,6 +18,7 @@ from attnforge.runtime.inputs import MASKS, check_score, expect_flags, expect_nu
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans, load_operators
 from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
+from attnforge.runtime.sinks import with_sinks
 
 Mask = Causal | Spans | DenseMask | FunctionMask | None
 
@@ -165,27 +166,6 @@ def _scored(
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention whose rows' denominators also hold e^sink, for learned sinks as gpt-oss has them.
-
-    out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) as `attention` returns them; sinks (Hq), a floating-point tensor.
-    Exact and differentiable in all three: out * sigmoid(lse - sink), and logaddexp(lse, sink), in float32. A row that
-    sees no key stays zeros; its lse becomes the sink. Raises ValueError or TypeError naming the argument.
-    """
-    expect_tensors(sinks=sinks)
-    if sinks.shape != out.shape[1:2] or not sinks.dtype.is_floating_point or sinks.device != out.device:
-        raise ValueError(
-            f"sinks: got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}, expected (heads_q) = "
-            f"{tuple(out.shape[1:2])} of a floating-point dtype on {out.device}"
-        )
-    # Both may be -inf, of which differences and their gradients are NaN. As numbers, -1e30 has the same effect.
-    total, sink = (x.float().clamp(min=-1e30) for x in (lse, sinks[None, :, None]))
-    share = torch.sigmoid(total - sink)
-    joined = torch.logaddexp(total, sink)
-    whole = torch.where(joined > -1e30, joined, -torch.inf)
-    return (out * torch.where(lse == -torch.inf, 0.0, share)[..., None]).to(out.dtype), whole
 
 
 def _traced(
