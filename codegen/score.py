@@ -22,10 +22,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # in typing from Python 3.11 on
+from typing import ClassVar, Literal, Self
 
 MAX_TENSORS = 4  # members score0 to score3 of Params, of a score and a mask together
 MAX_DIMS = 4
@@ -75,10 +72,21 @@ _ARITY = {"pow": 2, "maximum": 2, "minimum": 2, "where": 3, "abs": 1, "float": 1
 }
 
 
-# tanh(x) / x as a polynomial of x^2 where |x| <= TANH_NEAR, relative error below 7e-6 (minimax fit by weighted least
-# squares): on a GPU 7 operations of the FP32 cores in place of two special ones, of which there are 16 a clock.
-TANH_NEAR = 1.0
-TANH_SERIES = (0.99999309, -0.332980655, 0.130368117, -0.0448175552, 0.00903642247)
+@dataclass(frozen=True)
+class Series:
+    """tanh(x) / x as a polynomial of x^2 where |x| <= limit (minimax fits by weighted least squares).
+
+    On a GPU these are operations of the FP32 cores in place of two special ones, of which there are 16 a clock.
+    """
+
+    suffix: str  # of the functions that use it
+    limit: float
+    terms: tuple[float, ...]
+
+
+# Relative errors below 3e-5 and 7e-6. With a cap of 50 the first serves scores up to 10: nearly all tiles.
+NEAREST = Series("_nearest", 0.2, (0.9999738, -0.32807635))
+NEAR = Series("_near", 1.0, (0.99999309, -0.332980655, 0.130368117, -0.0448175552, 0.00903642247))
 # Factors of the score in tanh beyond which the polynomial's coefficients would leave float32.
 NEAR_FACTORS = (1e-4, 1e4)
 NEAR_NODES = 16  # values of the longest formula that gets a function of its own for small scores
@@ -133,8 +141,8 @@ class Program:
         return self.node("const", (), kind, float(value))
 
     def leaf(self, name: str) -> int:
-        """The score or an index."""
-        return self.node("leaf", (), "float" if name == "score" else "int", name)
+        """The score, an index, or an argument of `_tiled`."""
+        return self.node("leaf", (), "int" if name in Formula.leaves else "float", name)
 
     def load(self, tensor: int, at: tuple[int, ...]) -> int:
         """An element of a captured tensor."""
@@ -297,6 +305,14 @@ class Formula(str):
         return cls(f"{name}{f'({declared})' if declared else ''}: {'; '.join((*printer.lines, end))}")
 
 
+@dataclass(frozen=True)
+class Tier:
+    """A polynomial in the place of tanh, and the |score| up to which it is."""
+
+    series: Series
+    limit: float
+
+
 class ScoreMod(Formula):
     """The text of a function of a score."""
 
@@ -330,18 +346,34 @@ class ScoreMod(Formula):
             seen.update(node.args)
         return True
 
-    def code(self, distance: bool = False) -> Code:
-        """The function in C++. `distance`: see `_by_distance`."""
-        return _code(*_by_distance(*self.parsed, distance))
+    @cached_property
+    def unit(self) -> float:
+        """The factor c > 0 of a formula c * ..., which a softmax's exponent takes at no cost; 1.0 if there is none."""
+        program, result = self.parsed
+        return _unit(program, result)[0]
 
-    def gradient_code(self, distance: bool = False) -> Code:
+    def code(self, tiled: bool = False) -> Code:
+        """The function in C++. `tiled`: divided by `unit`, and from the arguments of `_tiled`."""
+        return _code(*(_tiled(self.parsed[0], self._in_units) if tiled else self.parsed))
+
+    def gradient_code(self, tiled: bool = False) -> Code:
         """Its derivative by the score in C++."""
-        return _code(*_by_distance(*self.gradient, distance))
+        return _code(*(_tiled(*self.gradient) if tiled else self.gradient))
 
     @cached_property
-    def by_distance(self) -> bool:
-        """Does the function with `distance` read it?"""
-        return "distance" in self.code(distance=True).names
+    def steps(self) -> tuple[Code, ...]:
+        """Indices of captured tensors, such as a clamped kv_idx - q_idx, of which most tiles have one value only.
+
+        Each is a function of kv_idx - q_idx that nowhere turns: it has one value in a tile if it is the same at the
+        least and the greatest difference. Empty unless the formula reads q_idx and kv_idx in these indices only.
+        """
+        program, result = self.parsed
+        found = _steps(*_tiled(program, result))
+        return tuple(_code(found[0], x) for x in found[1])
+
+    @property
+    def _in_units(self) -> int:
+        return _unit(*self.parsed)[1]
 
     @cached_property
     def reads(self) -> tuple[Read, ...]:
@@ -354,7 +386,7 @@ class ScoreMod(Formula):
 
     @cached_property
     def near(self) -> float | None:
-        """The |score| up to which every tanh of the formula is within TANH_NEAR; None if there is no such number.
+        """The |score| up to which every tanh of the formula is within NEAR.limit; None if there is no such number.
 
         That takes a short formula with tanh, of the score times constants only: kernels hold it twice.
         """
@@ -370,15 +402,25 @@ class ScoreMod(Formula):
             or not all(low <= x <= high for x in known)
         ):
             return None
-        return TANH_NEAR / max(known)
+        return NEAR.limit / max(known)
 
-    def near_code(self, merged: bool, distance: bool = False) -> Code:
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The polynomials that take the place of tanh, each with the |score| up to which it does; the widest first."""
+        if self.near is None:
+            return ()
+        return tuple(Tier(series, self.near * series.limit / NEAR.limit) for series in (NEAR, NEAREST))
+
+    def near_code(self, merged: bool, series: Series = NEAR, tiled: bool = False) -> Code:
         """`code` where |score| <= near. `merged`: factors of tanh go into its polynomial; else `tanh` stays shared."""
-        return _code(*_by_distance(*_near(*self.parsed, merged), distance))
+        program, result = self.parsed
+        near = _near(program, self._in_units if tiled else result, merged, series)
+        return _code(*(_tiled(*near) if tiled else near))
 
-    def near_gradient_code(self, distance: bool = False) -> Code:
+    def near_gradient_code(self, series: Series = NEAR, tiled: bool = False) -> Code:
         """`gradient_code` where |score| <= near."""
-        return _code(*_by_distance(*_near(*self.gradient, merged=False), distance))
+        near = _near(*self.gradient, merged=False, series=series)
+        return _code(*(_tiled(*near) if tiled else near))
 
 
 @dataclass(frozen=True)
@@ -624,109 +666,173 @@ def _factor(p: Program, x: int) -> float | None:
     return inner * constant if node.op == "*" else inner / constant
 
 
-def _near(p: Program, result: int, merged: bool) -> tuple[Program, int]:
+def _near(p: Program, result: int, merged: bool, series: Series = NEAR) -> tuple[Program, int]:
     """A program with each tanh(a * score) as `tanh_near(score, a, k)`: k times the polynomial, 1 unless `merged`."""
+    op = f"tanh{series.suffix}"
+
     near, places = Program(p.tensors), dict[int, int]()
     users = [node for node in p.nodes if any(p.nodes[a].op == "tanh" for a in node.args)]
 
-    def series(x: int, k: float) -> int:
+    def polynomial(x: int, k: float) -> int:
         a = _factor(p, p.nodes[x].args[0])
         assert a is not None
-        return near.node("tanh_near", (near.leaf("score"), near.const(a), near.const(k)), "float")
+        return near.node(op, (near.leaf("score"), near.const(a), near.const(k)), "float")
 
     for x in range(result + 1):
         node = p.nodes[x]
         if node.op == "tanh":
-            places[x] = series(x, 1.0)
+            places[x] = polynomial(x, 1.0)
         elif merged and node.op == "*" and node in users and len(users) == 1:
             a, b = node.args if p.nodes[node.args[1]].op == "tanh" else reversed(node.args)
             k = p.constant(a)
             places[x] = (
-                near.node("*", tuple(places[i] for i in node.args), "float") if k is None else series(b, k)
+                near.node("*", tuple(places[i] for i in node.args), "float")
+                if k is None
+                else polynomial(b, k)
             )
         else:
             places[x] = near.node(node.op, tuple(places[i] for i in node.args), node.kind, node.value)
     return near, places[result]
 
 
-# ---- kv_idx - q_idx as a float
+# ---- What the kernels of tiles hoist
 
 
-def _by_distance(p: Program, result: int, wanted: bool = True) -> tuple[Program, int]:
-    """A program that reads the float `distance` where an int that is kv_idx - q_idx plus or minus others becomes one.
+def _unit(p: Program, result: int) -> tuple[float, int]:
+    """(c, x) of a result c * x with a constant c > 0, else (1.0, result)."""
+    node = p.nodes[result]
+    if node.op == "*":
+        for factor, x in (node.args, node.args[::-1]):
+            c = p.constant(factor)
+            if c is not None and 0.0 < c < math.inf and p.kind(x) == "float":
+                return c, x
+    return 1.0, result
 
-    The caller knows kv_idx - q_idx of a tile but for a constant: one addition for each diagonal takes the place of
-    a subtraction and a conversion for each score. Exact while |distance| <= 2^24, else rounded as usual. Unchanged
-    unless `wanted`.
+
+def _tiled(p: Program, result: int) -> tuple[Program, int]:
+    """The same value from arguments that a kernel has at hand for the elements of a tile.
+
+    s, scale: score is s * scale; products of constants with it are s times a number that no element changes.
+    distance: kv_idx - q_idx as float32, where an integer that depends on this difference only becomes a float: it is a
+        sum of a tile's number and an element's constant, without conversions. Exact below 2^24.
     """
-    if not wanted:
-        return p, result
-    new, places = Program(p.tensors), dict[int, int]()
+    tiled = Program(p.tensors)
+    places = dict[int, int]()
+
+    def factor(x: int) -> int | None:
+        """x of the form c * score."""
+        c = _factor(p, x)
+        if c is None:
+            return None
+        scale = tiled.leaf("scale")
+        by = scale if c == 1.0 else tiled.binary("*", scale, tiled.const(c))
+        return tiled.binary("*", tiled.leaf("s"), by)
+
+    def as_float(x: int) -> int:
+        """An argument of an operation on floats."""
+        found = _of_distance(p, tiled, places, x) if p.kind(x) == "int" else None
+        return places[x] if found is None else found
+
     for x in range(result + 1):
         node = p.nodes[x]
-        places[x] = new.node(node.op, tuple(places[a] for a in node.args), node.kind, node.value)
-        if node.kind == "float" and not node.op.startswith("load:"):
-            floats = [_as_float(p, a, new, places) if p.kind(a) == "int" else None for a in node.args]
-            if any(f is not None for f in floats):
-                args = tuple(places[a] if f is None else f for a, f in zip(node.args, floats, strict=True))
-                places[x] = args[0] if node.op == "float" else new.node(node.op, args, "float", node.value)
-    return new, places[result]
+        floats = node.kind == "float" and not node.op.startswith("load:")
+        args = tuple(as_float(a) if floats else places[a] for a in node.args)
+        if (scaled := factor(x)) is not None:
+            places[x] = scaled
+        elif node.op == "float" and tiled.kind(args[0]) == "float":
+            places[x] = args[0]
+        elif node.op == f"tanh{NEAREST.suffix}":
+            places[x] = tiled.node(node.op, (tiled.leaf("s"), *args[1:], tiled.leaf("scale")), "float")
+        else:
+            places[x] = tiled.node(node.op, args, node.kind, node.value)
+    return tiled, places[result]
 
 
-def _as_float(p: Program, x: int, new: Program, places: dict[int, int]) -> int | None:
-    """The number in `new` of an int as a float that is computed from `distance`; None if it is not one of that."""
-    terms = _terms(p, x)
-    if terms is not None and (terms[0], terms[1]) in ((-1, 1), (1, -1)):
-        distance = new.node("leaf", (), "float", "distance")
-        floats = [(sign, _converted(new, places[other])) for sign, other in terms[2]]
-        value, *rest = sorted(
-            [(terms[1], distance), *floats], reverse=True
-        )  # begins with a "+" if there is one
-        total = value[1] if value[0] == 1 else new.neg(value[1])
-        for sign, other in rest:
-            total = new.binary("+" if sign == 1 else "-", total, other)
-        return total
+def _of_distance(p: Program, tiled: Program, places: dict[int, int], x: int) -> int | None:
+    """An integer of `p` as a float of `tiled`, if it depends on the indices of a pair by their difference only."""
     node = p.nodes[x]
-    if node.op not in ("abs", "neg", "maximum", "minimum"):
-        return None
-    found = [_as_float(p, a, new, places) for a in node.args]
-    if all(f is None for f in found):
-        return None
-    args = (_converted(new, places[a]) if f is None else f for a, f in zip(node.args, found, strict=True))
     if node.op == "abs":
-        return _size(new, *args)
-    return new.node(node.op, tuple(args), "float")
-
-
-def _converted(p: Program, x: int) -> int:
-    """An int as a float."""
-    node = p.nodes[x]
-    return p.const(float(node.value)) if node.op == "const" else p.call("float", x)
-
-
-def _size(p: Program, x: int) -> int:
-    """|x|, which is |-x|."""
-    return p.call("abs", p.nodes[x].args[0] if p.nodes[x].op == "neg" else x)
-
-
-def _terms(p: Program, x: int) -> tuple[int, int, tuple[tuple[int, int], ...]] | None:
-    """An int as a * q_idx + b * kv_idx + values with signs, which read neither; None if it is another function."""
-    node = p.nodes[x]
-    if node.op == "leaf" and node.value in ("q_idx", "kv_idx"):
-        return (1, 0, ()) if node.value == "q_idx" else (0, 1, ())
-    if node.op in ("+", "-", "neg"):
-        first = _terms(p, node.args[0])
-        second = _terms(p, node.args[1]) if node.op != "neg" else (0, 0, ())
-        if first is None or second is None:
+        inner = _of_distance(p, tiled, places, node.args[0])
+        if inner is not None and tiled.nodes[inner].op == "neg":
+            inner = tiled.nodes[inner].args[0]
+        return None if inner is None else tiled.call("abs", inner)
+    if node.op in ("minimum", "maximum"):
+        found = [_of_distance(p, tiled, places, a) for a in node.args]
+        if all(f is None for f in found):
             return None
-        if node.op == "neg":
-            first, second = second, first
-        sign = 1 if node.op == "+" else -1
-        others = (*first[2], *((sign * s, y) for s, y in second[2]))
-        return first[0] + sign * second[0], first[1] + sign * second[1], others
-    inner = [_terms(p, a) for a in node.args]
-    constant = all(t is not None and t[:2] == (0, 0) for t in inner)
-    return (0, 0, ((1, x),)) if constant else None
+        args = (
+            tiled.call("float", places[a]) if f is None else f for a, f in zip(node.args, found, strict=True)
+        )
+        return tiled.call(node.op, *args)
+    terms = _terms(p, x, 1)
+    q, kv = (sum(sign for sign, t in terms if p.nodes[t].value == name) for name in ("q_idx", "kv_idx"))
+    if abs(kv) != 1 or q != -kv:
+        return None
+    total = tiled.leaf("distance")
+    for sign, t in terms:
+        if p.nodes[t].value not in ("q_idx", "kv_idx"):
+            total = tiled.binary("+" if sign == kv else "-", total, tiled.call("float", places[t]))
+    return total if kv == 1 else tiled.neg(total)
+
+
+def _terms(p: Program, x: int, sign: int) -> list[tuple[int, int]]:
+    """The signs and numbers of the integers whose sum x is."""
+    node = p.nodes[x]
+    if node.kind != "int" or node.op not in ("+", "-", "neg"):
+        return [(sign, x)]
+    if node.op == "neg":
+        return _terms(p, node.args[0], -sign)
+    a, b = node.args
+    return _terms(p, a, sign) + _terms(p, b, sign if node.op == "+" else -sign)
+
+
+def _steps(p: Program, result: int) -> tuple[Program, tuple[int, ...]]:
+    """The clamped indices of loads in a program of `_tiled`, none if something else depends on q_idx or kv_idx."""
+    waiting, found = [result], dict[int, None]()
+    while waiting:
+        node = p.nodes[waiting.pop()]
+        if node.op == "leaf" and node.value in ("q_idx", "kv_idx"):
+            return p, ()
+        loads = node.op.startswith("load:")
+        clamped = [a for a in node.args if loads and _direction(p, a) and _clamps(p, a)]
+        found.update(dict.fromkeys(clamped))
+        waiting += [a for a in node.args if a not in clamped]
+    return p, tuple(found)
+
+
+def _direction(p: Program, x: int) -> int | None:
+    """1 if an integer never falls as kv_idx - q_idx grows, -1 if it never grows, 0 if it is constant, None: neither."""
+    node = p.nodes[x]
+    if node.op in ("minimum", "maximum"):
+        found = [_direction(p, a) for a in node.args]
+    else:
+        terms = _terms(p, x, 1)
+        q, kv = (sum(sign for sign, t in terms if p.nodes[t].value == name) for name in ("q_idx", "kv_idx"))
+        if q != -kv:
+            return None
+        others = [(sign, t) for sign, t in terms if p.nodes[t].value not in ("q_idx", "kv_idx")]
+        if [t for _, t in others] == [x]:
+            return 0 if node.op == "const" or node.value in ("b", "h") else None
+        rest = [(sign, _direction(p, t)) for sign, t in others]
+        found = [(kv > 0) - (kv < 0), *(None if d is None else sign * d for sign, d in rest)]
+    moving = {d for d in found if d != 0}
+    return 0 if not moving else moving.pop() if len(moving) == 1 else None
+
+
+def _clamps(p: Program, x: int) -> bool:
+    return p.nodes[x].op in ("minimum", "maximum") or any(_clamps(p, a) for a in p.nodes[x].args)
+
+
+def _least(p: Program, x: int) -> float:
+    """A lower bound of an integer that its form shows."""
+    node = p.nodes[x]
+    if node.op == "const":
+        return float(node.value)
+    if node.op in ("minimum", "maximum"):
+        return (min if node.op == "minimum" else max)(_least(p, a) for a in node.args)
+    if node.op == "+":
+        return sum(_least(p, a) for a in node.args)
+    return 0.0 if node.op == "abs" or node.value == "kv_idx" else -math.inf
 
 
 # ---- C++ and Python text of a program
@@ -820,12 +926,17 @@ class _Printer:
         return f"{value!r}f" if self.cpp else repr(value)
 
     def load(self, tensor: int, at: tuple[int, ...]) -> str:
-        indices = ", ".join(self.plain(i) for i in at)
         if not self.cpp:
-            return f"t{tensor}[{indices}]"
+            return f"t{tensor}[{', '.join(self.plain(i) for i in at)}]"
+        indices = ", ".join(self.index(i) for i in at)
         name = f"load_{self.p.tensors[tensor]}_{len(at)}d"
         self.calls.add(name)
         return f"{name}(p.score{self.first + tensor}, {indices})"
+
+    def index(self, x: int) -> str:
+        """One that is never negative is unsigned: what it takes to count from the end is left out."""
+        plain = self.p.nodes[x].op == "const" or _least(self.p, x) < 0
+        return self.plain(x) if plain else f"static_cast<unsigned>({self.plain(x)})"
 
     def infix(self, node: Node) -> tuple[str, bool]:
         x, y = node.args
@@ -858,8 +969,8 @@ class _Printer:
             return f"{condition} ? {rest[0]} : {rest[1]}", True
         if node.op in ("float", "int"):
             return f"static_cast<{node.op}>({args[0]})", False
-        if node.op == "tanh_near":
-            return self.series(node), False
+        if node.op in (f"tanh{NEAR.suffix}", f"tanh{NEAREST.suffix}"):
+            return self.polynomial(node, NEAR if node.op.endswith(NEAR.suffix) else NEAREST), False
         if node.op in ("maximum", "minimum", "abs"):
             if node.op == "abs":
                 return f"{'fabsf' if node.kind == 'float' else 'abs'}({args[0]})", False
@@ -869,14 +980,17 @@ class _Printer:
         self.calls.add(name)
         return f"{name}({', '.join(args)})", False
 
-    def series(self, node: Node) -> str:
-        """k * tanh(a * score) as score * (c0 + c1 score^2 + ...)."""
-        x, a, k = node.args
+    def polynomial(self, node: Node, series: Series) -> str:
+        """k * tanh(a * x) as x * (c0 + c1 x^2 + ...); of x = s * scale with the powers of scale in the constants."""
+        x, a, k, *scales = node.args
         factor, times_ = (float(self.p.nodes[i].value) for i in (a, k))
-        terms = (times_ * c * factor ** (2 * i + 1) for i, c in enumerate(TANH_SERIES))
-        self.calls.add("score_tanh_near")
-        words = (f"{float(format(c, '.9g'))!r}f" for c in terms)
-        return f"score_tanh_near({self.plain(x)}, {', '.join(words)})"
+        terms = (times_ * c * factor ** (2 * i + 1) for i, c in enumerate(series.terms))
+        name = f"score_tanh{series.suffix}"
+        self.calls.add(name)
+        words = [f"{float(format(c, '.9g'))!r}f" for c in terms]
+        if scales:
+            words = [f"{word} * {' * '.join(['scale'] * (2 * i + 1))}" for i, word in enumerate(words)]
+        return f"{name}({self.plain(x)}, {', '.join(words)})"
 
 
 def _code(program: Program, result: int, first: int = 0) -> Code:

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, DType, Spec
 from attnforge.codegen.variant import describe

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from attnforge.runtime.inputs import MASKS, check_score, expect_flags, expect_nu
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans, load_operators
 from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
+from attnforge.runtime.sinks import with_sinks
 
 Mask = Causal | Spans | DenseMask | FunctionMask | None
 
@@ -165,64 +166,6 @@ def _scored(
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention whose rows' denominators also hold e^sink, for learned sinks as gpt-oss has them.
-
-    out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) as `attention` returns them; sinks (Hq), a floating-point tensor.
-    Exact and differentiable in all three: out * sigmoid(lse - sink), and logaddexp(lse, sink), in float32. A row that
-    sees no key stays zeros; its lse becomes the sink. Raises ValueError or TypeError naming the argument.
-    """
-    expect_tensors(sinks=sinks)
-    if sinks.shape != out.shape[1:2] or not sinks.dtype.is_floating_point or sinks.device != out.device:
-        raise ValueError(
-            f"sinks: got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}, expected (heads_q) = "
-            f"{tuple(out.shape[1:2])} of a floating-point dtype on {out.device}"
-        )
-    joined: tuple[Tensor, Tensor] = _Sinks.apply(out, lse, sinks)
-    return joined
-
-
-class _Sinks(torch.autograd.Function):
-    """`with_sinks`; `share` is what a row's keys have of its weight, the sink has the rest.
-
-    Written out because autograd's formulas would keep and read several copies of out in float32.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        sink = sinks.float()[None, :, None]
-        share = _share(lse, sink)
-        return _scaled(out, share), torch.logaddexp(lse, sink)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, sinks = ctx.saved_tensors
-        sink = sinks.float()[None, :, None]
-        share, rest = _share(lse, sink), _share(sink, lse)
-        # The derivative of share by lse, and of -share by the sink, is share * rest.
-        moved = share * rest * (out * dout).sum(-1, dtype=torch.float32)
-        dsinks = (dlse * rest - moved).sum((0, 2)).to(sinks.dtype)
-        return _scaled(dout, share), dlse * share + moved, dsinks
-
-
-def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x times a float32 factor for each row, rounded once, in one pass: `out=`, or what torch.compile fuses."""
-    if is_compiling() or torch._C._are_functorch_transforms_active():  # neither knows this `out=`
-        return (x * factor[..., None]).to(x.dtype)
-    return torch.mul(x, factor[..., None], out=torch.empty_like(x))
-
-
-def _share(of: Tensor, other: Tensor) -> Tensor:
-    """e^of / (e^of + e^other); 0 where both are 0."""
-    return torch.sigmoid(of - other).nan_to_num_(0.0)
 
 
 def _traced(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from attnforge.bagel.models import MODELS, Model
-from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.prologue import render as render_prologue

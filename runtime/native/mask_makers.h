@@ -16,7 +16,7 @@
 
 namespace attnforge {
 
-// ---- Kernels of codegen/mask_kernels.py -----------------------------------------------------------------------------
+// ---- Kernels of codegen/modules.py ---------------------------------------------------------------------------------
 
 struct MaskKernels {
     void* documents = nullptr;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
-from attnforge.codegen.score import TANH_SERIES, Program, ScoreError, ScoreMod, _near
+from attnforge.codegen.score import NEAR, NEAREST, Program, ScoreError, ScoreMod, Series, _near, _tiled
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
@@ -28,22 +29,24 @@ FORMULAS = [
 ]
 
 
-def tanh_near(x: Tensor, a: Tensor, k: Tensor) -> Tensor:
-    """What the polynomial of kernels gives for k * tanh(a x)."""
-    y = a * x
-    return k * sum((c * y ** (2 * i + 1) for i, c in enumerate(TANH_SERIES)), torch.zeros_like(y))
+def tanh_near(series: Series, x: Tensor, a: Tensor, k: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """What the polynomial of kernels gives for k * tanh(a scale x)."""
+    y = a * scale * x
+    return k * sum((c * y ** (2 * i + 1) for i, c in enumerate(series.terms)), torch.zeros_like(y))
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
     "%": operator.mod, "<": operator.lt, ">": operator.gt, "==": operator.eq, "neg": operator.neg,
-    "float": lambda x: x * 1.0, "where": torch.where, "tanh_near": tanh_near,
+    "float": lambda x: x * 1.0, "where": torch.where,
+    "tanh_near": functools.partial(tanh_near, NEAR), "tanh_nearest": functools.partial(tanh_near, NEAREST),
 }  # fmt: skip
 
 
 def value(program: Program, result: int, score: Tensor) -> Tensor:
-    """What a program computes in float64, for h = 4, q_idx = 7, kv_idx = 3."""
+    """What a program computes in float64, for h = 4, q_idx = 7, kv_idx = 3, of one for tiles for scale = 0.5."""
     names = {"score": score, "h": torch.tensor(4), "q_idx": torch.tensor(7), "kv_idx": torch.tensor(3)}
+    names |= {"s": score * 2, "scale": torch.tensor(0.5).double(), "distance": torch.tensor(-4.0).double()}
     found: list[Tensor] = []
     for node in program.nodes[: result + 1]:
         args = [found[i] for i in node.args]
@@ -158,3 +161,66 @@ def test_up_to_which_score_tanh_is_a_polynomial(formula: str, near: float | None
         assert (value(program, result, score) - exact).abs().max() < 7e-6 * near
     slope = value(*_near(*mod.gradient, False), score)
     torch.testing.assert_close(slope, value(*mod.gradient, score), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_the_form_for_tiles_is_the_same_function(formula: str) -> None:
+    mod = ScoreMod(f"a: {formula}")
+    score = torch.linspace(-2.1, 2.3, 23, dtype=torch.float64)
+    for program, result in (mod.parsed, mod.gradient):
+        found = value(*_tiled(program, result), score).double()
+        torch.testing.assert_close(found, value(program, result, score).double())
+
+
+@pytest.mark.parametrize(
+    ("formula", "result"),
+    [
+        ("30.0 * tanh_approx(score / 15.0)", "score_tanh_approx(s * (scale * 0.06666666666666667f))"),
+        ("score - t0[h] * abs(q_idx - kv_idx)", "s * scale - load_float32_1d(p.score0, h) * fabsf(distance)"),
+        ("score + (q_idx + h - kv_idx)", "s * scale + (-(distance - static_cast<float>(h)))"),
+        (
+            "score + float(minimum(kv_idx - q_idx, 9))",
+            "s * scale + minimum_float(distance, static_cast<float>(9))",
+        ),
+        ("score + (q_idx + kv_idx)", "s * scale + (q_idx + kv_idx)"),
+        ("score + t0[kv_idx - q_idx]", "s * scale + load_float32_1d(p.score0, kv_idx - q_idx)"),
+        ("score + t0[kv_idx]", "s * scale + load_float32_1d(p.score0, static_cast<unsigned>(kv_idx))"),
+    ],
+)
+def test_what_the_form_for_tiles_hoists(formula: str, result: str) -> None:
+    assert ScoreMod(f"a(t0: float32[1]): {formula}").code(tiled=True).result == result
+
+
+@pytest.mark.parametrize(
+    ("formula", "unit"),
+    [("30.0 * tanh(score)", 30.0), ("tanh(score) * 2.0", 2.0), ("-2.0 * score", 1.0), ("score + 2.0", 1.0)],
+)
+def test_factors_that_the_softmax_takes(formula: str, unit: float) -> None:
+    mod = ScoreMod(f"a: {formula}")
+    score = torch.linspace(-2.1, 2.3, 23, dtype=torch.float64)
+    assert mod.unit == unit
+    rest = value(*_tiled(mod.parsed[0], mod._in_units), score)
+    torch.testing.assert_close(unit * rest, value(*mod.parsed, score))
+
+
+@pytest.mark.parametrize(
+    ("formula", "steps"),
+    [
+        ("score + t0[minimum(maximum(kv_idx - q_idx, -8), 8) + 8]", 1),
+        ("score + t0[8 - maximum(minimum(q_idx - kv_idx, 8), -8)] - t0[minimum(q_idx - kv_idx + h, 3)]", 2),
+        ("score + t0[minimum(kv_idx - q_idx, 8)] * (q_idx - kv_idx)", 1),  # the difference is an argument
+        ("score + t0[minimum(kv_idx - q_idx, 8)] * q_idx", 0),
+        ("score + t0[kv_idx - q_idx]", 0),  # one value a diagonal
+        ("score + t0[minimum(kv_idx, 8)]", 0),
+        ("score + t0[minimum(kv_idx - q_idx, q_idx - kv_idx)]", 0),  # turns
+        ("score + t0[h]", 0),
+    ],
+)
+def test_indices_that_most_tiles_have_one_value_of(formula: str, steps: int) -> None:
+    assert len(ScoreMod(f"a(t0: float32[1]): {formula}").steps) == steps
+
+
+def test_the_nearest_polynomial_is_as_exact_as_it_says() -> None:
+    x = torch.linspace(-NEAREST.limit, NEAREST.limit, 1001, dtype=torch.float64)
+    one = torch.tensor(1.0).double()
+    assert ((tanh_near(NEAREST, x, one, one) - x.tanh()).abs() <= 3e-5 * x.abs()).all()

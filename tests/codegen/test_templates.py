@@ -14,7 +14,7 @@ from spaces import sample
 from attnforge.codegen import prologue
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families import make_plan
-from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.modules import mask_kernels, sink_kernels
 from attnforge.codegen.package import Contract, Item, Tree
 from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.render import TEMPLATES, RenderError, render
@@ -90,6 +90,7 @@ def test_every_template_is_used(templates: Path) -> None:
         prologue.render(next(prologue.candidates(PrologueProblem(FORWARD, arch, dtype, 64))))
         if arch.is_gpu:
             mask_kernels.__wrapped__(arch)  # not what an earlier test left in its cache
+            sink_kernels.__wrapped__(arch, dtype)
     assert recorder.names == set(every_template())
 
 

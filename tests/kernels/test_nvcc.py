@@ -11,7 +11,7 @@ from strict_nvcc import SERIALISED, SPILLED, check_resources, compile_strictly
 from attnforge.codegen.families import FAMILIES
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.families.sm90_backward import Sm90Backward
-from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec

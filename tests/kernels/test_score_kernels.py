@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from emulator import FLAGS, PARTS, Emulated
 from oracle import Shape, draw, make_mask
 from score_oracle import attended, compare, functions, learned, learned_oracle, oracle
 from strict_nvcc import SERIALISED, check_resources
+from torch import Tensor
 
 from attnforge import scores
 from attnforge.codegen.families import make_plan
@@ -182,6 +184,60 @@ def test_a_warp_of_the_hopper_kernels(direction: Direction, tmp_path: Path) -> N
     assert torch.equal(out[:, :50], 1 + expected[5:21, 7:57])
 
 
+TILE = """
+extern "C" void run(const Params* p, const float* values, float* out) {
+    launch([=] {
+        float s[kTileN / 2];
+        const auto place = [](int i) {
+            return (threadIdx.x / 4 + i / 2 % 2 * 8) * kTileN + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        };
+        for (int i = 0; i < kTileN / 2; ++i) {
+            s[i] = values[place(i)];
+        }
+        apply_score(*p, s, 1, 2, 40 + threadIdx.x / 4, KEY);
+        for (int i = 0; i < kTileN / 2; ++i) {
+            out[place(i)] = s[i];
+        }
+    }, 1, 32, 0);
+}
+"""
+Function = Callable[[Tensor, Tensor], Tensor]  # of scores and of kv_idx - q_idx
+TABLE, SLOPES = torch.randn(3, 41), torch.rand(3)
+TILES: dict[str, tuple[scores.Score, Function, float]] = {
+    "nearest": (scores.softcap(2.0), lambda s, d: 2 * (s / 2).tanh(), 0.39),
+    "near": (scores.softcap(2.0), lambda s, d: 2 * (s / 2).tanh(), 1.9),
+    "far": (scores.softcap(2.0), lambda s, d: 2 * (s / 2).tanh(), 9.0),
+    "approximate": (scores.softcap(2.0, approximate=True), lambda s, d: 2 * (s / 2).tanh(), 9.0),
+    "alibi": (scores.alibi(SLOPES), lambda s, d: s - SLOPES[2] * d.abs(), 1.0),
+    "aligned": (scores.alibi(SLOPES, 9), lambda s, d: s - SLOPES[2] * (9 - d).abs(), 1.0),
+    "relative": (scores.relative_bias(TABLE), lambda s, d: s + TABLE[2, 20 + d.clamp(-20, 20)], 1.0),
+}
+
+
+@pytest.mark.parametrize("key0", [0, 64, 256])  # before, on and behind the diagonal
+@pytest.mark.parametrize("name", TILES)
+def test_a_tile_of_the_hopper_forward(name: str, key0: int, tmp_path: Path) -> None:
+    score, formula, size = TILES[name]
+    text = ScoreMod(score.text)
+    problem = Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=text)
+    spec = next(candidates(problem))
+    first, *sections = re.split(r"(?=^// ---- )", full_params(render(spec).text), flags=re.MULTILINE)
+    kept = "".join(s for s in sections if s.startswith(("// ---- Specialisation", "// ---- Score")))
+    kept = re.sub(r"asm\(\"tanh.*", "y = std::tanh(x);", kept).replace("#pragma unroll", "//")
+    path = tmp_path / "tile.cpp"
+    path.write_text(HOPPER + first + kept + TILE.replace("KEY", str(key0)))
+    library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
+    values = (torch.rand(16, spec.tuning.tile_n) * 2 - 1) * size
+    out = torch.full_like(values, torch.nan)
+    tensors = {f"score{i}": ScoreRef.of(x) for i, x in enumerate(score.tensors)}
+    stored = values * 2  # times the scale of 0.5
+    library.run(
+        *(ctypes.byref(Params(scale=0.5, **tensors)), *(ctypes.c_void_p(x.data_ptr()) for x in (stored, out)))
+    )
+    distance = torch.arange(spec.tuning.tile_n) + key0 - torch.arange(40, 56)[:, None]
+    torch.testing.assert_close(out * text.unit, formula(values, distance), rtol=3e-5, atol=1e-5)
+
+
 CURVED = """
 static const float* lse_of_tile;
 static float2 load_pair(unsigned address) { return {lse_of_tile[address / 4], lse_of_tile[address / 4 + 1]}; }
@@ -208,7 +264,7 @@ extern "C" void run(const Params* p, const float* s_, const float* lse, const un
 """
 
 
-@pytest.mark.parametrize("size", [0.5, 3.0], ids=["near", "far"])
+@pytest.mark.parametrize("size", [0.19, 0.5, 3.0], ids=["nearest", "near", "far"])
 def test_weights_and_slopes_of_a_warp_of_the_hopper_backward(size: float, tmp_path: Path) -> None:
     """P and P f' of a curved score that reads its indices; scores beyond the cap take the general tanh."""
     slopes = torch.rand(3)

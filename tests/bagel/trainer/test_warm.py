@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from attnforge.bagel.trainer import warm
 from attnforge.cli import main
 from attnforge.codegen import params
-from attnforge.codegen.mask_kernels import mask_kernels
+from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
