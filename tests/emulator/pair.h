@@ -319,17 +319,29 @@ static void each_chunk(const Map& map, int column, int row, int panel, int head,
 }
 static unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 template <typename Map>
-static void tma_load(unsigned dst, const Map& map, unsigned barrier, int column, int row, int panel, int head, int batch) {
-    unsigned char* memory = shared_memory;
+static void load_to(int block, unsigned dst, const Map& map, unsigned barrier, int column, int row, int panel, int head,
+                    int batch) {
+    unsigned char* memory = memory_of(block);
     const int bytes = map.words[5] * map.words[6] * map.words[7] * 2;
     shared_at(dst + bytes - 16, 16);
     std::memset(memory + dst, 0xff, bytes);
-    here().copies.insert({barrier, {[=, &map] {
+    blocks[block].copies.insert({barrier, {[=, &map] {
         each_chunk(map, column, row, panel, head, batch, [=](unsigned place, const unsigned short* from) {
             unsigned char* to = memory + swizzled(dst + place);
             from ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
         });
     }, bytes}});
+}
+template <typename Map>
+static void tma_load(unsigned dst, const Map& map, unsigned barrier, int column, int row, int panel, int head, int batch) {
+    load_to(current->block, dst, map, barrier, column, row, panel, head, batch);
+}
+template <typename Map>
+static void tma_multicast(unsigned dst, const Map& map, unsigned barrier, int column, int row, int panel, int head,
+                          int batch) {
+    for (int block = 0; block < 2; ++block) {
+        load_to(block, dst, map, barrier, column, row, panel, head, batch);
+    }
 }
 template <typename Map>
 static void tma_store(const Map& map, unsigned src, int column, int row, int panel, int head, int batch) {
