@@ -221,7 +221,7 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide) -> int:
     scores, barriers = 3 * keys * t.tile_m * 2, 2 + 2 * (t.stages + t.stages_dout)
     if t.pair:  # K of the other block; P in fp32, two dS of each block
         tiles += _peer_panels(p) * COLUMNS * 2 * keys
-        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 2 + 3 * 2
+        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + 3 * 2
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
     stats = t.stages * (t.tile_m * ROW_STATS * 4 + 8)  # the visit, too
     return tiles + scores + spans + stats + 8 * barriers
