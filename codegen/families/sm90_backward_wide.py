@@ -119,7 +119,7 @@ def plan(spec: Spec) -> Plan:
 
 def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     """Constants about the tiles, who computes what, and which shared pieces of templates/sm90a/ take part."""
-    return {
+    common: dict[str, int | str] = {
         "type": wgmma_type(p.dtype),
         "columns": COLUMNS,
         "panels": p.head_dim // COLUMNS,
@@ -135,7 +135,8 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "columns_of_out": "kHeadDimV",
         "row_lanes": 1 << (p.head_dim_v // 8 - 1).bit_length(),
         "helper_threads": HELPER_THREADS,
-    } | (_pair_constants(p, t) if t.pair else _block_constants(p, t))
+    }
+    return common | (_pair_constants(p, t) if t.pair else _block_constants(p, t))
 
 
 def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
