@@ -120,7 +120,8 @@ class EmulatedPair:
         for i, box in enumerate(boxes):
             x = tensors[box.tensor]
             values = [x.data_ptr(), *x.stride()[:3], x.shape[2], box.columns, box.rows, box.panels]
-            words[first + WORDS * i : first + WORDS * i + len(values)] = values
+            for place, value in enumerate(values, first + WORDS * i):
+                words[place] = value
         return words, ctypes.addressof(words) + first * 8
 
 
