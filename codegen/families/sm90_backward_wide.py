@@ -54,6 +54,9 @@ class Sm90BackwardWide(Tuning):
         "d", "blocks start with the last key tile, not the one with most work (deterministic ones always do)"
     )
     pair: bool = knob("p", "two blocks share a key tile and dQ", default=False, quiet=True)
+    multicast: bool = knob(
+        "c", "the blocks of a pair load Q and dO for each other", default=False, quiet=True
+    )
 
 
 # ---- Plan
@@ -116,7 +119,7 @@ def plan(spec: Spec) -> Plan:
 
 def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     """Constants about the tiles, who computes what, and which shared pieces of templates/sm90a/ take part."""
-    return {
+    common: dict[str, int | str] = {
         "type": wgmma_type(p.dtype),
         "columns": COLUMNS,
         "panels": p.head_dim // COLUMNS,
@@ -132,7 +135,8 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "columns_of_out": "kHeadDimV",
         "row_lanes": 1 << (p.head_dim_v // 8 - 1).bit_length(),
         "helper_threads": HELPER_THREADS,
-    } | (_pair_constants(p) if t.pair else _block_constants(p, t))
+    }
+    return common | (_pair_constants(p, t) if t.pair else _block_constants(p, t))
 
 
 def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
@@ -145,9 +149,10 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     }
 
 
-def _pair_constants(p: Problem) -> dict[str, int | str]:
+def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     return {
         "pair": True,
+        "multicast": t.multicast,
         "dq_of_first": COLUMNS,
         "dq_of_second": p.head_dim // PAIR - COLUMNS,
         "peer_panels": _peer_panels(p),
@@ -167,6 +172,8 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible(f"tile_n {t.tile_n}: must be a multiple of 16 from 32 to 128")
     if t.pair:
         _require_pair(p, t)
+    elif t.multicast:
+        raise Infeasible("multicast: takes a pair of blocks")
     for name in ("stages", "stages_dout"):
         if not 1 <= getattr(t, name) <= 4:
             raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
@@ -215,7 +222,7 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide) -> int:
     scores, barriers = 3 * keys * t.tile_m * 2, 2 + 2 * (t.stages + t.stages_dout)
     if t.pair:  # K of the other block; P in fp32, two dS of each block
         tiles += _peer_panels(p) * COLUMNS * 2 * keys
-        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 2 + 3 * 2
+        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + 3 * 2
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
     stats = t.stages * (t.tile_m * ROW_STATS * 4 + 8)  # the visit, too
     return tiles + scores + spans + stats + 8 * barriers
@@ -225,8 +232,8 @@ def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:
     panels, panels_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
     keys = PAIR_KEYS if t.pair else t.tile_n
     rows = (
-        ("q", t.tile_m, panels),
-        ("dout", t.tile_m, panels_v),
+        ("q", t.tile_m, 1 if t.multicast else panels),  # each block loads half of the panels
+        ("dout", t.tile_m, 1 if t.multicast else panels_v),
         ("k", keys, 1 if t.pair else panels),  # pairs load some panels of the other block's K
         ("v", keys, panels_v),
         ("dk", keys, panels),
@@ -265,7 +272,10 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
                     yield Sm90BackwardWide(64, tile_n, stages, stages_dout, deterministic, descending)
     for stages, stages_dout in ((2, 2), (2, 1), (3, 2)):
         for descending in (False, True):
-            yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, pair=True)
+            for multicast in (False, True):
+                yield Sm90BackwardWide(
+                    64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True, multicast
+                )
 
 
 _NONE = "the wide sm90a backward takes none; sm90 takes this call"

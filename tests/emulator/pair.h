@@ -4,12 +4,11 @@
 
 #include "emulator.h"
 
-#include <cstdio>
-#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <map>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "fibers.h"
@@ -37,7 +36,7 @@ struct Fiber {
     Context context;
     Index index;
     int block = 0;
-    bool done = false, meets = false;
+    bool done = false;
     std::vector<Product> open;
     std::deque<std::vector<Product>> groups;
 };
@@ -74,11 +73,16 @@ static void (*call_kernel)(const void*);
 static const void* called;
 static std::mt19937 draw;
 static long progress;
+static std::string said;  // what went wrong
+static int broken;        // number of the mistake that is switched on
 
 void give_way() { switch_to(current->context, scheduler); }
 void stop(const char* why, long long value) {
-    std::fprintf(stderr, "pair: block %d, thread %d: %s %lld\n", blockIdx.x, threadIdx.x, why, value);
-    std::abort();
+    said = "block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(threadIdx.x) + ": " + why + " " +
+           std::to_string(value);
+    for (;;) {
+        give_way();
+    }
 }
 static void run_fiber() {
     call_kernel(called);
@@ -147,13 +151,13 @@ static void run_cluster(void (*call)(const void*), const void* kernel, int first
     }
     long seen = -1;
     int still = 0;
-    for (bool any = true; any;) {
+    for (bool any = true; any && said.empty();) {
         any = false;
         for (size_t turn = 0; turn < warps.size(); ++turn) {
             const size_t warp = draw() % warps.size();
             for (int i = 0; i < 32; ++i) {
                 Fiber& fiber = fibers[warp * 32 + i];
-                if (!fiber.done) {
+                if (!fiber.done && said.empty()) {
                     current = &fiber;
                     current_thread = &fiber.index;
                     blockIdx = {first + fiber.block};
@@ -169,11 +173,7 @@ static void run_cluster(void (*call)(const void*), const void* kernel, int first
         still = progress == seen ? still + 1 : 0;
         seen = progress;
         if (still > 3000) {
-            std::fprintf(stderr, "pair: nothing moves\n");
-            for (size_t i = 0; i < fibers.size(); i += 32) {
-                std::fprintf(stderr, "%zu:%d ", i / 32, fibers[i].done);
-            }
-            std::abort();
+            said = "nothing moves";
         }
     }
 }
@@ -258,7 +258,12 @@ static void arrive_in(Block& block, unsigned address, int bytes) {
 }
 static void barrier_init(unsigned address, int count) { here().barriers[address] = {count, count, 0, 0}; }
 static void barrier_init_fence() {}
-static void barrier_arrive(unsigned address) { arrive_in(here(), address, 0); }
+static void barrier_arrive(unsigned address) {
+    arrive_in(here(), address, 0);
+    for (unsigned turns = draw() % 8; turns > 0; --turns) {  // who arrived too early is overtaken
+        give_way();
+    }
+}
 static void barrier_expect(unsigned address, int bytes) { arrive_in(here(), address, bytes); }
 static void barrier_arrive_at(unsigned address, unsigned rank) { arrive_in(blocks[rank], address, 0); }
 static void land(Block& block, unsigned address) {
@@ -319,17 +324,29 @@ static void each_chunk(const Map& map, int column, int row, int panel, int head,
 }
 static unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 template <typename Map>
-static void tma_load(unsigned dst, const Map& map, unsigned barrier, int column, int row, int panel, int head, int batch) {
-    unsigned char* memory = shared_memory;
+static void load_to(int block, unsigned dst, const Map& map, unsigned barrier, int column, int row, int panel, int head,
+                    int batch) {
+    unsigned char* memory = memory_of(block);
     const int bytes = map.words[5] * map.words[6] * map.words[7] * 2;
     shared_at(dst + bytes - 16, 16);
     std::memset(memory + dst, 0xff, bytes);
-    here().copies.insert({barrier, {[=, &map] {
+    blocks[block].copies.insert({barrier, {[=, &map] {
         each_chunk(map, column, row, panel, head, batch, [=](unsigned place, const unsigned short* from) {
             unsigned char* to = memory + swizzled(dst + place);
             from ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
         });
     }, bytes}});
+}
+template <typename Map>
+static void tma_load(unsigned dst, const Map& map, unsigned barrier, int column, int row, int panel, int head, int batch) {
+    load_to(current->block, dst, map, barrier, column, row, panel, head, batch);
+}
+template <typename Map>
+static void tma_multicast(unsigned dst, const Map& map, unsigned barrier, int column, int row, int panel, int head,
+                          int batch) {
+    for (int block = 0; block < 2; ++block) {
+        load_to(block, dst, map, barrier, column, row, panel, head, batch);
+    }
 }
 template <typename Map>
 static void tma_store(const Map& map, unsigned src, int column, int row, int panel, int head, int batch) {

@@ -86,7 +86,7 @@ def test_refusals(changed: dict[str, object], reason: str) -> None:
     ],
 )
 def test_refusals_of_pairs(dims: tuple[int, int], changed: dict[str, int], reason: str) -> None:
-    tuning = replace(first((256, 256), Mask.FULL, pair=True).tuning, **changed)  # type: ignore[arg-type]
+    tuning = replace(first((256, 256), Mask.FULL, pair=True).tuning, **changed)
     with pytest.raises(Infeasible, match=reason):
         make_plan(Spec(problem(dims, Mask.FULL), tuning))
 

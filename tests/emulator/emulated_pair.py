@@ -1,0 +1,146 @@
+"""Run a Hopper backward by pairs of blocks on the CPU: pair.h in place of its PTX functions."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from pathlib import Path
+
+import gxx
+import torch
+from cpu_kernel import Params, TensorRef, full_params
+from torch import Tensor
+
+import attnforge
+from attnforge.codegen.render import Source, render
+from attnforge.codegen.spec import Spec
+from attnforge.runtime.ops import Mask
+
+FLAGS = ("-std=c++17", "-O2", "-march=native", "-w", "-fPIC", "-shared", f"-I{gxx.HERE}")
+WORDS = 16  # of a tensor map, 64 bits each
+# Functions of pair.h without PTX of their own, or templates of which only the asm statement goes.
+REPLACED = "accumulator_fence|load_float|load_int|load_pair|load_quad|load_span|pack|shared_address|unpack"
+KEPT = ("start_dq", "start_scores")
+FUNCTION = r"^__device__ __forceinline__ [^\n;{]*?\b(\w+)\([^;{]*\) \{\n(?:.*\n)*?\}\n"
+RUNS = """
+struct Arguments { const Params* p; const TensorMaps* maps; };
+extern "C" void prepare(unsigned seed, int change) { draw.seed(seed), broken = change, said.clear(); }
+extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clusters, int shared) {
+    const Arguments x = {p, maps};
+    const auto call = [](const void* x) {
+        const auto* all = static_cast<const Arguments*>(x);
+        SYMBOL(*all->p, *all->maps);
+    };
+    for (int i = 0; i < clusters && said.empty(); ++i) { run_cluster(call, &x, 2 * i, 2, 384, shared); }
+    return said.c_str();
+}
+"""
+RUN_ROWS = """
+extern "C" void run_KERNEL(const Params* p, int count) {
+    const auto call = [](const void* x) { SYMBOL_KERNEL(*static_cast<const Params*>(x)); };
+    for (int i = 0; i < count; ++i) { run_cluster(call, p, i, 1, 256, 16); }
+}
+"""
+
+
+def translate(source: Source, breaks: dict[str, str]) -> str:
+    """C++ that g++ compiles. `breaks`: statements that are skipped if `broken` is their number, from 1."""
+    text = full_params(source.text)
+    for number, statement in enumerate(breaks.values(), 1):
+        assert statement in text, statement
+        text = text.replace(statement, f"if (broken != {number}) {statement}")
+
+    def keep(match: re.Match[str]) -> str:
+        gone = "asm" in match[0] and match[1] not in KEPT
+        return "" if gone or re.fullmatch(REPLACED, match[1]) else match[0]
+
+    text = re.sub(FUNCTION, keep, text, flags=re.MULTILINE)
+    text = re.sub(r"^template <int \w+>\n(?=\n|//|template)", "", text, flags=re.MULTILINE)
+    text = re.sub(r'asm volatile\("(setmaxnreg[^;]*;)?"[^;]*;', "", text)
+    text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = shared_memory;", text)
+    text = text.replace("#pragma unroll", "//")
+    sections = re.split(r"(?=^// ---- )", text, flags=re.MULTILINE)
+    text = "".join(x for x in sections if not x.startswith("// ---- Tile schedule"))
+    assert "asm" not in text
+    runs = RUNS + "".join(RUN_ROWS.replace("KERNEL", name) for name in ("preprocess", "postprocess"))
+    return '#include "pair.h"\n' + text + runs.replace("SYMBOL", source.spec.symbol)
+
+
+class EmulatedPair:
+    """A variant, compiled for the CPU."""
+
+    def __init__(self, spec: Spec, directory: Path, breaks: dict[str, str] | None = None) -> None:
+        self.plan = render(spec).plan
+        path = directory / "pair.cpp"
+        path.write_text(translate(render(spec), breaks or {}))
+        self.library = gxx.library(path, *FLAGS, header="pair.h")
+        self.library.run_main.restype = ctypes.c_char_p
+
+    def backward(
+        self,
+        tensors: dict[str, Tensor],
+        lse: Tensor,
+        mask: Mask,
+        seed: int = 0,
+        change: int = 0,
+    ) -> tuple[str, list[Tensor]]:
+        """What went wrong ("" if nothing), and [dq, dk, dv]. `tensors`: q, k, v, out and dout, bf16, B H S D."""
+        grads = {f"d{name}": torch.full_like(tensors[name], math.nan) for name in "qkv"}
+        tensors = tensors | grads
+        p = Params()
+        for name, x in tensors.items():
+            setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
+        p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
+        p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
+        tuning = self.plan.spec.tuning
+        p.tiles_m, p.tiles_n = -(-p.seq_q // tuning.tile_m), -(-p.seq_k // tuning.tile_n)
+        p.padded_q = p.tiles_m * tuning.tile_m
+        p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
+        rows = p.batch * p.heads_q * p.padded_q
+        sums = [torch.full((rows * width,), math.nan) for width in (self.plan.row_stats, head_dim)]
+        p.delta, p.dq_accum, p.lse = sums[0].data_ptr(), sums[1].data_ptr(), lse.data_ptr()
+        lists = list_tiles(mask, p, tuning.tile_n) if isinstance(mask, attnforge.Spans) else []
+        self.library.prepare(seed, change)
+        self.library.run_preprocess(ctypes.byref(p), rows // tuning.tile_m)
+        maps, first = self._maps(tensors)
+        clusters = p.tiles_n * p.batch * p.heads_kv
+        shared = self.plan.launches[1].shared_bytes
+        said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), clusters, shared).decode()
+        if not said:
+            self.library.run_postprocess(ctypes.byref(p), rows // tuning.tile_m)
+        del lists, maps
+        return said, list(grads.values())
+
+    def _maps(self, tensors: dict[str, Tensor]) -> tuple[ctypes.Array[ctypes.c_longlong], int]:
+        """Tensor maps as pair.h reads them, and where they begin."""
+        boxes = self.plan.tensor_maps
+        words = (ctypes.c_longlong * (WORDS * len(boxes) + 8))()
+        first = -ctypes.addressof(words) % 64 // 8
+        for i, box in enumerate(boxes):
+            x = tensors[box.tensor]
+            values = [x.data_ptr(), *x.stride()[:3], x.shape[2], box.columns, box.rows, box.panels]
+            for place, value in enumerate(values, first + WORDS * i):
+                words[place] = value
+        return words, ctypes.addressof(words) + first * 8
+
+
+def list_tiles(mask: attnforge.Spans, p: Params, tile_n: int) -> list[Tensor]:
+    """Sets the schedule of `p`, each visit marked as one of which some pairs are hidden; returns what holds it."""
+    queries = torch.arange(p.seq_q)[:, None]
+    seen = (queries >= mask.data[0]) & (queries < mask.data[1])
+    visits = [
+        [
+            m * 2 + 1
+            for m in range(p.tiles_m)
+            if seen[m * 64 : m * 64 + 64, n * tile_n : (n + 1) * tile_n].any()
+        ]
+        for n in range(p.tiles_n)
+    ]
+    counts = torch.tensor([len(x) for x in visits], dtype=torch.int32)
+    order = counts.argsort(descending=True).int()
+    lists = torch.tensor([x + [-1] * (p.tiles_m - len(x)) for x in visits], dtype=torch.int32)
+    p.tile_count, p.tile_order, p.tile_list = counts.data_ptr(), order.data_ptr(), lists.data_ptr()
+    p.list_stride = p.tiles_m
+    p.starts, p.ends = mask.data[0].data_ptr(), mask.data[1].data_ptr()
+    return [counts, order, lists]

@@ -1,0 +1,83 @@
+"""The Hopper backward by pairs of blocks, run on the CPU: gradients, and that mistakes of its protocol are noticed."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_pair import EmulatedPair
+from oracle import Shape, draw, make_mask
+
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime.search.reference import reference
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+
+LIMIT = 5e-3  # of the rms error, as a share of the gradients' own
+TUNING = Sm90BackwardWide(64, 128, 2, 1, False, False, True)
+# Statements that the kernel needs; without any of them it hangs, or its gradients are wrong.
+BREAKS = {
+    "P read before it is there": "barrier_wait(base + kFullP, step & 1);",
+    "dQ before the block's own dS": "barrier_wait(base + kFullDs + ds_stage(step) * 8, phase);",
+    "dQ before the peer's dS": "barrier_wait(full_peer, phase);",
+    "dS overwritten before it is read": "barrier_wait(base + kEmptyDs + ds_stage(step) * 8, ",
+    "dV before dO": "wait_for_dout(step);\n            }\n            accumulator_fence(sums);",
+    "dQ added before it is complete": "wgmma_wait<2>();",
+    "Q and dO released before they are read": "wgmma_wait<1>();  // the sum is complete",
+}
+
+
+def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -> Spec:
+    dim_v = 0 if dims[0] == dims[1] else dims[1]
+    return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, dims[0], mask, dim_v=dim_v), tuning)
+
+
+def failure(kernel: EmulatedPair, shape: Shape, seed: int, change: int = 0) -> str:
+    """What is wrong with the gradients of a call, or why there are none."""
+    problem = kernel.plan.spec.problem
+    x = draw(
+        replace(shape, head_dim=problem.head_dim, dim_v=problem.head_dim_v), torch.bfloat16, "cpu", seed=seed
+    )
+    q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
+    visible = make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
+    exact = reference(q, k, v, visible, None, x.dout)
+    tensors = {"q": q, "k": k, "v": v, "out": exact.out.to(q.dtype), "dout": x.dout}
+    said, grads = kernel.backward(tensors, exact.lse.float().contiguous(), visible, seed, change)
+    for name, got, expected in zip(("dq", "dk", "dv"), grads, (exact.dq, exact.dk, exact.dv), strict=True):
+        assert expected is not None
+        error = ((got - expected).pow(2).mean() / expected.pow(2).mean()).sqrt().item()
+        if not said and not error <= LIMIT:  # NaN, too
+            said = f"{name}: rms error {error:.3g}"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("dims", "mask", "changed"),
+    [
+        ((256, 256), Mask.FULL, {}),
+        ((192, 128), Mask.CAUSAL, {"stages_dout": 2, "descending": True}),
+        ((192, 192), Mask.SPANS, {"stages": 3}),
+        ((256, 128), Mask.CAUSAL, {"multicast": True}),
+        ((192, 256), Mask.FULL, {"multicast": True}),
+    ],
+)
+def test_gradients_on_the_cpu(
+    dims: tuple[int, int], mask: Mask, changed: dict[str, int], tmp_path: Path
+) -> None:
+    kernel = EmulatedPair(spec(dims, mask, replace(TUNING, **changed)), tmp_path)  # type: ignore[arg-type]
+    for seed, shape in enumerate(
+        (Shape(20, 40, 0, 1), Shape(200, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2))
+    ):
+        assert failure(kernel, shape, seed) == ""
+
+
+def test_breaks_are_noticed(tmp_path: Path) -> None:
+    kernel = EmulatedPair(spec((192, 128), Mask.FULL), tmp_path, BREAKS)
+    shape = Shape(300, 256, 0, 1)
+    assert failure(kernel, shape, 0) == ""
+    for number, name in enumerate(BREAKS, 1):
+        assert any(failure(kernel, shape, seed, number) for seed in range(6)), name
