@@ -292,7 +292,7 @@ def _registers(p: PrologueProblem, t: CudaTuning, held: int) -> int:
     loaded = (1 + t.ahead) * tensors * t.rows * held * p.dtype.bytes // 4
     floats = tensors * held
     factors = 2 * held if weights else held  # weights and angles, or products of the two
-    others = 42 if p.arch is Arch.SM120 else 30  # addresses above all
+    others = 50 if p.arch is Arch.SM120 else 30  # addresses above all
     return others + loaded + floats + factors + (2 * held if backward and weights else 0)
 
 
