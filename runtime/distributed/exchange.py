@@ -44,6 +44,10 @@ class _Piece(NamedTuple):
     k0: int
     k1: int
 
+    @property
+    def keys(self) -> tuple[int, int]:
+        return self.k0, self.k1
+
 
 def _cut(heads_q: int, heads_kv: int, pieces: int) -> list[_Piece]:
     """Up to `pieces` portions: whole groups of query heads if there are enough kv heads, else parts of groups."""
@@ -167,23 +171,25 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
         shared = call.shared
         pieces = _cut(q.shape[1] // shared, k.shape[1] // shared, call.pieces)
-        gather = _gather_keys(_send_keys(k, v, call).land(), call.layout.among_rows)
-        flights = [_send_rows(q, call, piece.q0, piece.q1) for piece in pieces]
-        kv = gather.land()
-        k_u, v_u = (_heads_view(x) for x in kv.split((k.shape[3], v.shape[3]), dim=3))
-        saved, back, lses = [], [], []
+        keys: dict[tuple[int, int], _Flight] = {}
+        flights = []
+        for piece in pieces:
+            if piece.keys not in keys:
+                keys[piece.keys] = _gather_keys(k, v, call, piece.keys)
+            flights.append(_send_rows(q, call, piece.q0, piece.q1))
+        dims, saved, back, lses = (k.shape[3], v.shape[3]), [], [], []
         for piece, flight in zip(pieces, flights, strict=True):
+            kv = keys[piece.keys].land()
+            k_u, v_u = (_heads_view(x) for x in kv.split(dims, dim=3))
             q_u = _heads_view(flight.land())
-            heads = slice(piece.k0, piece.k1)
-            mask = _mask_of(call, piece, q.shape[1])
-            out_u, lse_u = ops.forward(q_u, k_u[:, heads], v_u[:, heads], mask, call.scale)
-            saved += [q_u, out_u, lse_u]
+            out_u, lse_u = ops.forward(q_u, k_u, v_u, _mask_of(call, piece, q.shape[1]), call.scale)
+            saved += [kv, q_u, out_u, lse_u]
             back.append(_return_rows(out_u, call))
             if call.return_lse:
                 lses.append(_return_rows(lse_u[..., None], call))
         out = _collect(pieces, back, shared, _like(q, v.shape[3]))
-        ctx.save_for_backward(kv, *saved)
-        ctx.call, ctx.pieces, ctx.dims = call, pieces, (k.shape[3], v.shape[3])
+        ctx.save_for_backward(*saved)
+        ctx.call, ctx.pieces, ctx.dims = call, pieces, dims
         ctx.layouts = [torch.empty_like(x, device="meta") for x in (q, k, v)]
         if not call.return_lse:
             return (out,)
@@ -192,33 +198,42 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *dlse: Tensor) -> Any:
-        call, pieces = ctx.call, ctx.pieces
-        kv, *saved = ctx.saved_tensors
+        call, pieces, saved = ctx.call, ctx.pieces, ctx.saved_tensors
         flights = [_send_rows(dout, call, piece.q0, piece.q1) for piece in pieces]
         rows = [[_send_rows(x[..., None], call, piece.q0, piece.q1) for x in dlse] for piece in pieces]
-        k_u, v_u = (_heads_view(x) for x in kv.split(ctx.dims, dim=3))
-        split = len(pieces) > pieces[-1].k1  # several pieces have the same kv head
-        dkv, back, begun = torch.empty_like(kv, dtype=torch.float32 if split else None), [], set()
-        dk_u, dv_u = (_heads_view(x) for x in dkv.split(ctx.dims, dim=3))
+        dk, dv = (torch.empty_like(x, device=dout.device) for x in ctx.layouts[1:])
+        back, keys = [], []
+        dkv: Tensor | None = None
         for index, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
-            q_u, out_u, lse_u = saved[3 * index : 3 * index + 3]
-            heads = slice(piece.k0, piece.k1)
+            kv, q_u, out_u, lse_u = saved[4 * index : 4 * index + 4]
+            k_u, v_u = (_heads_view(x) for x in kv.split(ctx.dims, dim=3))
             dlse_u = [_heads_view(row.land()).squeeze(3) for row in rows[index]]
-            dq_u, dk, dv = ops.backward(
-                _heads_view(flight.land()), q_u, k_u[:, heads], v_u[:, heads], out_u, lse_u,
+            dq_u, *parts = ops.backward(
+                _heads_view(flight.land()), q_u, k_u, v_u, out_u, lse_u,
                 _mask_of(call, piece, ctx.layouts[0].shape[1]), call.scale, call.deterministic,
                 dlse=dlse_u[0] if dlse_u else None,
             )  # fmt: skip
             back.append(_return_rows(dq_u, call))
-            for into, part in ((dk_u[:, heads], dk), (dv_u[:, heads], dv)):
-                into.add_(part) if piece.k0 in begun else into.copy_(part)
-            begun.add(piece.k0)
-        keys = _return_keys(dkv, kv.dtype, call)
+            last = piece.keys not in (other.keys for other in pieces[index + 1 :])
+            dkv = _add_keys(dkv, parts, kv, last)
+            if last:
+                keys.append((piece.keys, _return_keys(dkv, kv.dtype, call)))
+                dkv = None
         dq = _collect(pieces, back, call.shared, ctx.layouts[0])
-        dk, dv = (torch.empty_like(x, device=dout.device) for x in ctx.layouts[1:])
-        for into, part in zip((dk, dv), keys.land().split(ctx.dims, dim=3), strict=True):
-            _take_heads(into, part, call.shared, 0, part.shape[2])
+        for (first, end), flight in keys:
+            for into, part in zip((dk, dv), flight.land().split(ctx.dims, dim=3), strict=True):
+                _take_heads(into, part, call.shared, first, end)
         return dq, dk, dv, None
+
+
+def _add_keys(dkv: Tensor | None, parts: Sequence[Tensor], kv: Tensor, last: bool) -> Tensor:
+    """dk and dv of a kernel (B, h, rows, D), in the layout of kv, added to those of others: in float32 if there are."""
+    only = dkv is None and last
+    whole = torch.empty_like(kv, dtype=None if only else torch.float32) if dkv is None else dkv
+    for into, part in zip(whole.split([x.shape[3] for x in parts], dim=3), parts, strict=True):
+        view = _heads_view(into)
+        view.copy_(part) if dkv is None else view.add_(part)
+    return whole
 
 
 def _like(q: Tensor, dim: int) -> Tensor:
@@ -237,16 +252,14 @@ def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
     return call.mask.narrow(1, first + piece.q0, piece.q1 - piece.q0)
 
 
-def _send_keys(k: Tensor, v: Tensor, call: Call) -> _Flight:
-    """k (B, U h, n, D), v (B, U h, n, Dv) -> (U n, B, h, D + Dv)."""
-    both = torch.cat([x.transpose(1, 2) for x in (k, v)], dim=3).transpose(1, 2)  # adjacent by rows
-    return _send_heads(both, call.shared, 0, k.shape[1] // call.shared, call.layout.among_heads)
-
-
-def _gather_keys(kv: Tensor, group: Any) -> _Flight:
-    """(U n, B, h, D + Dv) -> (W n, B, h, D + Dv): this rank's heads of all keys."""
+def _gather_keys(k: Tensor, v: Tensor, call: Call, heads: tuple[int, int]) -> _Flight:
+    """k (B, U h, n, D), v (B, U h, n, Dv) -> (W n, B, heads, D + Dv): of this rank's share, those heads of all keys."""
+    shares = [x.unflatten(1, (call.shared, -1))[:, :, slice(*heads)].permute(1, 3, 0, 2, 4) for x in (k, v)]
+    flight = _exchange(torch.cat(shares, dim=4).flatten(0, 1), call.layout.among_heads)
+    group = call.layout.among_rows
     if group is None:
-        return _Flight(kv)
+        return flight
+    kv = flight.land()
     if torch.compiler.is_compiling():
         return _Flight(functional.all_gather_tensor(kv, 0, group))
     whole = kv.new_empty(dist.get_world_size(group) * kv.shape[0], *kv.shape[1:])
@@ -254,7 +267,7 @@ def _gather_keys(kv: Tensor, group: Any) -> _Flight:
 
 
 def _return_keys(dkv: Tensor, dtype: torch.dtype, call: Call) -> _Flight:
-    """The inverse of both for gradients: (W n, B, h, D + Dv) -> sums in `dtype` (U n, B, h, D + Dv).
+    """The inverse of both for gradients: (W n, B, h, D + Dv) -> sums (U n, ...), in `dtype`.
 
     Ranks exchange what they add up instead of reducing it on the way: kernels' bf16, added in float32 and rounded once.
     """
