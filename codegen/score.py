@@ -354,11 +354,11 @@ class ScoreMod(Formula):
 
     def code(self, tiled: bool = False) -> Code:
         """The function in C++. `tiled`: divided by `unit`, and from the arguments of `_tiled`."""
-        return _code(*(_tiled(self.parsed[0], self._in_units) if tiled else self.parsed))
+        return _code(*(_tiled(self.parsed[0], self._in_units) if tiled else self.parsed), tiled=tiled)
 
     def gradient_code(self, tiled: bool = False) -> Code:
         """Its derivative by the score in C++."""
-        return _code(*(_tiled(*self.gradient) if tiled else self.gradient))
+        return _code(*(_tiled(*self.gradient) if tiled else self.gradient), tiled=tiled)
 
     @cached_property
     def steps(self) -> tuple[Code, ...]:
@@ -415,12 +415,12 @@ class ScoreMod(Formula):
         """`code` where |score| <= near. `merged`: factors of tanh go into its polynomial; else `tanh` stays shared."""
         program, result = self.parsed
         near = _near(program, self._in_units if tiled else result, merged, series)
-        return _code(*(_tiled(*near) if tiled else near))
+        return _code(*(_tiled(*near) if tiled else near), tiled=tiled)
 
     def near_gradient_code(self, series: Series = NEAR, tiled: bool = False) -> Code:
         """`gradient_code` where |score| <= near."""
         near = _near(*self.gradient, merged=False, series=series)
-        return _code(*(_tiled(*near) if tiled else near))
+        return _code(*(_tiled(*near) if tiled else near), tiled=tiled)
 
 
 @dataclass(frozen=True)
@@ -859,8 +859,8 @@ class Code:
 class _Printer:
     """Text of a program: values that are used more than once get a name, others are written where they are used."""
 
-    def __init__(self, program: Program, result: int, cpp: bool, first: int = 0) -> None:
-        self.p, self.result, self.cpp, self.first = program, result, cpp, first
+    def __init__(self, program: Program, result: int, cpp: bool, first: int = 0, tiled: bool = False) -> None:
+        self.p, self.result, self.cpp, self.first, self.tiled = program, result, cpp, first, tiled
         self.uses: dict[int, int] = {}
         self.text: dict[int, tuple[str, bool]] = {}  # and whether it must be put into parentheses
         self.lines: list[str] = []
@@ -934,8 +934,8 @@ class _Printer:
         return f"{name}(p.score{self.first + tensor}, {indices})"
 
     def index(self, x: int) -> str:
-        """One that is never negative is unsigned: what it takes to count from the end is left out."""
-        plain = self.p.nodes[x].op == "const" or _least(self.p, x) < 0
+        """For tiles one that is never negative is unsigned: what it takes to count from the end is left out."""
+        plain = not self.tiled or self.p.nodes[x].op == "const" or _least(self.p, x) < 0
         return self.plain(x) if plain else f"static_cast<unsigned>({self.plain(x)})"
 
     def infix(self, node: Node) -> tuple[str, bool]:
@@ -993,8 +993,8 @@ class _Printer:
         return f"{name}({self.plain(x)}, {', '.join(words)})"
 
 
-def _code(program: Program, result: int, first: int = 0) -> Code:
-    printer = _Printer(program, result, cpp=True, first=first)
+def _code(program: Program, result: int, first: int = 0, tiled: bool = False) -> Code:
+    printer = _Printer(program, result, cpp=True, first=first, tiled=tiled)
     text = printer.print()
     used = [program.nodes[x] for x in printer.uses]
     names = {str(node.value) for node in used if node.op == "leaf"}

@@ -19,6 +19,7 @@ from emulator import FLAGS, PARTS
 from torch import Tensor
 
 from attnforge.codegen.render import Source, render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
@@ -136,14 +137,19 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     return gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
 
-@pytest.fixture(scope="module", params=[{}, {"exact_visits": 0}, {"polynomial": 2}], ids=str)
+@pytest.fixture(scope="module", params=[{}, {"exact_visits": 0}, {"polynomial": 2}, None], ids=str)
 def forward(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[ctypes.CDLL, int]:
-    """The library, and keys a visit."""
-    spec = next(candidates(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.FULL)))
-    spec = replace(spec, tuning=replace(spec.tuning, **request.param))
-    exact = "true" if request.param.get("exact_visits") == 0 else "visit < kExact || !stats.ordinary"
+    """The library, and keys a visit. None: that of a kernel with a score."""
+    score = ScoreMod("softcap: 2.0 * tanh(score / 2.0)" if request.param is None else "")
+    spec = next(
+        candidates(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.FULL, score=score))
+    )
+    knobs = request.param or {}
+    spec = replace(spec, tuning=replace(spec.tuning, **knobs))
+    exact = "true" if knobs.get("exact_visits") == 0 else "visit < kExact || !stats.ordinary"
+    exact += " || stats.growing" if score else ""
     harness = FORWARD.replace("EXACT;", f"{exact};")
     return build(render(spec), harness, tmp_path_factory.mktemp("forward")), spec.tuning.tile_n
 
