@@ -22,7 +22,10 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
 
 MAX_TENSORS = 4  # members score0 to score3 of Params, of a score and a mask together
 MAX_DIMS = 4
