@@ -2,7 +2,7 @@
 
 A mask_mod is a function of one pair; the fastest kernels take the interval of queries that see each key. The BlockMask
 lists its full and partial blocks, so all pairs of the partial blocks are evaluated, once per BlockMask. Where more than
-one interval of queries sees some key, kernels evaluate the mask_mod itself. The result is exact.
+four intervals of queries see some key, kernels evaluate the mask_mod itself. The result is exact.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from attnforge.codegen.score import MaskMod, ScoreError
+from attnforge.codegen.spec import MAX_INTERVALS
 from attnforge.runtime.inputs import expect_layout
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.ops import Mask, attention
@@ -80,11 +81,12 @@ def flex_attention(
 def from_block_mask(block_mask: BlockMask) -> Mask:
     """The mask of a BlockMask: None (everything is visible), Causal(), Spans, its function, or a DenseMask.
 
-    Spans if one interval of queries sees each key, in each batch entry and head: documents, causal, prefix, window and
-    noise masks. Else `attnforge.masks.mask_mod` of its mask_mod, unless that cannot be translated, captures more than
-    a bit for each pair, or says something else than the lists of blocks: then a DenseMask of at most DENSE_BYTES. The
-    first call evaluates the partial blocks, in the second case all pairs, and synchronises with the host; later calls
-    are free. Call it outside compiled code.
+    Spans if at most four intervals of queries see each key, in each batch entry and head: documents, causal, prefix,
+    window, noise and block diffusion masks, and many unions of these. Else `attnforge.masks.mask_mod` of its mask_mod,
+    unless that cannot be translated, captures more than a bit for each pair, or says something else than the lists of
+    blocks: then a DenseMask of at most DENSE_BYTES. The first call evaluates the partial blocks (twice for several
+    intervals), for a function all pairs, and synchronises with the host; later calls are free. Call it outside compiled
+    code.
     Raises TypeError for anything but a BlockMask, ValueError if the DenseMask would be too large.
     """
     if not isinstance(block_mask, BlockMask):
@@ -111,6 +113,8 @@ def _convert(mask: BlockMask) -> Mask:
     spans = [_intervals(mask, plane) for plane in planes]
     good = torch.stack([is_interval for _, _, is_interval in spans]).all()
     alike = torch.stack([((a == spans[0][0]) & (b == spans[0][1])).all() for a, b, _ in spans]).all()
+    if not bool(good) and (unions := _unions(mask, planes)) is not None:
+        return unions
     if not bool(good):
         function, why_not = _function(mask, planes)
         log.debug("block_mask: %s", why_not or "becomes a function")
@@ -196,6 +200,77 @@ def _intervals(mask: BlockMask, plane: _Blocks) -> tuple[Tensor, Tensor, Tensor]
     return starts, ends, good
 
 
+def _unions(mask: BlockMask, planes: list[_Blocks]) -> Spans | None:
+    """The mask as Spans of several intervals; None if some key would have more than MAX_INTERVALS."""
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    seq_q, seq_k = mask.seq_lengths
+    bounds = []
+    for plane in planes:
+        runs = _runs(mask, plane)
+        if runs is None:
+            return None
+        bounds.append(runs)
+    most = max(starts.shape[0] for starts, _ in bounds)
+    starts, ends = (
+        torch.stack([torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[0])) for x in of_planes])
+        for of_planes in zip(*bounds, strict=True)
+    )
+    pairs = int((ends - starts).sum())
+    if len(planes) > 1:
+        starts, ends = (x.view(batch, heads, most, seq_k) for x in (starts, ends))
+    else:
+        starts, ends = starts[0], ends[0]
+    return Spans(starts, ends, visible_keys=pairs // (seq_q * len(planes)))
+
+
+def _runs(mask: BlockMask, plane: _Blocks) -> tuple[Tensor, Tensor] | None:
+    """(starts, ends int32 (n, seq_k)): all runs of queries that see a key; None if one has more than MAX_INTERVALS.
+
+    A few columns of blocks at a time: a run begins where a row is visible and the row before it is not, be that in the
+    same block or the last one of the block before.
+    """
+    (size_q, size_k), (seq_q, seq_k) = mask.BLOCK_SIZE, mask.seq_lengths
+    rows, columns = plane.full.shape
+    step = max(1, CHUNK // (rows * size_k))
+    starts, ends = [], []  # of a chunk: key * (seq_q + 1) + row, in order
+    for first in range(0, columns, step):
+        full = plane.full[:, first : first + step].repeat_interleave(size_k, 1)
+        here = (plane.partial[:, 1] >= first) & (plane.partial[:, 1] < first + step)
+        # At each border of blocks: is the row behind it visible, and the row before it?
+        behind, before = (torch.nn.functional.pad(full, (0, 0, *sides)) for sides in ((0, 1), (1, 0)))
+        begins, stops = [], []
+        for row, column, visible in _evaluate(mask, plane._replace(partial=plane.partial[here])):
+            block, key = row[:, :1] // size_q, column - first * size_k
+            behind[block, key], before[block + 1, key] = visible[:, 0], visible[:, -1]
+            begins.append(_places(visible[:, 1:] > visible[:, :-1], row[:, 1:], column, seq_q))
+            stops.append(_places(visible[:, 1:] < visible[:, :-1], row[:, 1:], column, seq_q))
+            if sum(map(len, begins)) > MAX_INTERVALS * full.shape[1]:
+                return None
+        border = (torch.arange(rows + 1, device=full.device) * size_q).clamp(max=seq_q)[None]
+        column = torch.arange(full.shape[1], device=full.device)[None] + first * size_k
+        begins.append(_places((behind > before)[None], border, column, seq_q))
+        stops.append(_places((behind < before)[None], border, column, seq_q))
+        starts.append(torch.cat(begins).sort().values)
+        ends.append(torch.cat(stops).sort().values)
+    # The n-th run of a key begins at its n-th start. Full blocks may reach past the last key.
+    begin, end = (x[x < seq_k * (seq_q + 1)] for x in (torch.cat(starts), torch.cat(ends)))
+    key = begin // (seq_q + 1)
+    number = torch.arange(key.numel(), device=key.device) - torch.searchsorted(key, key)
+    count = int(number.max()) + 1 if number.numel() else 1
+    if count > MAX_INTERVALS:
+        return None
+    bounds = torch.zeros(2, count, seq_k, dtype=torch.int32, device=key.device)
+    for bound, place in zip(bounds, (begin, end), strict=True):
+        bound[number, key] = (place % (seq_q + 1)).to(torch.int32)
+    return bounds[0], bounds[1]
+
+
+def _places(found: Tensor, row: Tensor, column: Tensor, seq_q: int) -> Tensor:
+    """column * (seq_q + 1) + row where `found` (n, Q, K) is true; row (n, Q), column (n, K)."""
+    n, i, j = found.nonzero().unbind(1)
+    return column[n, j] * (seq_q + 1) + row[n, i]
+
+
 def _function(mask: BlockMask, planes: list[_Blocks]) -> tuple[FunctionMask | None, str]:
     """The mask by its mask_mod; or None, and why not."""
     batch, heads = mask.kv_num_blocks.shape[:2]
@@ -250,8 +325,8 @@ def _dense(mask: BlockMask, planes: list[_Blocks], why: str) -> DenseMask:
     batch, heads = mask.kv_num_blocks.shape[:2]
     if (size := batch * heads * seq_q * seq_k) > DENSE_BYTES:
         raise ValueError(
-            f"block_mask: some key is visible to more than one interval of queries ({why}), and a dense mask of "
-            f"{batch} x {heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than {DENSE_BYTES >> 20}. Make "
+            f"block_mask: some key is visible to more than {MAX_INTERVALS} intervals of queries ({why}), and a dense "
+            f"mask of {batch} x {heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than {DENSE_BYTES >> 20}. Make "
             "attnforge.Spans of intervals, attnforge.DenseMask where that is worth it, or call torch's flex_attention"
         )
     visible = torch.empty(batch, heads, seq_q, seq_k, dtype=torch.bool, device=planes[0].full.device)

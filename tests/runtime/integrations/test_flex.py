@@ -41,6 +41,10 @@ MODS: dict[str, tuple[Mod, type]] = {
     "holes": (lambda b, h, q, k: HOLES[q, k], attnforge.DenseMask),
     "comb": (lambda b, h, q, k: (q // 16 + k // 8) % 3 != h, FunctionMask),
     "images": (lambda b, h, q, k: document(b, h, q, k) | (TEXT[k] & TEXT[q]), FunctionMask),
+    "two windows": (lambda b, h, q, k: (q >= k) & ((q - k < 20) | ((q - k) // 64 == 2)), attnforge.Spans),
+    "ends alone": (lambda b, h, q, k: (q < 3) | (q >= 297) | (q == 128) | (q // 64 == 3), attnforge.Spans),
+    "a run too many": (lambda b, h, q, k: (q % 64 < 63) | (k != 77), FunctionMask),
+    "unions of heads": (lambda b, h, q, k: (q < k) | ((h > 0) & (q > k)), attnforge.Spans),
     "heads": (lambda b, h, q, k: q >= k + h, attnforge.Spans),
     "batch": (lambda b, h, q, k: q >= k * b, attnforge.Spans),
 }
@@ -56,13 +60,28 @@ def dense(mask: Any, seq_q: int, seq_k: int) -> Tensor:
 @pytest.mark.parametrize("block", [128, 64])
 def test_a_block_mask_becomes_what_it_is(name: str, block: int) -> None:
     mod, kind = MODS[name]
-    sizes = {"holes": (1, 1), "heads": (1, 2), "batch": (2, 1)}.get(name, (1, 2))
+    sizes = {"holes": (1, 1), "heads": (1, 2), "unions of heads": (1, 2), "batch": (2, 1)}.get(name, (1, 2))
     mask = create_block_mask(mod, *sizes, 300, 300, device="cpu", BLOCK_SIZE=block)
     ours = attnforge.from_block_mask(mask)
     assert type(ours) is kind
     expected = create_mask(mod, *sizes, 300, 300, device="cpu")
     assert torch.equal(dense(ours, 300, 300).expand(expected.shape), expected)
     assert attnforge.from_block_mask(mask) is ours  # converted once
+
+
+@pytest.mark.parametrize("block", [(128, 64), (32, 128)])
+def test_unions_are_found_a_few_columns_at_a_time(
+    block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "CHUNK", 1)
+    for name in ("two windows", "ends alone"):
+        mask = create_block_mask(MODS[name][0], 1, 1, 300, 260, device="cpu", BLOCK_SIZE=block)
+        ours = attnforge.from_block_mask(mask)
+        assert isinstance(ours, attnforge.Spans)
+        assert ours.intervals == {"two windows": 2, "ends alone": 4}[name]
+        expected = create_mask(MODS[name][0], 1, 1, 300, 260, device="cpu")[0, 0]
+        assert torch.equal(ours.visible(300, 260), expected)
+        assert ours.visible_keys == int(expected.sum()) // 300
 
 
 @given(st.data())
@@ -181,5 +200,5 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"is of \(200, 200\) queries and keys"):
         attnforge.flex_attention(q, q, q, block_mask=short)
     monkeypatch.setattr(flex, "DENSE_BYTES", 1000)
-    with pytest.raises(ValueError, match="more than one interval of queries"):
+    with pytest.raises(ValueError, match="more than 4 intervals of queries"):
         attnforge.from_block_mask(mask)
