@@ -211,8 +211,10 @@ def test_an_entry_that_is_not_what_it_says_is_not_taken(
 def test_cpu_kernels_are_never_taken_from_elsewhere(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for native in ("1", "2"):
         monkeypatch.setenv("CXX", str(fakes.compiler(cache_dir.parent, native=native).path))
+        monkeypatch.setattr(cache, "machine", lambda native=native: f"a processor like {native}")
         cache.obtain(fakes.source())
     monkeypatch.setenv("CXX", str(fakes.compiler(cache_dir.parent, native="3").path))
+    monkeypatch.setattr(cache, "machine", lambda: "a processor like 3")
     monkeypatch.setenv(NO_JIT, "1")
     with pytest.raises(NoCompilerError):
         cache.obtain(fakes.source())
