@@ -108,6 +108,7 @@ class CudaTuning:
     ahead: int = knob(
         "f", "1: a lane loads its next heads before it computes those it has", default=0, quiet=True
     )
+    stream: int = knob("c", "1: heads are the first to leave the caches", default=0, quiet=True)
 
 
 @dataclass(frozen=True)
@@ -267,8 +268,10 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
         raise Infeasible(
             f"persistent {t.persistent}: 0, 1 or 2, and not 0 where each block has sums of weight gradients"
         )
-    if t.warps % t.share or t.ahead not in (0, 1):
-        raise Infeasible(f"share {t.share}, ahead {t.ahead}: a divisor of the {t.warps} warps, and 0 or 1")
+    if t.warps % t.share or t.ahead not in (0, 1) or t.stream not in (0, 1):
+        raise Infeasible(
+            f"share {t.share}, ahead {t.ahead}, stream {t.stream}: a divisor of the {t.warps} warps, 0 or 1, 0 or 1"
+        )
     shared = t.warps * 4 * p.head_dim * 4 if sums else 0
     if shared > _SHARED:
         raise Infeasible(
@@ -333,20 +336,17 @@ def _space(problem: PrologueProblem) -> Iterator[CudaTuning | CpuTuning]:
     widths = [n * size for n in (4, 8, 2, 1) if n * size <= problem.align and half % (n * size) == 0]
     resident = (4, 3, 5, 6, 2, 1) if backward else (6, 8, 5, 4, 3)  # blocks of four warps
     grids = (1, 2) if backward else (0, 1)
-    # Tokens of one warp each, as wide as can be, first: the guess where nothing was measured.
-    for share, ahead in ((1, 0), (4, 0), (2, 0), (1, 1), (4, 1)):
-        rows = (4, 2, 1, 7, 8) if share == 1 else (4, 2, 1)
+    # The guess where nothing was measured is first: a warp for a token.
+    for share, ahead, stream in ((1, 0, 0), (1, 0, 1), (4, 0, 0), (2, 0, 0), (1, 1, 0), (4, 1, 0)):
+        some = None if (share, ahead, stream) == (1, 0, 0) else 3
         for vector in widths[:2]:
             widest = min(32, 1 << (half // vector - 1).bit_length())
-            lanes = (widest, max(1, widest // 2))
-            for choice in product(lanes, resident, rows, (4, 8, 2) if share < 4 else (4, 8), grids):
-                yield _cuda_tuning(vector, *choice, share, ahead)
-
-
-def _cuda_tuning(
-    vector: int, lanes: int, resident: int, rows: int, warps: int, grid: int, share: int, ahead: int
-) -> CudaTuning:
-    return CudaTuning(vector, lanes, rows, warps, max(1, resident * 4 // warps), grid, share, ahead)
+            choices = product(
+                (widest, max(1, widest // 2)), resident[:some], (4, 2, 1, 7, 8)[:some], (4, 8, 2), grids
+            )
+            for lanes, blocks, rows, warps, grid in choices:
+                resident_blocks = max(1, blocks * 4 // warps)
+                yield CudaTuning(vector, lanes, rows, warps, resident_blocks, grid, share, ahead, stream)
 
 
 # ---- Rendering

@@ -137,8 +137,12 @@ class Experts(nn.Module):
         self.generation = make()
 
     def forward(self, x: Pair) -> Pair:
-        """Each row through its expert."""
-        return self.understanding(x[0]), self.generation(x[1])
+        """Each row through its expert, the larger part last: a checkpoint's recomputation omits its last product."""
+        if x[0].shape[0] < x[1].shape[0]:
+            first = self.understanding(x[0])
+            return first, self.generation(x[1])
+        second = self.generation(x[1])
+        return self.understanding(x[0]), second
 
 
 class Project(nn.Module):

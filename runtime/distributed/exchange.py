@@ -45,6 +45,10 @@ class _Piece(NamedTuple):
     k1: int
 
     @property
+    def queries(self) -> tuple[int, int]:
+        return self.q0, self.q1
+
+    @property
     def keys(self) -> tuple[int, int]:
         return self.k0, self.k1
 
@@ -145,7 +149,9 @@ def _take_heads(into: Tensor, x: Tensor, shared: int, first: int, last: int) -> 
     into.unflatten(1, (shared, -1))[:, :, first:last].copy_(rows.permute(2, 0, 3, 1, 4))
 
 
-def _collect(pieces: Sequence[_Piece], flights: Sequence[_Flight], shared: int, like: Tensor) -> Tensor:
+def _collect(
+    heads: Sequence[tuple[int, int]], flights: Sequence[_Flight], shared: int, like: Tensor
+) -> Tensor:
     """All heads in the layout of `like` (B, U h, n, D): what a single flight brings, if it has that layout."""
     landed = [flight.land() for flight in flights]
     if shared == 1 and len(landed) == 1:
@@ -154,8 +160,8 @@ def _collect(pieces: Sequence[_Piece], flights: Sequence[_Flight], shared: int, 
         if all(a == b for a, b, size in strides if size > 1):
             return whole
     into = torch.empty_like(like, device=landed[0].device)
-    for piece, x in zip(pieces, landed, strict=True):
-        _take_heads(into, x, shared, piece.q0, piece.q1)
+    for (first, last), x in zip(heads, landed, strict=True):
+        _take_heads(into, x, shared, first, last)
     return into
 
 
@@ -171,42 +177,41 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
         shared = call.shared
         pieces = _cut(q.shape[1] // shared, k.shape[1] // shared, call.pieces)
-        keys: dict[tuple[int, int], _Flight] = {}
+        keys: dict[tuple[int, int], list[_Flight]] = {}
         flights = []
         for piece in pieces:
             if piece.keys not in keys:
-                keys[piece.keys] = _gather_keys(k, v, call, piece.keys)
-            flights.append(_send_rows(q, call, piece.q0, piece.q1))
-        dims, saved, back, lses = (k.shape[3], v.shape[3]), [], [], []
+                keys[piece.keys] = [_gather_keys(x, call, *piece.keys) for x in (k, v)]
+            flights.append(_send_rows(q, call, *piece.queries))
+        saved, back, lses = [], [], []
         for piece, flight in zip(pieces, flights, strict=True):
-            kv = keys[piece.keys].land()
-            k_u, v_u = (_heads_view(x) for x in kv.split(dims, dim=3))
+            k_u, v_u = (_heads_view(x.land()) for x in keys[piece.keys])
             q_u = _heads_view(flight.land())
             out_u, lse_u = ops.forward(q_u, k_u, v_u, _mask_of(call, piece, q.shape[1]), call.scale)
-            saved += [kv, q_u, out_u, lse_u]
+            saved += [q_u, k_u, v_u, out_u, lse_u]
             back.append(_return_rows(out_u, call))
             if call.return_lse:
                 lses.append(_return_rows(lse_u[..., None], call))
-        out = _collect(pieces, back, shared, _like(q, v.shape[3]))
+        heads = [piece.queries for piece in pieces]
+        out = _collect(heads, back, shared, _like(q, v.shape[3]))
         ctx.save_for_backward(*saved)
-        ctx.call, ctx.pieces, ctx.dims = call, pieces, dims
+        ctx.call, ctx.pieces = call, pieces
         ctx.layouts = [torch.empty_like(x, device="meta") for x in (q, k, v)]
         if not call.return_lse:
             return (out,)
         like = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device="meta")
-        return out, _collect(pieces, lses, shared, like).squeeze(3)
+        return out, _collect(heads, lses, shared, like).squeeze(3)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *dlse: Tensor) -> Any:
         call, pieces, saved = ctx.call, ctx.pieces, ctx.saved_tensors
-        flights = [_send_rows(dout, call, piece.q0, piece.q1) for piece in pieces]
-        rows = [[_send_rows(x[..., None], call, piece.q0, piece.q1) for x in dlse] for piece in pieces]
-        dk, dv = (torch.empty_like(x, device=dout.device) for x in ctx.layouts[1:])
-        back, keys = [], []
-        dkv: Tensor | None = None
+        flights = [_send_rows(dout, call, *piece.queries) for piece in pieces]
+        rows = [[_send_rows(x[..., None], call, *piece.queries) for x in dlse] for piece in pieces]
+        back = []
+        keys: dict[tuple[int, int], list[_Flight]] = {}
+        sums: list[Tensor] = []  # of dk and dv, of several pieces of one kv head
         for index, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
-            kv, q_u, out_u, lse_u = saved[4 * index : 4 * index + 4]
-            k_u, v_u = (_heads_view(x) for x in kv.split(ctx.dims, dim=3))
+            q_u, k_u, v_u, out_u, lse_u = saved[5 * index : 5 * index + 5]
             dlse_u = [_heads_view(row.land()).squeeze(3) for row in rows[index]]
             dq_u, *parts = ops.backward(
                 _heads_view(flight.land()), q_u, k_u, v_u, out_u, lse_u,
@@ -214,26 +219,20 @@ class Attention(torch.autograd.Function):
                 dlse=dlse_u[0] if dlse_u else None,
             )  # fmt: skip
             back.append(_return_rows(dq_u, call))
-            last = piece.keys not in (other.keys for other in pieces[index + 1 :])
-            dkv = _add_keys(dkv, parts, kv, last)
-            if last:
-                keys.append((piece.keys, _return_keys(dkv, kv.dtype, call)))
-                dkv = None
-        dq = _collect(pieces, back, call.shared, ctx.layouts[0])
-        for (first, end), flight in keys:
-            for into, part in zip((dk, dv), flight.land().split(ctx.dims, dim=3), strict=True):
-                _take_heads(into, part, call.shared, first, end)
+            more = piece.keys in (other.keys for other in pieces[index + 1 :])
+            if sums or more:
+                sums = (
+                    [a + b for a, b in zip(sums, parts, strict=True)] if sums else [x.float() for x in parts]
+                )
+            if not more:
+                keys[piece.keys] = _return_keys(sums or parts, k_u.dtype, call)
+                sums = []
+        dq = _collect([piece.queries for piece in pieces], back, call.shared, ctx.layouts[0])
+        dk, dv = (
+            _collect(list(keys), flights, call.shared, like)
+            for flights, like in zip(zip(*keys.values(), strict=True), ctx.layouts[1:], strict=True)
+        )
         return dq, dk, dv, None
-
-
-def _add_keys(dkv: Tensor | None, parts: Sequence[Tensor], kv: Tensor, last: bool) -> Tensor:
-    """dk and dv of a kernel (B, h, rows, D), in the layout of kv, added to those of others: in float32 if there are."""
-    only = dkv is None and last
-    whole = torch.empty_like(kv, dtype=None if only else torch.float32) if dkv is None else dkv
-    for into, part in zip(whole.split([x.shape[3] for x in parts], dim=3), parts, strict=True):
-        view = _heads_view(into)
-        view.copy_(part) if dkv is None else view.add_(part)
-    return whole
 
 
 def _like(q: Tensor, dim: int) -> Tensor:
@@ -252,27 +251,27 @@ def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
     return call.mask.narrow(1, first + piece.q0, piece.q1 - piece.q0)
 
 
-def _gather_keys(k: Tensor, v: Tensor, call: Call, heads: tuple[int, int]) -> _Flight:
-    """k (B, U h, n, D), v (B, U h, n, Dv) -> (W n, B, heads, D + Dv): of this rank's share, those heads of all keys."""
-    shares = [x.unflatten(1, (call.shared, -1))[:, :, slice(*heads)].permute(1, 3, 0, 2, 4) for x in (k, v)]
-    flight = _exchange(torch.cat(shares, dim=4).flatten(0, 1), call.layout.among_heads)
+def _gather_keys(x: Tensor, call: Call, first: int, last: int) -> _Flight:
+    """k or v (B, U h, n, D) -> (W n, B, last - first, D): heads [first, last) of this rank's share, of all keys."""
+    flight = _send_heads(x, call.shared, first, last, call.layout.among_heads)
     group = call.layout.among_rows
     if group is None:
         return flight
-    kv = flight.land()
+    mine = flight.land()
     if torch.compiler.is_compiling():
-        return _Flight(functional.all_gather_tensor(kv, 0, group))
-    whole = kv.new_empty(dist.get_world_size(group) * kv.shape[0], *kv.shape[1:])
-    return _Flight(whole, [all_gather(whole, kv, group, async_op=True)], kv)
+        return _Flight(functional.all_gather_tensor(mine, 0, group))
+    whole = mine.new_empty(dist.get_world_size(group) * mine.shape[0], *mine.shape[1:])
+    return _Flight(whole, [all_gather(whole, mine, group, async_op=True)], mine)
 
 
-def _return_keys(dkv: Tensor, dtype: torch.dtype, call: Call) -> _Flight:
-    """The inverse of both for gradients: (W n, B, h, D + Dv) -> sums (U n, ...), in `dtype`.
+def _return_keys(gradients: Sequence[Tensor], dtype: torch.dtype, call: Call) -> list[_Flight]:
+    """The inverse for dk and dv: (B, h, W n, D) -> sums (U n, B, h, D), in `dtype`.
 
     Ranks exchange what they add up instead of reducing it on the way: kernels' bf16, added in float32 and rounded once.
     """
-    group, mine = call.layout.among_rows, dkv
+    group = call.layout.among_rows
+    parts = [_exchange(x.permute(2, 0, 1, 3).contiguous(), group) for x in gradients]
+    mine = [part.land() for part in parts]
     if group is not None:
-        parts = _exchange(dkv, group).land()
-        mine = parts.unflatten(0, (dist.get_world_size(group), -1)).sum(0)
-    return _exchange(mine.to(dtype), call.layout.among_heads)
+        mine = [x.unflatten(0, (dist.get_world_size(group), -1)).sum(0) for x in mine]
+    return [_exchange(x.to(dtype), call.layout.among_heads) for x in mine]

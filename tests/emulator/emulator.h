@@ -30,6 +30,9 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
+struct uint2 {
+    unsigned x, y;
+};
 struct uint4 {
     unsigned x, y, z, w;
 };
@@ -143,6 +146,14 @@ static inline float __fmul_rn(float x, float y) {
 template <typename T>
 static T __ldg(const T* x) {
     return *x;
+}
+template <typename T>
+static T __ldcs(const T* x) {
+    return *x;
+}
+template <typename T>
+static void __stcs(T* x, T value) {
+    *x = value;
 }
 
 // ---- Shared memory, and instructions of a warp: emulator_warp.cpp ---------------------------------------------------

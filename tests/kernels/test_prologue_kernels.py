@@ -110,10 +110,12 @@ def with_knobs(
     persistent: int | None = None,
     share: int = 1,
     ahead: int = 0,
+    stream: int = 0,
 ) -> PrologueSpec:
     problem = PrologueProblem(direction, Arch.SM80, BF16, head_dim, BF16)
     persistent = int(direction is BACKWARD) if persistent is None else persistent
-    return PrologueSpec(problem, CudaTuning(vector, lanes, rows, warps, blocks, persistent, share, ahead))
+    tuning = CudaTuning(vector, lanes, rows, warps, blocks, persistent, share, ahead, stream)
+    return PrologueSpec(problem, tuning)
 
 
 # dtype, head_dim, of weights, of tables, whether there is a norm; all first guesses.
@@ -133,7 +135,7 @@ KNOBS += [
     (8, 8, 1, 4, 1, 2, 2, 0),
     (8, 8, 1, 4, 1, 1, 4, 1),
     (8, 8, 1, 3, 1, 2, 3, 1),
-    (8, 8, 1, 2, 1, 1, 1, 1),
+    (8, 8, 1, 2, 1, 1, 1, 1, 1),
 ]
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers and half floats as on x86-64")
 
@@ -256,7 +258,7 @@ INFEASIBLE: list[tuple[Direction, int, tuple[int, ...], str]] = [
     (FORWARD, 64, (16, 3, 1, 4, 1), "lanes 3: must be a power of 2"),
     (FORWARD, 256, (16, 2, 1, 4, 1), "a lane would keep 128 values"),
     (FORWARD, 128, (16, 8, 1, 4, 16), "blocks 16 of 128 threads: 1024 a block and 1536 in all"),
-    (FORWARD, 64, (8, 8, 1, 4, 1, 0, 3), "share 3, ahead 0: a divisor of the 4 warps"),
+    (FORWARD, 64, (8, 8, 1, 4, 1, 0, 3), "share 3, ahead 0, stream 0: a divisor of the 4 warps"),
     (BACKWARD, 256, (16, 16, 1, 16, 1), "warps 16: their sums take 65536 bytes"),
     (BACKWARD, 128, (16, 8, 4, 4, 4), "a thread needs about 190 registers, but 4 blocks leave 128"),
 ]
