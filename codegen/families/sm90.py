@@ -367,8 +367,12 @@ DENSE = (
 
 # Of three or four intervals, whose bounds take registers; where V has a head_dim of its own, of fewer.
 INTERVALS = Sm90Forward(128, 128, 2, False, True, True, False)
-# Of scores that read several tensors, whose addresses take more.
-TENSORS = Sm90Forward(128, 64, 3, False, True, False, False)
+# Of scores that read several tensors, whose addresses take more; the tiles that spill least.
+# The keys say whether the mask is causal.
+TENSORS = {
+    True: Sm90Forward(128, 80, 3, False, True, False, False),
+    False: Sm90Forward(128, 64, 3, False, True, False, False),
+}
 
 
 def tunings(problem: Problem) -> Iterator[Sm90Forward]:
@@ -376,7 +380,7 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     narrow = problem.head_dim_v <= 96  # registers of O
     own_long = problem.dim_v and problem.largest_dim > 128
     if len(problem.score.tensors) > 1:
-        yield TENSORS
+        yield TENSORS[problem.mask is Mask.CAUSAL]
     if problem.intervals > 2 or (problem.dim_v and problem.unions):
         yield INTERVALS
     if own_long:

@@ -325,8 +325,8 @@ def _dense(mask: BlockMask, planes: list[_Blocks], why: str) -> DenseMask:
     batch, heads = mask.kv_num_blocks.shape[:2]
     if (size := batch * heads * seq_q * seq_k) > DENSE_BYTES:
         raise ValueError(
-            f"block_mask: some key is visible to more than {MAX_INTERVALS} intervals of queries ({why}), and a "
-            f"dense mask of {batch} x {heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than "
+            f"block_mask: some key is visible to more than {MAX_INTERVALS} intervals of queries ({why}), and a dense "
+            f"mask of {batch} x {heads} x {seq_q} x {seq_k} would take {size >> 20} MiB, more than "
             f"{DENSE_BYTES >> 20}. Make attnforge.Spans of intervals, attnforge.DenseMask where that is worth it, "
             "or call torch's flex_attention"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """What dispatch is asked, in order: direction and visible keys. It forgets all classes before and after."""
     questions: Asked = []
     choose = dispatch.choose
+    signature = inspect.signature(choose)
 
     def recording(problem: Problem, *rest: Any) -> dispatch.Choice:
-        questions.append((problem.direction, rest[-1]))
+        questions.append((problem.direction, signature.bind(problem, *rest).arguments["visible_keys"]))
         return choose(problem, *rest)
 
     monkeypatch.setattr(dispatch, "choose", recording)
