@@ -15,7 +15,6 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -67,9 +66,7 @@ def launcher() -> None:
         if _loaded:
             return
         if not _load_prebuilt():
-            texts = sources()
-            path = cache.publish_directory(entry_name(), lambda directory: build(directory, texts))
-            torch.ops.load_library(str(path / LIBRARY))
+            torch.ops.load_library(str(_cached() / LIBRARY))
         _loaded = True
 
 
@@ -97,13 +94,20 @@ def prebuilt() -> Path | None:
 
 
 def save_prebuilt(folder: Path) -> Path:
-    """Build the launcher for this process's torch and C library into `folder`, under the name that is looked for."""
+    """Put the launcher for this process's torch and C library into `folder`, under the name that is looked for.
+
+    It comes from the cache, or is built there. Errors as `load`.
+    """
     path = folder / f"{key(sources(), libc=False)[:16]}-{'-'.join(platform.libc_ver())}.so"
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as directory:
-        build(Path(directory), sources())
-        shutil.copy(Path(directory) / LIBRARY, path)
+    shutil.copy(_cached() / LIBRARY, path)
     return path
+
+
+def _cached() -> Path:
+    """Directory of the cache that holds the launcher for this machine; built if it is missing."""
+    texts = sources()
+    return cache.publish_directory(entry_name(), lambda directory: build(directory, texts))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -68,13 +68,16 @@ def test_failed_build_says_why_and_publishes_nothing(cache_dir: Path) -> None:
 
 
 def test_a_prebuilt_launcher_needs_the_same_torch_and_no_newer_c_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "PREBUILT", tmp_path)
+    folder = tmp_path / "prebuilt"
+    monkeypatch.setattr(launcher, "PREBUILT", folder)
     monkeypatch.setattr(launcher, "build", lambda directory, texts: (directory / launcher.LIBRARY).touch())
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
     assert launcher.prebuilt() is None
-    path = launcher.save_prebuilt(tmp_path)
+    path = launcher.save_prebuilt(folder)
+    assert path.parent == folder
+    assert len(list(cache_dir.glob("launcher-*"))) == 1
     assert path.name.endswith("-glibc-2.36.so")
     for version, found in (("2.36", path), ("2.100", path), ("2.9", None)):
         monkeypatch.setattr(platform, "libc_ver", lambda version=version: ("glibc", version))
@@ -106,8 +109,9 @@ print(out.sum().item(), q.grad.sum().item())
 """
 
 
-def test_a_platform_wheel_needs_no_compiler(cache_dir: Path, tmp_path: Path) -> None:
+def test_a_platform_wheel_needs_no_compiler(tmp_path: Path) -> None:
     """Its launcher and kernels of a warm cache run where no program is found; without it, the launcher is missing."""
+    cache_dir = tmp_path / "cache"
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ATTNFORGE_CACHE_DIR": str(cache_dir)}
     root = Path(launcher.__file__).parents[2]
     installed = tmp_path / "installed" / "attnforge"
