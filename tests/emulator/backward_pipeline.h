@@ -52,7 +52,7 @@ struct Value {
     bool row_stats = false;  // S or dP has those of its rows
 };
 struct State {
-    std::deque<Read> reads;
+    std::vector<Read> reads;
     int group = 0, complete = 0;  // of products: the one being issued, the first that may be in flight
     std::map<const void*, Value> registers;
     int fenced = 0;  // writes before this one were there at its last fence

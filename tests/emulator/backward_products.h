@@ -53,7 +53,7 @@ template <int groups>
 static void wgmma_wait() {
     give_way();
     current->complete = max(current->complete, current->group - groups);
-    for (; !current->reads.empty() && current->reads.front().group < current->complete; current->reads.pop_front()) {
+    for (; !current->reads.empty() && current->reads.front().group < current->complete; current->reads.erase(current->reads.begin())) {
         const Read& read = current->reads.front();
         require(snapshot(blockIdx.x, read.ranges) == read.writes, "something overwrites what a product reads");
     }

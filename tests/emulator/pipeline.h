@@ -23,12 +23,12 @@ struct Read {  // by a product in flight
     int group;
 };
 struct State {
-    std::deque<Read> reads;
+    std::vector<Read> reads;
     int group = 0;
     int sent = 0;  // arrivals at other blocks that are on their way
     Piece q;
-    std::deque<std::pair<Piece, Piece>> scores;  // first row of Q, of K
-    std::deque<Piece> values;
+    std::vector<std::pair<Piece, Piece>> scores;  // first row of Q, of K
+    std::vector<Piece> values;
     std::set<int> masked;  // key tiles of this work tile that ran mask code
 };
 enum Tensor { kNone, kQ, kK, kV, kOut, kBounds };

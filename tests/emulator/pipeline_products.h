@@ -30,7 +30,7 @@ static void wgmma_fence() {}
 static void wgmma_commit() { ++current->group; }
 static void finish_reads(int groups) {
     give_way();
-    for (; !current->reads.empty() && current->reads.front().group < current->group - groups; current->reads.pop_front()) {
+    for (; !current->reads.empty() && current->reads.front().group < current->group - groups; current->reads.erase(current->reads.begin())) {
         for (const auto& [address, piece] : current->reads.front().pieces) {
             require(!(here().shared[address] != piece), "a copy overwrites what a product reads");
         }
@@ -168,8 +168,8 @@ static void check_tile(const Params& p, const Work& work, int group) {
         require(++met[key0] == 1, "a key tile is met twice");
         const auto [seen, pairs] = count_pairs(p, plane, row, key0);
         require(seen == pairs || current->masked.count(key0), "hidden pairs are not masked");
-        current->scores.pop_front();
-        current->values.pop_front();
+        current->scores.erase(current->scores.begin());
+        current->values.erase(current->values.begin());
     }
     current->masked.clear();
     for (int key0 = 0; has_rows(p, work.tile, group) && key0 < p.seq_k; key0 += kTileN) {
