@@ -248,15 +248,12 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     values = t.vector // p.dtype.bytes
     if t.vector not in (2, 4, 8, 16) or not values or t.vector > p.align or half % values:
         raise Infeasible(
-            f"vector {t.vector}: must be 2, 4, 8 or 16 bytes, at most the alignment {p.align}, and divide half of "
-            f"head_dim {p.head_dim}"
+            f"vector {t.vector}: must be 2 to 16 bytes, within align {p.align}, and divide half of head_dim {p.head_dim}"
         )
     if t.lanes not in (1, 2, 4, 8, 16, 32):
         raise Infeasible(f"lanes {t.lanes}: must be a power of 2 up to 32")
     if t.lanes >= 2 * -(-half // values):
-        raise Infeasible(
-            f"lanes {t.lanes}: more than the {half // values} vectors of half a head can use; lower lanes"
-        )
+        raise Infeasible(f"lanes {t.lanes}: more than the {half // values} vectors of half a head can use")
     vectors = -(-half // (values * t.lanes))  # of half a head that a lane has
     held = 2 * values * vectors
     if held > _LANE_VALUES:

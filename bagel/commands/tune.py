@@ -60,7 +60,7 @@ def place(env: Mapping[str, str]) -> Place:
     help=f"{choices(DType)}. Repeatable.",
 )
 @direction_option()
-@click.option("--everything", is_flag=True, help="Also every problem that stands in any table.")
+@click.option("--everything", is_flag=True, help="Also every problem in any table.")
 @click.option(
     "--seconds", type=click.FloatRange(0), metavar="S", help="Time per problem.  [default: as search]"
 )
