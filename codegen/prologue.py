@@ -248,7 +248,7 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     values = t.vector // p.dtype.bytes
     if t.vector not in (2, 4, 8, 16) or not values or t.vector > p.align or half % values:
         raise Infeasible(
-            f"vector {t.vector}: must be 2 to 16 bytes, at most align {p.align}, and divide head_dim / 2 = {half} elements"
+            f"vector {t.vector}: must be 2 to 16 bytes, at most align {p.align}, and divide head_dim / 2 = {half}"
         )
     if t.lanes not in (1, 2, 4, 8, 16, 32):
         raise Infeasible(f"lanes {t.lanes}: must be a power of 2 up to 32")
