@@ -154,7 +154,7 @@ def balance(
     if ranks < 1 or not packs:
         raise ValueError(f"ranks: {len(packs)} packs for {ranks} ranks; expected at least one of each")
     if move not in ("samples", "packs"):
-        raise ValueError(f"move: {move!r}; it is 'samples' or 'packs'")
+        raise ValueError(f"move: got {move!r}, accepted are 'samples' and 'packs'")
     cost = LayerCost() if cost is None else cost
     given = [_samples(pack, number) for number, pack in enumerate(packs)]
     if move == "packs":
@@ -223,7 +223,7 @@ def _deal(given: list[list[_Sample]], count: int, room: int, cost: LayerCost) ->
     """`count` packs of all samples, none with more than `room` tokens."""
     every = [sample for part in given for sample in part]
     if (longest := max((sample.tokens for sample in every), default=0)) > room:
-        raise ValueError(f"capacity: {room} tokens, but a sample has {longest}")
+        raise ValueError(f"capacity: {room} tokens, but a sample has {longest}; pass at least that many")
     cost = LayerCost(cost.token, cost.pair)  # every pack has the fixed part
     as_given = [list(part) for part in given] + [[] for _ in range(count - len(given))]
     starts = [_slowest_first(every, count, room, cost), _largest_first(every, count, room)]
@@ -232,7 +232,8 @@ def _deal(given: list[list[_Sample]], count: int, room: int, cost: LayerCost) ->
     tried = [_improve(start, room, cost) for start in starts if start is not None]
     if not tried:
         raise ValueError(
-            f"capacity: {len(every)} samples of {_work(every)[0]} tokens do not fit {count} packs of {room}"
+            f"capacity: {len(every)} samples of {_work(every)[0]} tokens do not fit {count} packs of {room}; "
+            "raise capacity, or pass packs with fewer tokens"
         )
     return min(tried, key=lambda packs: max(cost.seconds(*_work(part)) for part in packs))
 

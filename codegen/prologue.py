@@ -248,25 +248,27 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     values = t.vector // p.dtype.bytes
     if t.vector not in (2, 4, 8, 16) or not values or t.vector > p.align or half % values:
         raise Infeasible(
-            f"vector {t.vector}: bytes that divide rows aligned to {p.align} and half of head_dim {p.head_dim}"
+            f"vector {t.vector}: must be 2 to 16 bytes, at most align {p.align}, and divide head_dim / 2 = {half}"
         )
     if t.lanes not in (1, 2, 4, 8, 16, 32):
         raise Infeasible(f"lanes {t.lanes}: must be a power of 2 up to 32")
     if t.lanes >= 2 * -(-half // values):
-        raise Infeasible(f"lanes {t.lanes}: {half // values} vectors of half a head keep fewer busy")
+        raise Infeasible(f"lanes {t.lanes}: more than the {half // values} vectors of half a head can use")
     vectors = -(-half // (values * t.lanes))  # of half a head that a lane has
     held = 2 * values * vectors
     if held > _LANE_VALUES:
         raise Infeasible(
-            f"lanes {t.lanes}: a lane would keep {held} values of a head, {_LANE_VALUES} at most"
+            f"lanes {t.lanes}: a lane would keep {held} values of a head, at most {_LANE_VALUES} fit; raise lanes"
         )
     threads = 32 * t.warps
     if threads > 1024 or threads * t.blocks > 1536:
-        raise Infeasible(f"blocks {t.blocks} of {threads} threads: 1024 a block and 1536 in all at most")
+        raise Infeasible(
+            f"blocks {t.blocks} of {threads} threads: at most 1024 a block and 1536 in all; lower warps or blocks"
+        )
     sums = p.direction is Direction.BACKWARD and p.norm
     if t.persistent not in (0, 1, 2) or (sums and not t.persistent):
         raise Infeasible(
-            f"persistent {t.persistent}: 0, 1 or 2, and not 0 where each block has sums of weight gradients"
+            f"persistent {t.persistent}: must be 0, 1 or 2, and 1 or 2 where each block sums gradients of weights"
         )
     if t.warps % t.share or t.ahead not in (0, 1) or t.stream not in (0, 1):
         raise Infeasible(
@@ -275,12 +277,14 @@ def _cuda_plan(spec: PrologueSpec, t: CudaTuning) -> ProloguePlan:
     shared = t.warps * 4 * p.head_dim * 4 if sums else 0
     if shared > _SHARED:
         raise Infeasible(
-            f"warps {t.warps}: their sums take {shared} bytes of shared memory, {_SHARED} at most"
+            f"warps {t.warps}: their sums take {shared} bytes of shared memory, at most {_SHARED} are used; lower warps"
         )
     need = _registers(p, t, held)
     there = min(REGISTER_LIMIT, REGISTER_FILE // (threads * t.blocks) // 8 * 8)  # they come in eights
     if need > there:
-        raise Infeasible(f"a thread needs about {need} registers, but {t.blocks} blocks leave {there}")
+        raise Infeasible(
+            f"blocks {t.blocks}: a thread needs about {need} registers, but {there} are available; lower blocks"
+        )
     constants = {"values": values, "vectors": vectors, "ragged": int(vectors * values * t.lanes != half)}
     blocks = t.blocks if t.persistent else 0
     return ProloguePlan(

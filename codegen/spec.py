@@ -132,7 +132,7 @@ class Problem:
     A field with a default is optional for kernel families: one that does not honour a value refuses it.
     """
 
-    direction: Direction = field(metadata=about("Half of the operator", cli=Direction.FORWARD))
+    direction: Direction = field(metadata=about("Pass", cli=Direction.FORWARD))
     arch: Arch = field(metadata=about("Compilation target", cli=Arch.SM80))
     dtype: DType = field(metadata=about("Element type", cli=DType.BFLOAT16, match="near"))
     head_dim: int = field(metadata=about("Columns of q and k", "d", cli=128))

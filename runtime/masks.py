@@ -187,7 +187,9 @@ class Spans(_Listed):
     def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:
         """Dense bool mask (seq_q, seq_k) or (batch or 1, heads or 1, seq_q, seq_k), True = visible. For tests."""
         if self.seq_k != seq_k:
-            raise ValueError(f"mask: is of {self.seq_k} keys, but there are {seq_k}")
+            raise ValueError(
+                f"mask: is of {self.seq_k} keys, but there are {seq_k}; expected seq_k={self.seq_k}"
+            )
         return self.visible_rows(torch.arange(seq_q, device=device))
 
     def __and__(self, other: Spans) -> Spans:
@@ -394,7 +396,9 @@ class FunctionMask(_Listed):
             if not formula.reads(leaf):
                 continue
             if size is None:
-                raise ValueError(f"{name}: the function of the mask depends on {leaf}; pass their number")
+                raise ValueError(
+                    f"{name}: got None, but the function of the mask depends on {leaf}; pass {name}=N"
+                )
             shape[axis] = size
             index[leaf] = torch.arange(size, device=rows.device).int().view(-1, *(1,) * (3 - axis))
         return evaluate(formula, index, self.tensors).expand(shape)
@@ -410,7 +414,7 @@ class FunctionMask(_Listed):
         """Dense bool mask (seq_q, seq_k) or (batch or 1, heads or 1, seq_q, seq_k), True = visible. For tests."""
         if (self.seq_q, self.seq_k) != (seq_q, seq_k):
             raise ValueError(
-                f"mask: is of {self.seq_q} x {self.seq_k} pairs, but these are {seq_q} x {seq_k}"
+                f"mask: is of {self.seq_q} x {self.seq_k} pairs, but got seq_q={seq_q} and seq_k={seq_k}"
             )
         seen = self.visible_rows(torch.arange(seq_q, device=device), batch, heads)
         return seen[0, 0] if seen.shape[:2] == (1, 1) else seen

@@ -150,7 +150,9 @@ def _sources(
     lists = {name: _pair(name, x) for name, x in named.items()}
     for name, tensors in lists.items():
         if len(tensors) != len(lists["q"]):
-            raise ValueError(f"{name}: expected {len(lists['q'])} tensors, one for each expert, as q has")
+            raise ValueError(
+                f"{name}: got {len(tensors)} tensors, expected {len(lists['q'])}, one for each expert, as q has"
+            )
         for x in tensors:
             if x.dim() != 3:
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (tokens, heads, head_dim)")
@@ -163,7 +165,7 @@ def _fused(x: Tensor, heads: int) -> Tensor:
         x = x.unflatten(1, (heads, x.shape[1] // heads))
     if x.dim() != 3 or x.shape[1] != heads:
         raise ValueError(
-            f"q: got shape {tuple(x.shape)}, expected (tokens, {heads} head_dim): heads_q + 2 heads_kv = {heads}"
+            f"q: got shape {tuple(x.shape)}, expected (tokens, {heads} * head_dim) with heads_q + 2 heads_kv = {heads}"
         )
     return x
 
@@ -171,7 +173,9 @@ def _fused(x: Tensor, heads: int) -> Tensor:
 def _weights(q_weight: Pair | None, k_weight: Pair | None, experts: ExpertRows | None) -> list[Tensor]:
     """For q and k, expert by expert; none without a norm."""
     if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight, k_weight: expected both or neither")
+        raise ValueError(
+            f"q_weight, k_weight: expected both or neither, but {'q' if q_weight is None else 'k'}_weight is None"
+        )
     if q_weight is None or k_weight is None:
         return []
     pairs = [_pair("q_weight", q_weight), _pair("k_weight", k_weight)]
@@ -203,7 +207,7 @@ def _tables(cos: Tensor, sin: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name}: requires grad, but its gradient is not implemented; detach it")
         found.append(x[:, : head_dim // 2])
     if cos.dtype != sin.dtype:
-        raise ValueError(f"sin: is {sin.dtype}, but cos is {cos.dtype}")
+        raise ValueError(f"sin: is {sin.dtype}, but cos is {cos.dtype}; expected one dtype")
     return found[0], found[1]
 
 
@@ -239,14 +243,16 @@ def _check(
                 f"torch.float32 on {first.device}"
             )
         if x.dtype != weights[0].dtype:
-            raise ValueError(f"{name}: is {x.dtype}, but q_weight is {weights[0].dtype}")
+            raise ValueError(f"{name}: is {x.dtype}, but q_weight is {weights[0].dtype}; expected one dtype")
 
 
 def _check_sources(sources: list[Tensor], parts: int, experts: ExpertRows | None) -> None:
     """One dtype, device and head_dim; heads and rows that fit."""
     first = sources[0]
     if len(sources) > parts and experts is None:
-        raise ValueError("experts: is missing; q is a pair")
+        raise ValueError(
+            "experts: is missing, but q is a pair of tensors; pass ExpertRows(first, second, tokens)"
+        )
     for i, x in enumerate(sources):
         name, expert = "qkv"[i % parts], i // parts
         if x.dtype != first.dtype or x.device != first.device:

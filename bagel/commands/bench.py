@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def bench(
     selection: Selection, suite: str, peers: str | None, json_out: Path | None, markdown: Path | None
 ) -> None:
-    """Time our kernels against their peers: SDPA's backends, FlexAttention, and what else is installed
-    of FlashAttention 3 and 4 and cudnn.flex_attention.
+    """Time our kernels against their peers: SDPA's backends, FlexAttention, and those that are installed of
+    FlashAttention 3, FlashAttention 4 and cudnn.flex_attention.
 
     Each peer is timed interleaved with ours.
     """

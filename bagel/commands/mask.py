@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--tile-n", **number(128), help="Keys per tile.")
 @click.option("--vit", is_flag=True, help="The vision encoder's mask, not the LLM's.")
 def mask(pack: str, out: Path, tile_m: int, tile_n: int, vit: bool) -> None:
-    """Draw a mask, and the tiles that a kernel computes, at true aspect.
+    """Draw a mask and the tiles that a kernel computes, to scale.
 
     PACK is a pack (pretrain/0, packs.jsonl:7), a mask with lengths (causal/2048, window:512/4096, causal/512/8192),
     or a .npy or .npz file as `search --mask` takes it. A PNG of a pack also shows its documents.

@@ -84,5 +84,5 @@ def _search(
         table.add_row(result.spec.slug, f"{result.ms:.4f}", f"{result.gbps:.0f}", str(result.spill_bytes))
     console.print(table)
     if not found.leaders:
-        raise click.ClickException(f"none of {found.tried} variants worked")
+        raise click.ClickException(f"none of {found.tried} variants worked; the reasons are above")
     echo(f"{found.tried} variants; the winner is in {short_path(keep(found.leaders[0], workload, folder))}")

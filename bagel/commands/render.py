@@ -51,9 +51,15 @@ def _option(f: ProblemField) -> dict[str, Any]:
 
 @click.command(short_help="Print a kernel's source, or update generated/.")
 @problem_options
-@click.option("--set", "knobs", multiple=True, metavar="KNOB=N", help="All knobs.  [default: a first guess]")
 @click.option(
-    "--prologue", metavar="NAME", help="A kernel of qk_norm_rope by its name; no other option counts."
+    "--set",
+    "knobs",
+    multiple=True,
+    metavar="KNOB=N",
+    help="A knob's value. Give all knobs or none.  [default: a first guess]",
+)
+@click.option(
+    "--prologue", metavar="NAME", help="A kernel of qk_norm_rope by its name; the other options are ignored."
 )
 @out_option("--out", help="Write to this file instead of the terminal.")
 @click.option("--tuned", is_flag=True, help="Update the example sources in generated/.")

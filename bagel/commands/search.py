@@ -34,7 +34,7 @@ def _values(
     return found
 
 
-@click.command(short_help="Find the fastest kernels for a pack.")
+@click.command(short_help="Find the fastest kernels for a problem.")
 @selecting
 @click.option(
     "--seconds",
@@ -80,7 +80,7 @@ def search(
     workers: int | None,
     json_out: Path | None,
 ) -> None:
-    """Find the fastest kernels for a pack and add them to the tuned table.
+    """Find the fastest kernels for a problem and add them to the tuned table.
 
     `attnforge.attention` uses the winners from then on. Tables are read from the folders of ATTNFORGE_TABLES
     (default: the user's data folder), then from the package; winners are written to the first one.

@@ -124,7 +124,7 @@ def _mask(name: str, request: Request, device: torch.device) -> str:
     """The pack of one --mask."""
     if is_mask_file(name):
         if request.length is not None:
-            raise ValueError(f"--length: {name} has a length of its own")
+            raise ValueError(f"--length: {name} has a length of its own; leave --length out")
         return name
     if not NAMED_MASK.fullmatch(name):
         raise ValueError(f"--mask: {name!r} is neither causal, full, window:N nor a .npy or .npz file")
@@ -140,7 +140,7 @@ def _model(request: Request) -> str | None:
     known = None if request.model is None else model_of(request.model)
     if known is None and (request.heads is None or request.head_dim is None):
         given, lacks = ("--heads", "--head-dim") if request.heads else ("--head-dim", "--heads")
-        raise ValueError(f"{given}: {lacks} is missing, or a --model that has the rest")
+        raise ValueError(f"{given}: {lacks} is missing; give it, or a --model that has the rest")
     heads = request.heads or (known.heads_q, known.heads_kv) if known else request.heads
     assert heads is not None
     head_dim = request.head_dim or (known.head_dim if known else 0)

@@ -60,7 +60,7 @@ def place(env: Mapping[str, str]) -> Place:
     help=f"{choices(DType)}. Repeatable.",
 )
 @direction_option()
-@click.option("--everything", is_flag=True, help="Also every problem that stands in any table.")
+@click.option("--everything", is_flag=True, help="Also every problem in any table.")
 @click.option(
     "--seconds", type=click.FloatRange(0), metavar="S", help="Time per problem.  [default: as search]"
 )
@@ -89,8 +89,8 @@ def tune(
     """Search every problem of a device and add the winners to its tuned table.
 
     Processes that share --dir share the work: `torchrun --nproc-per-node 4 -m attnforge.cli tune` takes four GPUs, a
-    Slurm array as many as it has tasks. There is no server: each problem is a lock in DIR, and what a killed process
-    leaves, another one takes over. Each problem has a JSONL log there. Run the command again to go on.
+    Slurm array as many as it has tasks. There is no server: each problem has a lock and a JSONL log in DIR.
+    Another process continues what a killed one leaves. Run the command again to continue an interrupted search.
     """
     from attnforge.bagel.commands.selection import Request, select
     from attnforge.bagel.measure.tuning_set import chosen, measured

@@ -54,7 +54,9 @@ def kept_tiles(problem: Problem) -> int:
 def require_any_order(spec: Spec, deterministic: bool) -> None:
     """Infeasible if a backward that adds to gradients of captured tensors in any order must be deterministic."""
     if deterministic and spec.problem.score.wanted:
-        raise Infeasible("deterministic: gradients of a score's tensors are added in any order")
+        raise Infeasible(
+            "deterministic: gradients of a score's tensors are added in any order; pass deterministic=False"
+        )
 
 
 def require_words(spec: Spec) -> None:

@@ -122,12 +122,12 @@ def _split(
     p, columns = spec.problem, up(spec.problem.head_dim_v, 8)
     if p.in_planes or p.score:
         raise Infeasible(
-            "splits: the q heads of a kv head share tiles, so that a score or a mask of each has no place"
+            "splits: the q heads of a kv head share tiles, which takes one mask for all of them and no score"
         )
     results = t.splits * t.tile_m * (columns + 1) * 4
     if results > shared:
         raise Infeasible(
-            f"splits: results of warps take {results} bytes, {results - shared} more than there are"
+            f"splits: the warps' results take {results} bytes, {results - shared} more than its shared memory has"
         )
     overlaps = p.arch.since_hopper
     constants |= {"combine_threads": COMBINE_THREADS, "overlaps": overlaps}

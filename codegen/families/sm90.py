@@ -236,7 +236,7 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
     if t.q_buffers:
         if q_buffers == 1:
-            raise Infeasible("q_buffers 1: two do not fit anyway")
+            raise Infeasible("q_buffers 1: is what 0 chooses here, as two buffers of Q do not fit")
         q_buffers = 1
     shared += q_buffers * (q_bytes + 16)
     if t.dynamic and (q_buffers < 2 or mask is not Mask.SPANS):

@@ -113,15 +113,17 @@ def _require_knobs(p: Problem, t: Sm90Backward) -> None:
     if t.loaders not in (0, 1, 2):
         raise Infeasible(f"loaders {t.loaders}: must be 1 or 2, or 0, which chooses")
     if t.loaders == _loaders(replace(t, loaders=0)):
-        raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here")
+        raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here; set it to 0")
     if t.helper_threads not in (128, 256, 512):
         raise Infeasible(f"helper_threads {t.helper_threads}: must be 128, 256 or 512")
     if t.dq_red and (t.lag or t.deterministic):
         raise Infeasible(
-            "dq_red: with lag registers do not suffice, deterministic sums take a warp that waits"
+            "dq_red: needs lag 0 (registers do not suffice) and deterministic 0 (its sums need a warp that waits)"
         )
     if t.dq_red and _uneven(t, p.head_dim):
-        raise Infeasible(f"dq_red: with head_dim {p.head_dim} consumers have different shares of dQ")
+        raise Infeasible(
+            f"dq_red: must be 0 with head_dim {p.head_dim}, whose consumers have different shares of dQ"
+        )
 
 
 def _loaders(t: Sm90Backward) -> int:

@@ -92,7 +92,9 @@ def plan(spec: Spec) -> Plan:
     live = live_registers(p, t)
     over = live + REGISTERS_BESIDES - consumer_registers
     if over > 0:
-        raise Infeasible(f"registers: the tiles take {live} of a consumer thread, {over} more than fit")
+        raise Infeasible(
+            f"registers: the tiles take {live} per consumer thread, {over} more than are available"
+        )
     descending = t.descending or (t.deterministic and p.mask is not Mask.FULL)
     return Plan(
         spec=spec,
@@ -173,7 +175,7 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
     if t.pair:
         _require_pair(p, t)
     elif t.multicast:
-        raise Infeasible("multicast: takes a pair of blocks")
+        raise Infeasible("multicast: needs pair 1, as the two blocks of a pair load for each other")
     for name in ("stages", "stages_dout"):
         if not 1 <= getattr(t, name) <= 4:
             raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
@@ -185,11 +187,9 @@ def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
     if t.tile_n != PAIR * PAIR_KEYS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
     if t.stages < 2:
-        raise Infeasible(
-            f"stages {t.stages}: a pair of blocks takes two or more, as S runs a step ahead of dK"
-        )
+        raise Infeasible(f"stages {t.stages}: must be at least 2 with pair 1, as S runs a step ahead of dK")
     if t.deterministic:
-        raise Infeasible("deterministic: pairs of blocks add to dQ in any order")
+        raise Infeasible("deterministic: needs pair 0; the blocks of a pair add to dQ in any order")
     if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
         raise Infeasible(
             f"head_dim {p.head_dim} and {p.head_dim_v} of v: pairs of blocks take 192 and 256, and 128 and more of v"

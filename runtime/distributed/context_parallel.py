@@ -199,7 +199,9 @@ class ContextParallel:
                 f"{rows} rows of q"
             )
         if isinstance(mask, FunctionMask):
-            raise ValueError("mask: a function of the mask is not supported here; make Spans or a DenseMask")
+            raise ValueError(
+                "mask: got a mask_mod, which context_parallel does not support; make Spans or a DenseMask"
+            )
         if isinstance(mask, (Spans, DenseMask)):
             length = mask.seq_k
             if isinstance(mask, Spans) and mask.planes[1] > 1:
@@ -240,7 +242,9 @@ class ContextParallel:
         """U: by default that for which a rank sends the least, the greatest where others save less than a fifth."""
         if self._heads is not None:
             if heads_kv % self._heads:
-                raise ValueError(f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v")
+                raise ValueError(
+                    f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v; use a divisor of them"
+                )
             return self._heads
         most = math.gcd(self.world, heads_kv)
         if computed is None:

@@ -47,7 +47,9 @@ def attention_on_dtensors(
     """
     mesh, placements = _common(q, k, v)
     if isinstance(mask, FunctionMask):
-        raise ValueError("mask: a function of the mask is not supported on DTensors; pass local tensors")
+        raise ValueError(
+            "mask: got a mask_mod, which is not supported with DTensors; pass local tensors (to_local())"
+        )
     if isinstance(mask, (Spans, DenseMask)):
         mask = _local_mask(mask, q, k, mesh, placements)
     local_q, local_k, local_v = (_local(x) for x in (q, k, v))

@@ -65,7 +65,9 @@ def flex_attention(
     if return_aux is not None and return_aux.max_scores:
         raise ValueError("return_aux: max_scores is not supported; only lse is")
     if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError(f"enable_gqa: is False, but q has {query.shape[1]} heads and k {key.shape[1]}")
+        raise ValueError(
+            f"enable_gqa: is False, but q has {query.shape[1]} heads and k {key.shape[1]}; pass enable_gqa=True"
+        )
     mask = None if block_mask is None else from_block_mask(block_mask)
     if block_mask is not None and tuple(block_mask.seq_lengths) != (query.shape[2], key.shape[2]):
         raise ValueError(

@@ -358,7 +358,8 @@ def _allowed(specs: Sequence[Spec], scope: Scope) -> list[Spec]:
         raise ValueError(f"knob: there is no {', '.join(sorted(unknown))}; the knobs are {knobs}")
     allowed = [spec for spec in specs if scope.allows(spec)]
     if not allowed:
-        raise Infeasible("knob: no feasible variant has all of these values")
+        given = ", ".join(f"{name}={','.join(map(str, sorted(v)))}" for name, v in scope.values.items())
+        raise Infeasible(f"knob: no feasible variant has all of these values: {given}; allow more of them")
     return allowed
 
 

@@ -188,7 +188,7 @@ def test_the_default_is_the_measured_layer() -> None:
     [
         ({"ranks": 0}, "ranks: 4 packs for 0 ranks"),
         ({"ranks": 3, "move": "packs"}, "packs: 4 do not divide among 3 ranks"),
-        ({"ranks": 4, "move": "splits"}, "move: 'splits'"),
+        ({"ranks": 4, "move": "splits"}, "move: got 'splits'"),
         ({"ranks": 4, "capacity": 7000}, "capacity: 7000 tokens, but a sample has 7703"),
         ({"ranks": 4, "capacity": 7800}, "capacity: 11 samples of 32669 tokens do not fit 4 packs of 7800"),
     ],

@@ -93,7 +93,7 @@ def test_results(direction: str, mask: Mask, values: dict[str, int]) -> None:
         ("fwd", Mask.SPANS, {"polynomial": 3}, "must be 0, 2, 4"),
         ("fwd", Mask.CAUSAL, {"order": 1}, "whose order is fixed"),
         ("bwd", Mask.SPANS, {"loaders": 1}, "is what 0 chooses here"),
-        ("bwd", Mask.SPANS, {"dq_red": 1, "deterministic": 1}, "deterministic sums take a warp that waits"),
+        ("bwd", Mask.SPANS, {"dq_red": 1, "deterministic": 1}, "its sums need a warp that waits"),
         ("bwd", Mask.SPANS, {"helper_threads": 100}, "must be 128, 256 or 512"),
     ],
     ids=str,

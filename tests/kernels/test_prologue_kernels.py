@@ -253,14 +253,14 @@ def test_slugs_are_read_back() -> None:
 
 INFEASIBLE: list[tuple[Direction, int, tuple[int, ...], str]] = [
     (FORWARD, 63, (16, 8, 1, 4, 1), "head_dim 63: rotary embedding takes even ones up to 256"),
-    (FORWARD, 72, (16, 8, 1, 4, 1), "vector 16: bytes that divide"),
-    (FORWARD, 64, (16, 8, 1, 4, 1), "lanes 8: 4 vectors of half a head"),
+    (FORWARD, 72, (16, 8, 1, 4, 1), "vector 16: must be 2 to 16 bytes"),
+    (FORWARD, 64, (16, 8, 1, 4, 1), "lanes 8: more than the 4 vectors of half a head"),
     (FORWARD, 64, (16, 3, 1, 4, 1), "lanes 3: must be a power of 2"),
     (FORWARD, 256, (16, 2, 1, 4, 1), "a lane would keep 128 values"),
-    (FORWARD, 128, (16, 8, 1, 4, 16), "blocks 16 of 128 threads: 1024 a block and 1536 in all"),
+    (FORWARD, 128, (16, 8, 1, 4, 16), "blocks 16 of 128 threads: at most 1024 a block and 1536 in all"),
     (FORWARD, 64, (8, 8, 1, 4, 1, 0, 3), "share 3, ahead 0, stream 0: a divisor of the 4 warps"),
     (BACKWARD, 256, (16, 16, 1, 16, 1), "warps 16: their sums take 65536 bytes"),
-    (BACKWARD, 128, (16, 8, 4, 4, 4), "a thread needs about 190 registers, but 4 blocks leave 128"),
+    (BACKWARD, 128, (16, 8, 4, 4, 4), "blocks 4: a thread needs about 190 registers, but 128 are available"),
 ]
 
 
@@ -273,7 +273,7 @@ def test_what_is_infeasible_says_why(
 
 
 def test_sums_need_a_persistent_grid() -> None:
-    with pytest.raises(Infeasible, match="persistent 0: 0, 1 or 2, and not 0 where each block has sums"):
+    with pytest.raises(Infeasible, match="persistent 0: must be 0, 1 or 2, and 1 or 2 where each block sums"):
         make_plan(PrologueSpec(PrologueProblem(BACKWARD, Arch.SM80, BF16, 64), CudaTuning(8, 8, 1, 4, 4, 0)))
     forward = PrologueSpec(PrologueProblem(FORWARD, Arch.SM80, BF16, 64), CudaTuning(8, 8, 1, 4, 4, 1))
     assert make_plan(forward).blocks == 4

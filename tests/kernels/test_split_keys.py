@@ -117,7 +117,7 @@ def test_plan() -> None:
         ({"score": ScoreMod("twice: score * 2.0")}, (16, 64, 4, 2, False, 4), "splits: the q heads"),
         ({}, (16, 64, 4, 2, False, 3), "warps 4: must be a multiple of 3"),
         ({}, (16, 32, 4, 2, False, 4), "tile_n 32: must be a multiple of 64"),
-        ({}, (128, 64, 8, 1, True, 1), "splits: results of warps take"),
+        ({}, (128, 64, 8, 1, True, 1), "splits: the warps' results take"),
         ({}, (64, 64, 8, 1, False, 0, 4), "o_splits: needs splits 1, stages 1"),
         ({}, (64, 64, 8, 1, False, 1, 4), "head_dim 128: must be a multiple of 256"),
         ({"head_dim": 300}, (64, 64, 8, 1, False, 1, 2), "head_dim 300: must be a multiple of 128"),

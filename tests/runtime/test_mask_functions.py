@@ -131,7 +131,7 @@ def test_wrong_arguments_are_named() -> None:
         attnforge.attention(x.q, x.k, x.v, short)
     with pytest.raises(ValueError, match=r"mask: is of shape \(None, None, 7, 5\)"):
         attnforge.attention(x.q, x.k, x.v, masks.mask_mod(lambda b, h, i, j: i > j, 7, 5, "cpu"))
-    with pytest.raises(ValueError, match="batch: the function of the mask depends on b"):
+    with pytest.raises(ValueError, match="batch: got None, but the function of the mask depends on b"):
         mask_of("documents").visible(SHAPE.seq_q, SHAPE.seq_k)
     with pytest.raises(TypeError, match="function: got Tensor"):
         masks.mask_mod(torch.ones(5, 7), 5, 7, "cpu")  # type: ignore[arg-type]

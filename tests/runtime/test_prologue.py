@@ -252,7 +252,7 @@ def test_multimodal_tables_take_each_section_from_its_positions() -> None:
 
 WRONG = [
     ({"heads": None}, "k: is missing; a fused projection needs heads="),
-    ({"heads": (5, 3)}, r"q: got shape \(23, 9, 64\), expected \(tokens, 11 head_dim\)"),
+    ({"heads": (5, 3)}, r"q: got shape \(23, 9, 64\), expected \(tokens, 11 \* head_dim\)"),
     ({"experts": None}, "q_weight: expected 1 tensor"),
     ({"k_weight": None}, "q_weight, k_weight: expected both or neither"),
     ({"q_weight": torch.ones(64)}, "q_weight: expected 2 tensors, one for each expert"),

@@ -216,7 +216,7 @@ def check_reuse(mesh: DeviceMesh) -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             cp(bad[0], bad[1], bad[2], mask)
     function = attnforge.masks.mask_mod(lambda b, h, i, j: i != j, 4, 4, "cpu")
-    with pytest.raises(ValueError, match="mask: a function of the mask is not supported here"):
+    with pytest.raises(ValueError, match="mask: got a mask_mod, which context_parallel does not support"):
         cp(q, k, v, function)
 
 
