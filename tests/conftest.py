@@ -18,7 +18,7 @@ import pytest
 from attnforge.codegen.spec import Arch, Spec
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
 from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, TABLES
-from attnforge.runtime.build.toolchain import toolchain
+from attnforge.runtime.build.toolchain import NVCC_PLACES, find_nvcc, toolchain
 
 if TYPE_CHECKING:  # a run that is all skipped does without
     import torch
@@ -114,6 +114,14 @@ def deterministic_mode() -> Iterator[None]:
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled by nvcc, also where NVRTC would be taken; the test is skipped where there is none."""
+    if find_nvcc(dict(os.environ)) is None:
+        pytest.skip(NVCC_PLACES)
+    monkeypatch.setenv(COMPILER, "nvcc")
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import tables
-from attnforge.runtime.build.settings import COMPILER
 
 # [knobs..., registers, milliseconds] of every variant of a search: H200, mma.sync, finetune/0 28/4/128 bf16 spans.
 MEASURED = json.loads((Path(__file__).parent / "data" / "sm90_finetune0.json").read_text())
@@ -127,9 +126,8 @@ def test_measured_entries_come_first() -> None:
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.value)
-def test_chosen_kernels_spill_nothing(arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_kernels_spill_nothing(arch: Arch, nvcc: None, tmp_path: Path) -> None:
     """One of each table; `attnforge model` compiled all of them."""
-    monkeypatch.setenv(COMPILER, "nvcc")
     entries = tables.load(arch.value, tables.PACKAGED / tables.MODELLED)
     entry = entries[ARCHS.index(arch) * 5 % len(entries)]
     _, resources = compile_strictly(render(entry.spec), tmp_path)

@@ -19,7 +19,6 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, ops, tables
-from attnforge.runtime.build.settings import COMPILER
 from attnforge.runtime.export import alignment
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.search.reference import reference
@@ -77,14 +76,11 @@ def test_what_does_not_fit(tuning: Fp32Forward, reason: str) -> None:
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("mask", list(Mask), ids=lambda mask: mask.value)
 @pytest.mark.parametrize("dim", [41, 56])
-def test_it_compiles_without_spills(
-    dim: int, mask: Mask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(COMPILER, "nvcc")
-    tuning = TUNINGS[dim % 2] if mask is Mask.DENSE else TUNINGS[1 - dim % 2]
-    _, resources = compile_strictly(render(spec_of(tuning, Arch.SM89, dim, mask)), tmp_path)
+def test_it_compiles_without_spills(dim: int, nvcc: None, tmp_path: Path) -> None:
+    tunings = {mask: TUNINGS[dim % 2] if mask is Mask.DENSE else TUNINGS[1 - dim % 2] for mask in Mask}
+    specs = [spec_of(tuning, Arch.SM89, dim, mask) for mask, tuning in tunings.items()]
+    _, resources = compile_strictly([render(spec) for spec in specs], tmp_path)
     assert all(used["spill_bytes"] == 0 for used in resources.values())
 
 

@@ -148,11 +148,12 @@ def test_the_workspace_holds_three_parts_of_k_and_v() -> None:
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize(("dim", "mask"), [(41, "dense"), (64, "spans"), (128, "dense"), (160, "causal")])
-def test_defaults_compile_cleanly(dim: int, mask: str, tmp_path: Path) -> None:
-    align = 4 if dim == 41 else 16
-    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.FLOAT32, dim, Mask(mask), align)
-    log = check_resources(render(next(candidates(problem))), tmp_path)
+def test_defaults_compile_cleanly(nvcc: None, tmp_path: Path) -> None:
+    problems = [
+        Problem(Direction.FORWARD, Arch.SM90A, DType.FLOAT32, dim, Mask(mask), 4 if dim == 41 else 16)
+        for dim, mask in ((41, "dense"), (64, "spans"), (128, "dense"), (160, "causal"))
+    ]
+    log = check_resources([render(next(candidates(problem))) for problem in problems], tmp_path)
     assert not SERIALISED.search(log), log
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from jinja2 import Environment, FileSystemLoader
-from strict_nvcc import strict_cubin
+from strict_nvcc import compile_strictly, strict_cubin
 
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families.sm90 import Sm90Forward
@@ -18,8 +18,7 @@ from attnforge.codegen.render import Source, render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime.build import compilation, toolchain
-from attnforge.runtime.build.settings import COMPILER
+from attnforge.runtime.build import toolchain
 
 MAIN_LOOP = 80  # lines
 # With the kernel's own file.
@@ -105,41 +104,32 @@ def hot_loop(code: list[str]) -> list[str]:
     return min(loops, key=len)
 
 
+LOOPS = {
+    "spans": (Mask.SPANS, 128, FLAGSHIP, 0),
+    "spans-64": (Mask.SPANS, 64, Sm90Forward(192, 128, 2, True, True, True, False), 0),
+    "spans-72": (Mask.SPANS, 72, Sm90Forward(192, 128, 3, True, True, True, False), 0),
+    "causal": (Mask.CAUSAL, 128, PLAIN, 0),
+    "causal-192-128": (Mask.CAUSAL, 192, Sm90Forward(128, 128, 2, False, True, False, True), 128),
+    "full": (Mask.FULL, 128, Sm90Forward(192, 80, 3, False, True, False, False), 0),
+    "full-64": (Mask.FULL, 64, Sm90Forward(192, 128, 3, True, True, False, False), 0),
+    "dense": (Mask.DENSE, 128, Sm90Forward(128, 128, 2, True, True, False, True), 0),
+}
+
+
 @pytest.mark.nvcc
-@pytest.mark.parametrize(
-    ("mask", "head_dim", "dim_v", "tuning"),
-    [
-        (Mask.SPANS, 128, 0, FLAGSHIP),
-        (Mask.SPANS, 64, 0, Sm90Forward(192, 128, 2, True, True, True, False)),
-        (Mask.SPANS, 72, 0, Sm90Forward(192, 128, 3, True, True, True, False)),
-        (Mask.CAUSAL, 128, 0, PLAIN),
-        (Mask.CAUSAL, 192, 128, Sm90Forward(128, 128, 2, False, True, False, True)),
-        (Mask.FULL, 128, 0, Sm90Forward(192, 80, 3, False, True, False, False)),
-        (Mask.FULL, 64, 0, Sm90Forward(192, 128, 3, True, True, False, False)),
-        (Mask.DENSE, 128, 0, Sm90Forward(128, 128, 2, True, True, False, True)),
-    ],
-    ids=["spans", "spans-64", "spans-72", "causal", "causal-192-128", "full", "full-64", "dense"],
-)
-def test_what_ptxas_makes_of_the_main_loop(
-    mask: Mask,
-    head_dim: int,
-    dim_v: int,
-    tuning: Sm90Forward,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No warning about wgmma, no spill; in the hot loop no divergence, and addresses stay in uniform registers."""
-    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
-        pytest.skip(toolchain.NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
-    source = hopper(mask, head_dim, tuning, dim_v)
-    cubin = strict_cubin(source, tmp_path)
-    log = cubin.with_name("log").read_text()
+def test_no_warning_about_wgmma_and_no_spill(nvcc: None, tmp_path: Path) -> None:
+    log, resources = compile_strictly([hopper(*loop) for loop in LOOPS.values()], tmp_path)
     assert not re.search(r"C75\d\d", log), log
-    assert not any(used["spill_bytes"] for used in compilation.parse_ptxas(log).values()), log
-    listing = subprocess.run(
-        [disassembler(), "-c", str(cubin)], check=True, capture_output=True, text=True
-    ).stdout
+    assert not any(used["spill_bytes"] for used in resources.values()), log
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_ptxas_makes_of_the_main_loop(name: str, nvcc: None, tmp_path: Path) -> None:
+    """In the hot loop no divergence, and addresses stay in uniform registers."""
+    program, source = disassembler(), hopper(*LOOPS[name])
+    cubin = strict_cubin(source, tmp_path)
+    listing = subprocess.run([program, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
     loop = hot_loop(instructions(listing, source.spec.symbol))
     assert sum("R2UR" in line for line in loop) <= 1
     for word in ("BSSY", "WARPSYNC", "BRA.DIV", "LDL", "STL", "S2UR"):

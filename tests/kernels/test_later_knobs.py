@@ -14,8 +14,6 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels
-from attnforge.runtime.build import toolchain
-from attnforge.runtime.build.settings import COMPILER
 from attnforge.runtime.search.worker import Bench
 
 FORWARD = {
@@ -60,14 +58,10 @@ def spec_of(direction: str, mask: Mask, values: dict[str, int]) -> Spec:
 
 
 @pytest.mark.nvcc
-@variants
-def test_they_compile_cleanly(
-    direction: str, mask: Mask, values: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
-        pytest.skip(toolchain.NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
-    log, resources = compile_strictly(render(spec_of(direction, mask, values)), tmp_path)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_they_compile_cleanly(direction: str, nvcc: None, tmp_path: Path) -> None:
+    specs = [spec_of(*variant) for variant in VARIANTS if variant[0] == direction]
+    log, resources = compile_strictly([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
     assert not any(used["spill_bytes"] for used in resources.values()), resources
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Mapping
-from enum import Enum
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -29,8 +28,6 @@ from attnforge.codegen.render import render
 from attnforge.codegen.score import MaskMod, ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime.build import toolchain
-from attnforge.runtime.build.settings import COMPILER
 from attnforge.runtime.search.reference import reference
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -194,32 +191,20 @@ def test_one_text_has_each_helper_once() -> None:
     [*product((Arch.SM80, Arch.SM90A, Arch.SM120), (DType.BFLOAT16,)), (Arch.SM80, DType.FLOAT32)],
     ids=lambda x: x.value,
 )
-@pytest.mark.parametrize("name", ["documents", "window", "blocks"])
-@pytest.mark.parametrize("direction", list(Direction), ids=lambda x: x.value)
-def test_nvcc(
-    direction: Direction, name: str, arch: Arch, dtype: DType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
-        pytest.skip(toolchain.NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
-    log = check_resources(render(first(direction, arch, dtype, name, 128)), tmp_path)
+def test_nvcc(arch: Arch, dtype: DType, nvcc: None, tmp_path: Path) -> None:
+    cases = product(Direction, ("documents", "window", "blocks"))
+    specs = [first(direction, arch, dtype, name, 128) for direction, name in cases]
+    log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize(
-    ("arch", "direction", "score"),
-    [*product((Arch.SM80, Arch.SM90A), Direction, (ALIBI,)), (Arch.SM90A, BACKWARD, CURVED)],
-    ids=lambda x: x.value if isinstance(x, Enum) else ScoreMod(x).name,
-)
-def test_nvcc_with_a_score(
-    arch: Arch, direction: Direction, score: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
-        pytest.skip(toolchain.NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
-    spec = first(direction, arch, DType.BFLOAT16, "documents", 128, score)
-    assert not SERIALISED.search(check_resources(render(spec), tmp_path))
+@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A], ids=lambda arch: arch.value)
+def test_nvcc_with_a_score(arch: Arch, nvcc: None, tmp_path: Path) -> None:
+    cases = list(product(Direction, (ALIBI,)))
+    cases += [(BACKWARD, CURVED)] if arch is Arch.SM90A else []
+    specs = [first(direction, arch, DType.BFLOAT16, "documents", 128, score) for direction, score in cases]
+    assert not SERIALISED.search(check_resources([render(spec) for spec in specs], tmp_path))
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -17,9 +17,8 @@ from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import toolchain
-from attnforge.runtime.build.settings import COMPILER
 
-pytestmark = pytest.mark.nvcc
+pytestmark = [pytest.mark.nvcc, pytest.mark.usefixtures("nvcc")]
 
 # Of the targets that share sources, tile sizes and first choices, or nearly so, one head_dim each; others are slow.
 SIBLINGS = {(Arch.SM86, 64), (Arch.SM89, 72), (Arch.SM100, 128), (Arch.SM120, 128)}
@@ -48,13 +47,6 @@ def first(
 
 def directions(arch: Arch) -> list[Direction]:
     return [direction for direction in Direction if (arch.family, direction) in FAMILIES]
-
-
-@pytest.fixture(autouse=True)
-def nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
-        pytest.skip(toolchain.NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
 
 
 @pytest.mark.parametrize(
@@ -111,9 +103,14 @@ def test_clusters_compile_cleanly(persistent: bool, tmp_path: Path) -> None:
     specs = [
         Spec(
             Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL),
-            Sm90Forward(*tile, head_dim < 128, persistent, False, False, 2),
+            Sm90Forward(tile_m, tile_n, stages, head_dim < 128, persistent, False, False, 2),
         )
-        for head_dim, *tile in ((64, 192, 128, 3), (72, 192, 128, 3), (128, 192, 64, 3), (128, 128, 128, 2))
+        for head_dim, tile_m, tile_n, stages in (
+            (64, 192, 128, 3),
+            (72, 192, 128, 3),
+            (128, 192, 64, 3),
+            (128, 128, 128, 2),
+        )
     ]
     check_hopper(specs, tmp_path)
 

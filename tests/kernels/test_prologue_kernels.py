@@ -34,7 +34,6 @@ from attnforge.codegen.prologue import (
 from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime import prologue_kernels as runtime
 from attnforge.runtime.build import toolchain
-from attnforge.runtime.build.settings import COMPILER
 from attnforge.runtime.kernels import TORCH_DTYPES
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -295,13 +294,6 @@ def test_fp16_is_for_gpus() -> None:
 
 
 # ---- nvcc
-
-
-@pytest.fixture
-def nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
-        pytest.skip(toolchain.NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
 
 
 @pytest.mark.nvcc

@@ -6,14 +6,14 @@ import ctypes
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import gxx
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from cpu_kernel import Params, ScoreRef, full_params
 from emulator import FLAGS, PARTS, Emulated
 from oracle import Shape, draw, make_mask
@@ -29,8 +29,6 @@ from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime.build import toolchain
-from attnforge.runtime.build.settings import COMPILER
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 TORCH = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
@@ -302,44 +300,32 @@ def test_scores_of_several_tensors_get_small_tiles() -> None:
 
 
 MASKS = (Mask.CAUSAL, Mask.SPANS)
-FAMILY_CASES = ((Arch.SM80, Mask.CAUSAL), (Arch.SM90, Mask.SPANS))
-# Of "many" the first guess must fit: its four tensors spill 1200 bytes where plain kernels start.
-NVCC_CASES: list[Any] = [
-    (Arch.SM90A, direction, name, mask)
-    for direction, names in (
-        (FORWARD, ("softcap", "alibi", "many")),
-        (BACKWARD, ("softcap", "alibi", "relative")),
-    )
-    for name, mask in product(names, MASKS)
-]
 # The targets of mma.sync share their sources and nearly their tiles: each mask is compiled for one of them, and the
 # function that takes most registers for all. The others are slow.
-NVCC_CASES += [
-    pytest.param(
-        arch,
-        direction,
-        name,
-        mask,
-        marks=() if name == "mixed" or (arch, mask) in FAMILY_CASES else pytest.mark.slow,
-    )
-    for arch, direction, name, mask in product(
-        (Arch.SM80, Arch.SM90, Arch.SM120), Direction, ("softcap", "mixed", "alibi"), MASKS
-    )
-]
-NVCC_CASES += [(arch, BACKWARD, "learned", mask) for arch, mask in FAMILY_CASES]
+CHOSEN = {Arch.SM80: Mask.CAUSAL, Arch.SM90: Mask.SPANS, Arch.SM120: None}
+
+
+def nvcc_cases() -> Iterator[ParameterSet]:
+    """A target, and what is compiled for it together."""
+    # Of "many" the first guess must fit: its four tensors spill 1200 bytes where plain kernels start.
+    hopper = {FORWARD: ("softcap", "alibi", "many"), BACKWARD: ("softcap", "alibi", "relative")}
+    for direction, names in hopper.items():
+        cases = [(direction, *case) for case in product(names, MASKS)]
+        yield pytest.param(Arch.SM90A, cases, id=f"sm90a-{direction.value}")
+    for arch, chosen in CHOSEN.items():
+        every = list(product(Direction, ("softcap", "mixed", "alibi"), MASKS))
+        quick = [case for case in every if case[1] == "mixed" or case[2] is chosen]
+        learned = [(BACKWARD, "learned", chosen)] if chosen else []
+        yield pytest.param(arch, quick + learned, id=arch.value)
+        others = [case for case in every if case not in quick]
+        yield pytest.param(arch, others, id=f"{arch.value}-others", marks=pytest.mark.slow)
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize(
-    ("arch", "direction", "name", "mask"), NVCC_CASES, ids=lambda x: getattr(x, "value", x)
-)
-def test_nvcc(
-    arch: Arch, direction: Direction, name: str, mask: Mask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
-        pytest.skip(toolchain.NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
-    log = check_resources(render(first(direction, arch, DType.BFLOAT16, mask, name, 128)), tmp_path)
+@pytest.mark.parametrize(("arch", "cases"), list(nvcc_cases()))
+def test_nvcc(arch: Arch, cases: list[tuple[Direction, str, Mask]], nvcc: None, tmp_path: Path) -> None:
+    specs = [first(direction, arch, DType.BFLOAT16, mask, name, 128) for direction, name, mask in cases]
+    log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
 
 

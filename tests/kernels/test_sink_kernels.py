@@ -16,7 +16,6 @@ from attnforge.codegen.modules import sink_kernels
 from attnforge.codegen.spec import Arch, DType
 from attnforge.runtime import sinks
 from attnforge.runtime.build import toolchain
-from attnforge.runtime.build.settings import COMPILER
 from attnforge.runtime.kernels import TORCH_DTYPES
 
 BODIES = {
@@ -82,10 +81,7 @@ def test_emulated(dtype: DType, dim: int, seq: int, tmp_path: Path, monkeypatch:
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda x: x.value)
-def test_nvcc(dtype: DType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if toolchain.find_nvcc(dict(toolchain._environment())) is None:
-        pytest.skip(toolchain.NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
+def test_nvcc(dtype: DType, nvcc: None, tmp_path: Path) -> None:
     module = sink_kernels(Arch.SM80, dtype)
     built = toolchain.toolchain(Arch.SM80).compile(module, tmp_path)
     assert set(built.resources) == set(module.symbols)

@@ -171,16 +171,15 @@ CASES = [
 @pytest.mark.nvcc
 @pytest.mark.parametrize(("arch", "head_dim", "dim_v", "mask", "align"), CASES, ids=str)
 def test_compile_cleanly(
-    arch: Arch, head_dim: int, dim_v: int, mask: Mask, align: int, tmp_path: Path
+    arch: Arch, head_dim: int, dim_v: int, mask: Mask, align: int, nvcc: None, tmp_path: Path
 ) -> None:
     problem = Problem(FORWARD, arch, BFLOAT16, head_dim, mask, align, dim_v)
-    for rows in (1, 64):
-        check_resources(render(next(splitting(problem, rows))), tmp_path)
+    check_resources([render(next(splitting(problem, rows))) for rows in (1, 64)], tmp_path)
 
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM120], ids=lambda arch: arch.value)
-def test_wide_heads_compile_cleanly(arch: Arch, tmp_path: Path) -> None:
+def test_wide_heads_compile_cleanly(arch: Arch, nvcc: None, tmp_path: Path) -> None:
     check_resources(render(next(candidates(Problem(FORWARD, arch, BFLOAT16, 512, Mask.FULL)))), tmp_path)
 
 

@@ -93,11 +93,9 @@ def test_refusals_of_pairs(dims: tuple[int, int], changed: dict[str, int], reaso
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize(
-    ("dims", "mask"), [((256, 256), Mask.CAUSAL), ((192, 128), Mask.SPANS), ((192, 192), Mask.FULL)]
-)
-def test_first_guesses_do_not_spill(dims: tuple[int, int], mask: Mask, pair: bool, tmp_path: Path) -> None:
-    log = check_resources(render(first(dims, mask, pair=pair)), tmp_path)
+def test_first_guesses_do_not_spill(pair: bool, nvcc: None, tmp_path: Path) -> None:
+    cases = [((256, 256), Mask.CAUSAL), ((192, 128), Mask.SPANS), ((192, 192), Mask.FULL)]
+    log = check_resources([render(first(dims, mask, pair=pair)) for dims, mask in cases], tmp_path)
     assert not SERIALISED.search(log), log
 
 

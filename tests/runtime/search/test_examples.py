@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,7 @@ from strict_nvcc import SPILLED, compile_strictly
 from attnforge.codegen.families import FAMILIES
 from attnforge.codegen.prologue import render as render_prologue
 from attnforge.codegen.render import render
-from attnforge.codegen.spec import Spec
-from attnforge.runtime.build.settings import COMPILER
-from attnforge.runtime.build.toolchain import NVCC_PLACES, find_nvcc
+from attnforge.codegen.spec import Arch, DType, Spec
 from attnforge.runtime.search import examples
 from attnforge.runtime.search.winners import GENERATED, tuned_entries, tuned_specs
 
@@ -91,20 +89,21 @@ def test_every_tuned_kernel_renders() -> None:
 
 
 def tuned_params() -> Iterator[ParameterSet]:
-    """The winners on GPUs; those that are no example in generated/ are slow ones."""
+    """The winners of each family, compiled together; those that are no example in generated/ in slow tests."""
     shown = examples.examples()
-    for spec in tuned_specs():
-        if spec.problem.arch.is_gpu:
-            yield pytest.param(spec, id=spec.slug, marks=() if spec in shown else pytest.mark.slow)
+    for arch, dtype in product(filter(lambda arch: arch.is_gpu, Arch), DType):
+        winners = [spec for spec in tuned_specs() if (spec.problem.arch, spec.problem.dtype) == (arch, dtype)]
+        for name, marks in (("shown", ()), ("others", pytest.mark.slow)):
+            specs = [spec for spec in winners if (spec in shown) == (name == "shown")]
+            if specs:
+                yield pytest.param(specs, id=f"{arch.value}-{dtype.value}-{name}", marks=marks)
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("spec", list(tuned_params()))
-def test_every_tuned_kernel_compiles(spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("specs", list(tuned_params()))
+def test_every_tuned_kernel_compiles(specs: list[Spec], nvcc: None, tmp_path: Path) -> None:
     """Most winners have no file in generated/. float32 kernels of the mma.sync family won although they spill."""
-    if find_nvcc(dict(os.environ)) is None:
-        pytest.skip(NVCC_PLACES)
-    monkeypatch.setenv(COMPILER, "nvcc")
-    _, resources = compile_strictly(render(spec), tmp_path)
-    if spec.problem.family != "sm80_fp32":
-        assert resources[spec.symbol]["spill_bytes"] <= SPILLED
+    _, resources = compile_strictly([render(spec) for spec in specs], tmp_path)
+    for spec in specs:
+        if spec.problem.family != "sm80_fp32":
+            assert resources[spec.symbol]["spill_bytes"] <= SPILLED
