@@ -57,11 +57,22 @@ def built(tree: Tree) -> Path:
 def run(directory: Path, *arguments: str) -> str:
     """Output of a Python script of the package, run as its user would: nothing of attnforge on the path."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MAX_JOBS": "2"}
+    env["CXX"] = str(quick_compiler())
     done = subprocess.run(
         (sys.executable, *arguments), cwd=directory, env=env, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
+
+
+def quick_compiler() -> Path:
+    """A C++ compiler that does not optimise, whatever it is told: most of its time is for torch's headers as it is."""
+    path = kept.directory / "quick-c++"
+    with kept.lock("exported-compiler"):
+        if not path.exists():
+            path.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+            path.chmod(0o755)
+    return path
 
 
 def load(directory: Path) -> ModuleType:

@@ -6,12 +6,14 @@ what it imports, then forks into the ranks: most of such a test's time goes to i
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -56,9 +58,20 @@ def run_rank(program: dict[str, object], environment: dict[str, object]) -> int:
     if child := os.fork():
         return child
     os.environ.update({name: str(value) for name, value in environment.items()})
-    main = program["main"]
+    main, status = program["main"], 0
     assert callable(main)
-    sys.exit(main())
+    try:
+        main()
+    except SystemExit as end:
+        status = 1 if end.code else 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        status
+    )  # at once: freeing every object of torch's modules copies the memory that the ranks share
 
 
 if __name__ == "__main__":
@@ -67,4 +80,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(script).parent)
     import torch._dynamo  # noqa: F401  (ranks that compile would each import it)
 
-    sys.exit(fork_ranks(int(number), runpy.run_path(script, run_name="__ranks__")))
+    program = runpy.run_path(script, run_name="__ranks__")
+    gc.freeze()  # a collection in a rank leaves alone what is shared
+    sys.exit(fork_ranks(int(number), program))
