@@ -448,6 +448,10 @@ def _read_of(program: Program, result: int, x: int) -> Read:
     tensor = int(node.op[5:])
     place = copy.node(f"place:{tensor}", node.args, "int")
     code = _code(copy, place)
+    if "score" in code.names:  # kernels compute places without it
+        raise ScoreError(
+            f"score: the gradient of t{tensor}, of which an index depends on the score, is not supported"
+        )
     return Read(tensor, code, _code(copy, slope), not code.names & {"q_idx", "kv_idx"})
 
 

@@ -87,6 +87,13 @@ def test_constant_factors_of_derivatives_merge() -> None:
     assert code.result == "1.0f - x0 * x0"
 
 
+def test_places_of_gradients_depend_on_indices_only() -> None:
+    text = ScoreMod("a(t0: float32[1] grad): score + t0[int(score) + h]")
+    assert text.code().names == {"p", "score", "h"}  # the function itself may read there
+    with pytest.raises(ScoreError, match="the gradient of t0, of which an index depends on the score"):
+        text.reads  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
