@@ -612,7 +612,7 @@ def _slope_of_product(p: Program, node: Node, slopes: list[int | None]) -> int:
 
 def _slope_of_extreme(p: Program, node: Node, slopes: list[int | None]) -> int:
     """As torch: both arguments share the derivative where they are equal."""
-    a, b = node.args
+    a, b = (p.call("float", x) for x in node.args)  # as `node` has them: `_steps` relies on that
     da, db = (p.const(0.0) if s is None else s for s in slopes)
     first = p.binary(">" if node.op == "maximum" else "<", a, b)
     shared = times(p, p.const(0.5), p.binary("+", da, db))

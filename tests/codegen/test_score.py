@@ -227,6 +227,15 @@ def test_indices_that_most_tiles_have_one_value_of(formula: str, steps: int) -> 
     assert len(ScoreMod(f"a(t0: float32[1]): {formula}").steps) == steps
 
 
+def test_derivatives_read_no_index_where_steps_stand_for_all_pairs() -> None:
+    """A tile whose steps have one value passes the indices of its first pair to the function and to its derivative."""
+    for name in ("maximum", "minimum"):
+        formula = f"{name}(score, kv_idx - q_idx) + t0[minimum(maximum(kv_idx - q_idx, -2), 2) + 2]"
+        mod = ScoreMod(f"a(t0: float32[1]): {formula}")
+        assert mod.steps
+        assert not mod.gradient_code(tiled=True).names & {"q_idx", "kv_idx"}
+
+
 def test_the_nearest_polynomial_is_as_exact_as_it_says() -> None:
     x = torch.linspace(-NEAREST.limit, NEAREST.limit, 1001, dtype=torch.float64)
     one = torch.tensor(1.0).double()
