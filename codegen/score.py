@@ -331,9 +331,13 @@ class ScoreMod(Formula):
 
     @property
     def slope_is_one(self) -> bool:
-        """Is the derivative 1 everywhere, as that of every bias?"""
+        """Is the derivative 1 everywhere, as that of every bias? Then the function only adds to a score.
+
+        Not where a step of the score has a part, as in score + floor(score), whose derivative is 1, too: the sm90a
+        backward takes f(S) - lse for f(S - lse).
+        """
         program, result = self.gradient
-        return program.constant(result) == 1.0
+        return program.constant(result) == 1.0 and not _jumps(self.parsed[0])
 
     @cached_property
     def slope_is_finite(self) -> bool:
@@ -623,6 +627,15 @@ def _sign(p: Program, a: int) -> int:
     zero = p.const(0.0)
     negative = p.call("where", p.binary("<", a, zero), p.const(-1.0), zero)
     return p.call("where", p.binary(">", a, zero), p.const(1.0), negative)
+
+
+def _jumps(p: Program) -> bool:
+    """Is a value of the program a step of the score: rounded, a comparison, or what follows from them?"""
+    of_score = set[int]()
+    for x, node in enumerate(p.nodes):
+        if node.value == "score" or not of_score.isdisjoint(node.args):
+            of_score.add(x)
+    return any(p.kind(x) != "float" or p.nodes[x].op in ("floor", "ceil") for x in of_score)
 
 
 def _over(p: Program, factor: float, x: int) -> int:

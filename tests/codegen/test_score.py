@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
+from attnforge.codegen.render import render
 from attnforge.codegen.score import NEAR, NEAREST, Program, ScoreError, ScoreMod, Series, _near, _tiled
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
@@ -80,6 +81,24 @@ def test_the_text_of_a_program_is_that_program(formula: str) -> None:
 def test_a_bias_has_slope_one() -> None:
     assert ScoreMod("a(t0: float32[1]): t0[h] * (q_idx - kv_idx) + score").slope_is_one
     assert not ScoreMod("a: 2.0 * score").slope_is_one
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "score + where(score > 0.0, t0[h], 0.0)",
+        "score + floor(score)",
+        "score - ceil(2.0 * score)",
+        "score + t0[minimum(maximum(int(score), 0), 3)]",
+    ],
+)
+def test_steps_of_the_score_are_not_added_to_it(formula: str) -> None:
+    """Their derivative is 1, but f(score - lse) is not f(score) - lse, which the sm90a backward computes for a bias."""
+    mod = ScoreMod(f"a(t0: float32[1]): {formula}")
+    assert mod.gradient[0].constant(mod.gradient[1]) == 1.0
+    assert not mod.slope_is_one
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=mod)
+    assert "score_mod_grad" in render(next(candidates(problem))).text
 
 
 def test_constant_factors_of_derivatives_merge() -> None:
