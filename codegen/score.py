@@ -337,7 +337,17 @@ class ScoreMod(Formula):
         backward takes f(S) - lse for f(S - lse).
         """
         program, result = self.gradient
-        return program.constant(result) == 1.0 and not _jumps(self.parsed[0])
+        steps = any(node.kind != "float" or node.op in ("floor", "ceil") for node in self.moved)
+        return program.constant(result) == 1.0 and not steps
+
+    @cached_property
+    def moved(self) -> tuple[Node, ...]:
+        """The values that depend on the score."""
+        nodes = self.parsed[0].nodes
+        moved: list[bool] = []
+        for node in nodes:
+            moved.append(node.value == "score" if node.op == "leaf" else any(moved[i] for i in node.args))
+        return tuple(node for node, moves in zip(nodes, moved, strict=True) if moves)
 
     @cached_property
     def slope_is_finite(self) -> bool:
@@ -627,15 +637,6 @@ def _sign(p: Program, a: int) -> int:
     zero = p.const(0.0)
     negative = p.call("where", p.binary("<", a, zero), p.const(-1.0), zero)
     return p.call("where", p.binary(">", a, zero), p.const(1.0), negative)
-
-
-def _jumps(p: Program) -> bool:
-    """Is a value of the program a step of the score: rounded, a comparison, or what follows from them?"""
-    of_score = set[int]()
-    for x, node in enumerate(p.nodes):
-        if node.value == "score" or not of_score.isdisjoint(node.args):
-            of_score.add(x)
-    return any(p.kind(x) != "float" or p.nodes[x].op in ("floor", "ceil") for x in of_score)
 
 
 def _over(p: Program, factor: float, x: int) -> int:

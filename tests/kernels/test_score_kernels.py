@@ -77,6 +77,7 @@ def first(direction: Direction, arch: Arch, dtype: DType, mask: Mask, name: str,
         (Arch.SM80, DType.FLOAT16, Mask.CAUSAL, "softcap"),
         (Arch.SM80, DType.FLOAT16, Mask.CAUSAL, "wide softcap"),
         (Arch.SM80, DType.BFLOAT16, Mask.FULL, "approximate"),
+        (Arch.SM80, DType.BFLOAT16, Mask.CAUSAL, "stepped"),
         (Arch.SM90, DType.BFLOAT16, Mask.DENSE, "relative"),
         (Arch.SM80, DType.FLOAT32, Mask.FULL, "mixed"),
         (Arch.SM80, DType.FLOAT32, Mask.SPANS, "alibi"),
@@ -308,7 +309,7 @@ NVCC_CASES: list[Any] = [
     (Arch.SM90A, direction, name, mask)
     for direction, names in (
         (FORWARD, ("softcap", "alibi", "many")),
-        (BACKWARD, ("softcap", "alibi", "relative")),
+        (BACKWARD, ("softcap", "alibi", "relative", "stepped")),
     )
     for name, mask in product(names, MASKS)
 ]
@@ -346,7 +347,8 @@ def test_nvcc(
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["full", "causal", "spans", "dense"])
 @pytest.mark.parametrize(
-    "name", ["softcap", "wide softcap", "approximate", "alibi", "aligned", "bias", "relative", "mixed"]
+    "name",
+    ["softcap", "wide softcap", "approximate", "alibi", "aligned", "bias", "relative", "mixed", "stepped"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_a_gpu(dtype: torch.dtype, name: str, mask: str) -> None:
