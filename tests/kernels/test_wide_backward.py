@@ -136,6 +136,7 @@ def check_gradients(spec: Spec) -> None:
     if kernels.target(device) is not Arch.SM90A:
         pytest.skip("wgmma is Hopper's")
     handle = kernels.load(spec, device)
+    assert isinstance(spec.tuning, Sm90BackwardWide)
     mask, deterministic = spec.problem.mask, spec.tuning.deterministic
     for seed, shape in enumerate(SHAPES):
         sizes = replace(shape, head_dim=spec.problem.head_dim, dim_v=spec.problem.head_dim_v)

@@ -298,7 +298,7 @@ def test_experts_are_on_the_device_of_q() -> None:
     q_weight, k_weight = pack.pairs()
     with pytest.raises(ValueError, match="experts: are on meta, but q is on cpu"):
         attnforge.qk_norm_rope(
-            tuple(pack.fused),
+            (pack.fused[0], pack.fused[1]),
             heads=pack.heads,
             cos=pack.cos,
             sin=pack.sin,
