@@ -331,9 +331,23 @@ class ScoreMod(Formula):
 
     @property
     def slope_is_one(self) -> bool:
-        """Is the derivative 1 everywhere, as that of every bias?"""
+        """Is the derivative 1 everywhere, as that of every bias? Then the function only adds to a score.
+
+        Not where a step of the score has a part, as in score + floor(score), whose derivative is 1, too: the sm90a
+        backward takes f(S) - lse for f(S - lse).
+        """
         program, result = self.gradient
-        return program.constant(result) == 1.0
+        steps = any(node.kind != "float" or node.op in ("floor", "ceil") for node in self.moved)
+        return program.constant(result) == 1.0 and not steps
+
+    @cached_property
+    def moved(self) -> tuple[Node, ...]:
+        """The values that depend on the score."""
+        nodes = self.parsed[0].nodes
+        moved: list[bool] = []
+        for node in nodes:
+            moved.append(node.value == "score" if node.op == "leaf" else any(moved[i] for i in node.args))
+        return tuple(node for node, moves in zip(nodes, moved, strict=True) if moves)
 
     @cached_property
     def slope_is_finite(self) -> bool:
@@ -448,6 +462,10 @@ def _read_of(program: Program, result: int, x: int) -> Read:
     tensor = int(node.op[5:])
     place = copy.node(f"place:{tensor}", node.args, "int")
     code = _code(copy, place)
+    if "score" in code.names:  # kernels compute places without it
+        raise ScoreError(
+            f"score: the gradient of t{tensor}, of which an index depends on the score, is not supported"
+        )
     return Read(tensor, code, _code(copy, slope), not code.names & {"q_idx", "kv_idx"})
 
 
@@ -608,7 +626,7 @@ def _slope_of_product(p: Program, node: Node, slopes: list[int | None]) -> int:
 
 def _slope_of_extreme(p: Program, node: Node, slopes: list[int | None]) -> int:
     """As torch: both arguments share the derivative where they are equal."""
-    a, b = node.args
+    a, b = (p.call("float", x) for x in node.args)  # as `node` has them: `_steps` relies on that
     da, db = (p.const(0.0) if s is None else s for s in slopes)
     first = p.binary(">" if node.op == "maximum" else "<", a, b)
     shared = times(p, p.const(0.5), p.binary("+", da, db))

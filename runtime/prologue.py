@@ -230,6 +230,8 @@ def _check(
         raise ValueError(f"q: got head_dim {head_dim}, accepted are even ones up to {HEAD_DIM_LIMIT}")
     _check_sources(sources, parts, experts)
     tokens = first.shape[0] if rows is None else rows.shape[0]
+    if rows is not None and rows.device != first.device:
+        raise ValueError(f"experts: are on {rows.device}, but q is on {first.device}")
     for name, x in (("cos", cos), ("sin", sin)):
         if x.shape[0] != tokens or x.device != first.device:
             raise ValueError(

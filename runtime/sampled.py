@@ -288,13 +288,7 @@ _TYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
 def jumps(score: ScoreMod) -> bool:
     """Whether the function may jump where the score crosses a value, or is approximate: its results have no bound."""
-    if not score:
-        return False
-    nodes = score.parsed[0].nodes
-    moved: list[bool] = []
-    for node in nodes:
-        moved.append(node.value == "score" if node.op == "leaf" else any(moved[i] for i in node.args))
-    return any(node.op in _JUMPS and moved[i] for i, node in enumerate(nodes))
+    return bool(score) and any(node.op in _JUMPS for node in score.moved)
 
 
 def rounds(mask_mod: MaskMod) -> bool:

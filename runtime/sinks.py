@@ -103,9 +103,10 @@ def _blocks(x: Tensor) -> int:
 
 
 def _vectors(x: Tensor) -> Tensor:
-    """x if 16-byte loads can read its rows, else a copy."""
+    """x if 16-byte loads can read its rows, else a copy: a contiguous tensor, too, may begin anywhere."""
     steps = [x.data_ptr(), *(n * x.element_size() for n in x.stride()[:3])]
-    return x if x.stride(3) == 1 and all(n % 16 == 0 for n in steps) else x.contiguous()
+    readable = x.stride(3) == 1 and all(n % 16 == 0 for n in steps)
+    return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
 def _params(x: Tensor, sunk: Tensor, **pointers: Tensor) -> Params:

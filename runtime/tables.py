@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ class Tuned:
             "octave": self.size.bit_length() - 1,
             **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
         }
+
+    @cached_property
+    def key(self) -> str:
+        """`cls` as text; each choice of a kernel compares those of all entries."""
+        return json.dumps(self.cls)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` inverts it."""
@@ -121,7 +126,7 @@ def known(name: str, places: Iterable[Path] | None = None) -> tuple[Tuned, ...]:
     entries: dict[str, Tuned] = {}
     for place in folders() if places is None else places:
         for entry in load(name, place):
-            entries.setdefault(_key(entry), entry)
+            entries.setdefault(entry.key, entry)
     return tuple(entries.values())
 
 
@@ -168,8 +173,8 @@ def save(
         present = _parse(path) if path.exists() else ()
         if beside is not None:
             new = [entry for entry in new if not _keeps(present, entry, beside)]
-        old = [e for e in present if (_key(e), e.notes.get("case")) not in cases]
-        merged = {_key(entry): entry for entry in (*old, *new)}
+        old = [e for e in present if (e.key, e.notes.get("case")) not in cases]
+        merged = {entry.key: entry for entry in (*old, *new)}
         text = json.dumps([merged[key].to_json() for key in sorted(merged)], indent=1) + "\n"
         replace_file(path, text, _UNFINISHED)
     return path
@@ -178,16 +183,12 @@ def save(
 def _keeps(present: Iterable[Tuned], entry: Tuned, beside: Collection[Spec]) -> bool:
     """Whether a faster entry of the class stays."""
     return any(
-        _key(old) == _key(entry) and old.tflops > entry.tflops and old.spec not in beside for old in present
+        old.key == entry.key and old.tflops > entry.tflops and old.spec not in beside for old in present
     )
 
 
-def _key(entry: Tuned) -> str:
-    return json.dumps(entry.cls)
-
-
 def _without_visible(entry: Tuned) -> str:
-    return _key(dataclasses.replace(entry, visible_keys=0))
+    return dataclasses.replace(entry, visible_keys=0).key
 
 
 def choose(
@@ -277,7 +278,7 @@ def _entries(name: str, arch: Arch, places: Iterable[Path]) -> Iterator[tuple[in
         for path in _tables(name, arch, place):
             rank = 2 if path.parent.name == MODELLED else int(path != table_path(name, place))
             for entry in load(path.stem, path.parent):
-                cls = (rank, path.name, _key(entry))
+                cls = (rank, path.name, entry.key)
                 if cls not in seen:
                     seen.add(cls)
                     yield rank, path, entry

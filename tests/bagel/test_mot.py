@@ -166,6 +166,16 @@ def test_swiglu_is_its_formula(rows: int) -> None:
     assert torch.autograd.gradcheck(swiglu, (gate, up))
 
 
+@pytest.mark.parametrize("transposed", range(3))
+def test_layouts_of_swiglu_are_known_to_torch_compile(transposed: int) -> None:
+    """Any of dout, gate and up may be transposed; the operators' results then have the strides that their fakes say."""
+    x = [torch.randn(5, 6) for _ in range(3)]
+    x[transposed] = torch.randn(6, 5).T
+    dout, gate, up = x
+    torch.library.opcheck(torch.ops.attnforge.swiglu_backward.default, (dout, gate, up))
+    torch.library.opcheck(torch.ops.attnforge.swiglu.default, (gate.requires_grad_(), up.requires_grad_()))
+
+
 def test_positions() -> None:
     """Text counts on, an image has one position, and a noise image's is taken again by what follows."""
     modes = ["causal", "noise", "full", "causal", "causal"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
+from attnforge.codegen.render import render
 from attnforge.codegen.score import NEAR, NEAREST, Program, ScoreError, ScoreMod, Series, _near, _tiled
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
@@ -82,9 +83,34 @@ def test_a_bias_has_slope_one() -> None:
     assert not ScoreMod("a: 2.0 * score").slope_is_one
 
 
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "score + where(score > 0.0, t0[h], 0.0)",
+        "score + floor(score)",
+        "score - ceil(2.0 * score)",
+        "score + t0[minimum(maximum(int(score), 0), 3)]",
+    ],
+)
+def test_steps_of_the_score_are_not_added_to_it(formula: str) -> None:
+    """Their derivative is 1, but f(score - lse) is not f(score) - lse, which the sm90a backward computes for a bias."""
+    mod = ScoreMod(f"a(t0: float32[1]): {formula}")
+    assert mod.gradient[0].constant(mod.gradient[1]) == 1.0
+    assert not mod.slope_is_one
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=mod)
+    assert "score_mod_grad" in render(next(candidates(problem))).text
+
+
 def test_constant_factors_of_derivatives_merge() -> None:
     code = ScoreMod("a: 30.0 * tanh(score / 30.0)").gradient_code()
     assert code.result == "1.0f - x0 * x0"
+
+
+def test_places_of_gradients_depend_on_indices_only() -> None:
+    text = ScoreMod("a(t0: float32[1] grad): score + t0[int(score) + h]")
+    assert text.code().names == {"p", "score", "h"}  # the function itself may read there
+    with pytest.raises(ScoreError, match="the gradient of t0, of which an index depends on the score"):
+        text.reads  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -218,6 +244,15 @@ def test_factors_that_the_softmax_takes(formula: str, unit: float) -> None:
 )
 def test_indices_that_most_tiles_have_one_value_of(formula: str, steps: int) -> None:
     assert len(ScoreMod(f"a(t0: float32[1]): {formula}").steps) == steps
+
+
+def test_derivatives_read_no_index_where_steps_stand_for_all_pairs() -> None:
+    """A tile whose steps have one value passes the indices of its first pair to the function and to its derivative."""
+    for name in ("maximum", "minimum"):
+        formula = f"{name}(score, kv_idx - q_idx) + t0[minimum(maximum(kv_idx - q_idx, -2), 2) + 2]"
+        mod = ScoreMod(f"a(t0: float32[1]): {formula}")
+        assert mod.steps
+        assert not mod.gradient_code(tiled=True).names & {"q_idx", "kv_idx"}
 
 
 def test_the_nearest_polynomial_is_as_exact_as_it_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import platform
 import re
@@ -15,7 +16,7 @@ import gxx
 import pytest
 import torch
 from emulator import FLAGS, PARTS
-from prologue_oracle import check, draw
+from prologue_oracle import Pack, check, draw
 from torch import Tensor
 
 from attnforge.codegen.plan import Infeasible
@@ -32,6 +33,7 @@ from attnforge.codegen.prologue import (
     spec_from_slug,
 )
 from attnforge.codegen.spec import Arch, Direction, DType
+from attnforge.runtime import kernels
 from attnforge.runtime import prologue_kernels as runtime
 from attnforge.runtime.build import toolchain
 from attnforge.runtime.kernels import TORCH_DTYPES
@@ -139,48 +141,41 @@ KNOBS += [
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers and half floats as on x86-64")
 
 
-def run_forward(spec: PrologueSpec, emulate: Callable[..., None]) -> None:
+def draw_for(
+    spec: PrologueSpec,
+    lengths: tuple[int, int] = (11, 8),
+    heads: tuple[int, int] = (5, 3),
+    device: str = "cpu",
+) -> Pack:
+    """A pack with two tokens of no expert."""
     p = spec.problem
-    pack = draw(
-        (11, 8),
-        2,
-        (5, 3),
-        p.head_dim,
-        TORCH_DTYPES[p.dtype],
-        weight=TORCH_DTYPES[p.weight],
-        table=TORCH_DTYPES[p.table],
-        norm=p.norm,
-    )
+    dtypes = {"weight": TORCH_DTYPES[p.weight], "table": TORCH_DTYPES[p.table]}
+    return draw(lengths, 2, heads, p.head_dim, TORCH_DTYPES[p.dtype], device, **dtypes, norm=p.norm)
+
+
+def run_forward(spec: PrologueSpec, emulate: Callable[..., None], pack: Pack | None = None) -> None:
+    pack = draw_for(spec) if pack is None else pack
     exact, _ = pack.exact()
     emulate(spec)
     rows = pack.experts().rows
     with torch.no_grad():
         outputs = runtime.run_forward(
-            pack.fused, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6
+            pack.fused, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6, spec
         )
     for name, got, wanted in zip("qkv", outputs, exact, strict=True):
         check(name, got, wanted, got.dtype)
 
 
-def run_backward(spec: PrologueSpec, emulate: Callable[..., None]) -> list[Tensor]:
-    p = spec.problem
-    pack = draw(
-        (11, 8),
-        2,
-        (5, 3),
-        p.head_dim,
-        TORCH_DTYPES[p.dtype],
-        weight=TORCH_DTYPES[p.weight],
-        table=TORCH_DTYPES[p.table],
-        norm=p.norm,
-    )
+def run_backward(spec: PrologueSpec, emulate: Callable[..., None], pack: Pack | None = None) -> list[Tensor]:
+    pack = draw_for(spec) if pack is None else pack
     _, exact = pack.exact()
     emulate(spec)
     rows, lengths = pack.experts().rows, [x.shape[0] for x in pack.fused]
     dq, dk, dv = pack.dout
     with torch.no_grad():
         sources, weights = runtime.run_backward(
-            dq, dk, dv, pack.fused, lengths, pack.cos, pack.sin, pack.weights, rows, 1, *pack.heads, 1e-6
+            *(dq, dk, dv, pack.fused, lengths, pack.cos, pack.sin),
+            *(pack.weights, rows, 1, *pack.heads, 1e-6, spec),
         )
     for i, (got, wanted) in enumerate(zip([*sources, *weights], exact, strict=True)):
         check(f"gradient {i}", got, wanted, got.dtype)
@@ -322,3 +317,23 @@ def test_first_guesses_compile_without_spills(
         assert used["spill_bytes"] == 0
         threads = SUMS_THREADS if symbol != source.spec.symbol else source.plan.threads
         assert used["registers"] * threads <= 65536
+
+
+# ---- On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "heads"), [((11, 8), (5, 3)), ((4000, 1500), (28, 4))], ids=str)
+@pytest.mark.parametrize("run", [run_forward, run_backward])
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_knobs_on_a_gpu(
+    run: Callable[..., Any], knobs: tuple[int, ...], lengths: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    """Grids with fewer and with more tokens than they have warps; gradients have the same bits again."""
+    spec = with_knobs(FORWARD if run is run_forward else BACKWARD, 64, *knobs)
+    arch = kernels.target(torch.device("cuda"))
+    spec = dataclasses.replace(spec, problem=dataclasses.replace(spec.problem, arch=arch))
+    pack = draw_for(spec, lengths, heads, "cuda")
+    first_run, second = (run(spec, lambda spec: None, pack) for _ in range(2))
+    if first_run is not None:
+        assert all(torch.equal(a, b) for a, b in zip(first_run, second, strict=True))

@@ -75,6 +75,7 @@ def first(direction: Direction, arch: Arch, dtype: DType, mask: Mask, name: str,
         (Arch.SM80, DType.FLOAT16, Mask.CAUSAL, "softcap"),
         (Arch.SM80, DType.FLOAT16, Mask.CAUSAL, "wide softcap"),
         (Arch.SM80, DType.BFLOAT16, Mask.FULL, "approximate"),
+        (Arch.SM80, DType.BFLOAT16, Mask.CAUSAL, "stepped"),
         (Arch.SM90, DType.BFLOAT16, Mask.DENSE, "relative"),
         (Arch.SM80, DType.FLOAT32, Mask.FULL, "mixed"),
         (Arch.SM80, DType.FLOAT32, Mask.SPANS, "alibi"),
@@ -308,7 +309,7 @@ CHOSEN = {Arch.SM80: Mask.CAUSAL, Arch.SM90: Mask.SPANS, Arch.SM120: None}
 def nvcc_cases() -> Iterator[ParameterSet]:
     """A target, and what is compiled for it together."""
     # Of "many" the first guess must fit: its four tensors spill 1200 bytes where plain kernels start.
-    hopper = {FORWARD: ("softcap", "alibi", "many"), BACKWARD: ("softcap", "alibi", "relative")}
+    hopper = {FORWARD: ("softcap", "alibi", "many"), BACKWARD: ("softcap", "alibi", "relative", "stepped")}
     for direction, names in hopper.items():
         cases = [(direction, *case) for case in product(names, MASKS)]
         yield pytest.param(Arch.SM90A, cases, id=f"sm90a-{direction.value}")
@@ -332,7 +333,8 @@ def test_nvcc(arch: Arch, cases: list[tuple[Direction, str, Mask]], nvcc: None, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["full", "causal", "spans", "dense"])
 @pytest.mark.parametrize(
-    "name", ["softcap", "wide softcap", "approximate", "alibi", "aligned", "bias", "relative", "mixed"]
+    "name",
+    ["softcap", "wide softcap", "approximate", "alibi", "aligned", "bias", "relative", "mixed", "stepped"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_a_gpu(dtype: torch.dtype, name: str, mask: str) -> None:

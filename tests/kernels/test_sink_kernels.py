@@ -79,6 +79,15 @@ def test_emulated(dtype: DType, dim: int, seq: int, tmp_path: Path, monkeypatch:
     check(case, (sunk, joined, *sinks.run_backward(dout, dlse, sunk, lse, z)))
 
 
+def test_vector_loads_get_aligned_rows() -> None:
+    for start in (0, 1, 8):
+        x = torch.randn(2 * 3 * 64 + start).bfloat16()[start:].view(1, 2, 3, 64)
+        readable = sinks._vectors(x)
+        assert readable.data_ptr() % 16 == 0
+        assert torch.equal(readable, x)
+        assert (readable is x) == (start % 8 == 0)
+
+
 @pytest.mark.nvcc
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda x: x.value)
 def test_nvcc(dtype: DType, nvcc: None, tmp_path: Path) -> None:

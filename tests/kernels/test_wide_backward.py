@@ -22,6 +22,7 @@ from attnforge.runtime.search.reference import reference
 
 DIMS = [(256, 256), (192, 192), (192, 128), (128, 192), (64, 128), (128, 64), (256, 64)]
 PAIR_DIMS = [(256, 256), (192, 192), (192, 128), (256, 128), (192, 256)]  # that pairs of blocks take
+PLAIN = {"stages": 2, "stages_dout": 1, "descending": False, "multicast": False}  # knobs of a pair
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
 LIMIT = 2e-2  # of the rms error, as a share of the gradients' own: bfloat16 of all that goes in and out
 SHAPES = [
@@ -108,12 +109,35 @@ def test_first_guesses_do_not_spill(pair: bool, nvcc: None, tmp_path: Path) -> N
 )
 def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool, pair: bool) -> None:
     """Against float64; deterministic ones give the same bits again."""
+    check_gradients(first(dims, mask, deterministic, pair))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "mask", "changed"),
+    [
+        ((256, 256), Mask.FULL, {"multicast": True}),
+        ((192, 128), Mask.CAUSAL, {"multicast": True, "stages_dout": 2, "descending": True}),
+        ((192, 192), Mask.SPANS, {"multicast": True}),
+        ((192, 192), Mask.CAUSAL, {"stages_dout": 2}),
+        ((192, 128), Mask.SPANS, {"stages": 3, "stages_dout": 2}),
+    ],
+    ids=str,
+)
+def test_knobs_of_pairs(dims: tuple[int, int], mask: Mask, changed: dict[str, int]) -> None:
+    spec = first(dims, mask, pair=True)
+    check_gradients(Spec(spec.problem, replace(spec.tuning, **(PLAIN | changed))))
+
+
+def check_gradients(spec: Spec) -> None:
     device = torch.device("cuda")
     if kernels.target(device) is not Arch.SM90A:
         pytest.skip("wgmma is Hopper's")
-    handle = kernels.load(first(dims, mask, deterministic, pair), device)
+    handle = kernels.load(spec, device)
+    assert isinstance(spec.tuning, Sm90BackwardWide)
+    mask, deterministic = spec.problem.mask, spec.tuning.deterministic
     for seed, shape in enumerate(SHAPES):
-        sizes = replace(shape, head_dim=dims[0], dim_v=dims[1])
+        sizes = replace(shape, head_dim=spec.problem.head_dim, dim_v=spec.problem.head_dim_v)
         x = draw(sizes, torch.bfloat16, "cuda", seed=seed)
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
         visible = make_mask(mask.value, shape.seq_q, shape.seq_k, "cuda", seed)

@@ -35,7 +35,7 @@ def test_every_mask(mask: str) -> None:
     check("mixed", torch.bfloat16, mask)
 
 
-@pytest.mark.parametrize("name", ["alibi", "aligned", "bias", "relative", "softcap"])
+@pytest.mark.parametrize("name", ["alibi", "aligned", "bias", "relative", "softcap", "stepped"])
 def test_every_score(name: str) -> None:
     check(name, torch.float32, "spans")
 

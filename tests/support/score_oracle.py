@@ -69,6 +69,9 @@ def functions(
         )
         return torch.where(same & (kv_idx < q_idx + 40), bent, -float("inf"))
 
+    def stepped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + torch.where(score > 0.25, slopes[h], 0.0)  # of slope 1, but no bias
+
     return {
         "softcap": (scores.softcap(2.0), lambda s, b, h, i, j: 2 * torch.tanh(s / 2)),
         "wide softcap": (scores.softcap(20.0), lambda s, b, h, i, j: 20 * torch.tanh(s / 20)),
@@ -84,6 +87,7 @@ def functions(
             lambda s, b, h, i, j: s + table[h, 10 + (j - i).clamp(-10, 10)],
         ),
         "mixed": (scores.score_mod(mixed), mixed),
+        "stepped": (scores.score_mod(stepped), stepped),
     }
 
 
