@@ -166,6 +166,21 @@ def test_swiglu_is_its_formula(rows: int) -> None:
     assert torch.autograd.gradcheck(swiglu, (gate, up))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 77, 1000])
+def test_swiglu_on_a_gpu(rows: int) -> None:
+    """Compiled by Triton: results and gradients are rounded once, those of float32 inputs within a few units."""
+    for dtype, limit in ((torch.bfloat16, 2**-8), (torch.float32, 2**-20)):
+        gate, up, dout = torch.randn(3, rows, 136, device="cuda").to(dtype)
+        given = (gate.clone().requires_grad_(), up.clone().requires_grad_())
+        ours = (swiglu(*given), *torch.autograd.grad(swiglu(*given), given, dout))
+        wide = (gate.double().requires_grad_(), up.double().requires_grad_())
+        out = wide[0] * wide[0].sigmoid() * wide[1]
+        for one, other in zip(ours, (out, *torch.autograd.grad(out, wide, dout.double())), strict=True):
+            assert one.dtype is dtype
+            assert (one.double() - other).norm() <= limit * other.norm()
+
+
 @pytest.mark.parametrize("transposed", range(3))
 def test_layouts_of_swiglu_are_known_to_torch_compile(transposed: int) -> None:
     """Any of dout, gate and up may be transposed; the operators' results then have the strides that their fakes say."""
