@@ -12,14 +12,25 @@ struct Piece {
         return std::tie(tensor, column, row, head, batch) != std::tie(o.tensor, o.column, o.row, o.head, o.batch);
     }
 };
+constexpr unsigned kPieceBytes = 16;  // divides all addresses of pieces
+struct Pieces {
+    std::vector<Piece> all;
+    Piece& operator[](unsigned address) {
+        const size_t place = address / kPieceBytes;
+        if (place >= all.size()) {
+            all.resize(place + 1);
+        }
+        return all[place];
+    }
+};
 struct Memory {
-    std::map<unsigned, Piece> shared;  // by address
-    std::map<unsigned, int4> words;    // work tiles that the producer broadcasts
-    int written[kConsumers] = {};      // by warpgroup: parts of O in its buffer, and how many of them TMA may read
+    Pieces shared;
+    std::map<unsigned, int4> words;  // work tiles that the producer broadcasts
+    int written[kConsumers] = {};    // by warpgroup: parts of O in its buffer, and how many of them TMA may read
     int fenced[kConsumers] = {};
 };
 struct Read {  // by a product in flight
-    std::map<unsigned, Piece> pieces;
+    std::vector<std::pair<unsigned, Piece>> pieces;  // with their addresses
     int group;
 };
 struct State {
@@ -122,10 +133,11 @@ static void __syncwarp() { give_way(); }
 static int consumer() { return threadIdx.x / 128 - 1; }
 static void stmatrix(unsigned address, unsigned, unsigned, unsigned, unsigned) {
     give_way();
-    std::map<unsigned, Piece>& shared = here().shared;
-    const auto after = shared.upper_bound(address);
-    if (after != shared.begin() && address - std::prev(after)->first < kSwizzleBytes) {
-        std::prev(after)->second = {kOut};  // O takes the place of this row of Q
+    for (unsigned bytes = 0; bytes < kSwizzleBytes && bytes <= address; bytes += kPieceBytes) {
+        if (Piece& piece = here().shared[address - bytes]; piece.tensor != kNone) {
+            piece = {kOut};  // O takes the place of this row of Q
+            break;
+        }
     }
     ++here().written[consumer()];
 }

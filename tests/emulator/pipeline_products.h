@@ -4,7 +4,7 @@
 // The pieces of `count` rows from row `from` on of a tile of `rows`; they must follow one another and be of `tensor`.
 static Piece read(unsigned tile, int from, int count, int rows, Tensor tensor) {
     Read read{{}, current->group};
-    std::map<unsigned, Piece>& shared = here().shared;
+    Pieces& shared = here().shared;
     const Piece first = shared[tile + from * kSwizzleBytes];
     for (int row = from; row < from + count; ++row) {
         const int panels = tensor == kV ? PANELS_V : kPanels;
@@ -20,7 +20,7 @@ static Piece read(unsigned tile, int from, int count, int rows, Tensor tensor) {
             expected.column = panel * kColumns;
             expected.row += row - from;
             require(!(shared[address] != expected), "a product reads what is not there");
-            read.pieces[address] = shared[address];
+            read.pieces.push_back({address, shared[address]});
         }
     }
     current->reads.push_back(read);
