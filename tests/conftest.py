@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -43,10 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[TABLES] = str(directory / "tables")  # never filled: winners of tests go elsewhere
     for name in (COMPILER, NO_JIT):
         os.environ.pop(name, None)
+    gc.disable()  # until all tests are collected
 
 
 def pytest_collection_finish() -> None:
-    """Collecting builds nothing: all workers would wait for it, on one core."""
+    """Collecting builds nothing: all workers would wait for it, on one core.
+
+    What was imported and collected stays to the end: the garbage collector need not look at it again and again.
+    """
+    gc.freeze()
+    gc.enable()
     launcher = sys.modules.get("attnforge.runtime.native.launcher")
     if launcher is not None and launcher._loaded:
         raise pytest.UsageError("a test module builds or loads the launcher where it is imported")
