@@ -1,4 +1,4 @@
-"""Logs of exhaustive searches, for benchmarks/search_replay.py. Takes a Hopper GPU, and about four minutes a pass.
+"""Logs of exhaustive searches, for benchmarks/search_replay.py. Takes a Hopper GPU, and two to four minutes a pass.
 
     python benchmarks/search_log.py [--folder results] [--direction fwd|bwd] [--seconds 300] [--workers 12]
 

@@ -2,19 +2,19 @@
 // Generated from templates/sm80/backward_fp32.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm80 --dtype fp32 --head-dim 128 --mask spans --align 16
 //     --set tile_m=32 --set tile_n=64 --set warps=8 --set stages=1 --set warps_sdp=2
-//     --set warps_dkv=4 --set warps_dq=2 --set grad_splits=1 --set blocks=1 --set
-//     split_heads=0 --set deterministic=0
+//     --set warps_dkv=4 --set warps_dq=2 --set grad_splits=1 --set blocks=1
+//     --set split_heads=0 --set deterministic=0
 //
-//   tile_m        32   query rows per step of the main loop
-//   tile_n        64   keys per block
-//   warps          8   warps per block
-//   stages         1   shared-memory buffers for Q and for dO
-//   warps_sdp      2   warps along the queries in S and dP; the rest split the keys
-//   warps_dkv      4   warps along the keys in dK and dV; the rest split head_dim
-//   warps_dq       2   warps along the queries in dQ; the rest split head_dim
-//   grad_splits    1   groups of a warp's columns of dK, dV and dQ that a step computes one after the other
-//   blocks         1   blocks per multiprocessor that registers are shared among
-//   split_heads    0   a block per q head (dK, dV summed in memory), not per kv head
+//   tile_m          32   query rows per step of the main loop
+//   tile_n          64   keys per block
+//   warps            8   warps per block
+//   stages           1   shared-memory buffers for Q and for dO
+//   warps_sdp        2   warps along the queries in S and dP; the rest split the keys
+//   warps_dkv        4   warps along the keys in dK and dV; the rest split head_dim
+//   warps_dq         2   warps along the queries in dQ; the rest split head_dim
+//   grad_splits      1   groups of a warp's columns of dK, dV and dQ that a step computes one after the other
+//   blocks           1   blocks per multiprocessor that registers are shared among
+//   split_heads      0   a block per q head (dK, dV summed in memory), not per kv head
 //   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 
 // A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.

@@ -4,14 +4,14 @@
 //     --set tile_m=64 --set tile_n=128 --set warps=8 --set stages=2 --set warps_sdp=2
 //     --set warps_dkv=4 --set warps_dq=2 --set split_heads=1 --set deterministic=0
 //
-//   tile_m        64   query rows per step of the main loop
-//   tile_n       128   keys per block
-//   warps          8   warps per block
-//   stages         2   shared-memory buffers for Q and for dO
-//   warps_sdp      2   warps along the queries in S and dP; the rest split the keys
-//   warps_dkv      4   warps along the keys in dK and dV; the rest split head_dim
-//   warps_dq       2   warps along the queries in dQ; the rest split head_dim
-//   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   tile_m          64   query rows per step of the main loop
+//   tile_n         128   keys per block
+//   warps            8   warps per block
+//   stages           2   shared-memory buffers for Q and for dO
+//   warps_sdp        2   warps along the queries in S and dP; the rest split the keys
+//   warps_dkv        4   warps along the keys in dK and dV; the rest split head_dim
+//   warps_dq         2   warps along the queries in dQ; the rest split head_dim
+//   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 
 typedef unsigned short element;  // bf16, only ever moved as bits

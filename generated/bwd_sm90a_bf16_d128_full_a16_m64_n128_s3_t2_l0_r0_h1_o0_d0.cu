@@ -4,15 +4,15 @@
 //     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
 //     --set in_regs=0 --set split_heads=1 --set deterministic=0 --set descending=0
 //
-//   tile_m        64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n       128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages         3   shared-memory buffers for Q
-//   stages_dout    2   shared-memory buffers for dO
-//   lag            0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
-//   in_regs        0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads    1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
+//   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
+//   stages           3   shared-memory buffers for Q
+//   stages_dout      2   shared-memory buffers for dO
+//   lag              0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
+//   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
+//   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
-//   descending     0   blocks start with the last key tile, not the one with most work (deterministic ones always do)
+//   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //

@@ -1,15 +1,15 @@
 // attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0
 // Generated from templates/sm90a/backward_wide.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 256 --mask spans --align 16
-//     --set tile_m=64 --set tile_n=64 --set stages=2 --set stages_dout=1 --set
-//     deterministic=0 --set descending=0
+//     --set tile_m=64 --set tile_n=64 --set stages=2 --set stages_dout=1
+//     --set deterministic=0 --set descending=0
 //
-//   tile_m        64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n        64   keys per block, a multiple of 16; each consumer computes S and dP of half of them
-//   stages         2   shared-memory buffers for Q
-//   stages_dout    1   shared-memory buffers for dO
+//   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
+//   tile_n          64   keys per block, a multiple of 16; each consumer computes S and dP of half of them
+//   stages           2   shared-memory buffers for Q
+//   stages_dout      1   shared-memory buffers for dO
 //   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
-//   descending     0   blocks start with the last key tile, not the one with most work (deterministic ones always do)
+//   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //

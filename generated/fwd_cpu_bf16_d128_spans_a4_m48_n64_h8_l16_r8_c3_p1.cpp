@@ -1,16 +1,16 @@
 // attnforge_fwd_cpu_bf16_d128_spans_a4_m48_n64_h8_l16_r8_c3_p1
 // Generated from templates/cpu/forward.cpp.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch cpu --dtype bf16 --head-dim 128 --mask spans --align 4
-//     --set tile_m=48 --set tile_n=64 --set heads=8 --set lanes=16 --set rows=8 --set
-//     cols=3 --set pairs=1
+//     --set tile_m=48 --set tile_n=64 --set heads=8 --set lanes=16 --set rows=8
+//     --set cols=3 --set pairs=1
 //
-//   tile_m        48   query rows per tile, a multiple of lanes * cols
-//   tile_n        64   keys per tile
-//   heads          8   query heads of one kv head that share each packed K and V tile
-//   lanes         16   floats of one vector register
-//   rows           8   rows of the register block
-//   cols           3   vector registers per row of the register block
-//   pairs          1   multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32
+//   tile_m   48   query rows per tile, a multiple of lanes * cols
+//   tile_n   64   keys per tile
+//   heads     8   query heads of one kv head that share each packed K and V tile
+//   lanes    16   floats of one vector register
+//   rows      8   rows of the register block
+//   cols      3   vector registers per row of the register block
+//   pairs     1   multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32
 
 #include <algorithm>
 #include <cmath>

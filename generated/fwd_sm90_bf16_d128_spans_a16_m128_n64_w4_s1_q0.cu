@@ -3,11 +3,11 @@
 // Regenerate: python cli.py render --direction fwd --arch sm90 --dtype bf16 --head-dim 128 --mask spans --align 16
 //     --set tile_m=128 --set tile_n=64 --set warps=4 --set stages=1 --set q_in_regs=0
 //
-//   tile_m       128   query rows per block
-//   tile_n        64   keys per step of the main loop
-//   warps          4   warps per block; each owns tile_m / warps query rows
-//   stages         1   shared-memory buffers for K and for V
-//   q_in_regs      0   keep the Q fragments in registers instead of shared memory
+//   tile_m     128   query rows per block
+//   tile_n      64   keys per step of the main loop
+//   warps        4   warps per block; each owns tile_m / warps query rows
+//   stages       1   shared-memory buffers for K and for V
+//   q_in_regs    0   keep the Q fragments in registers instead of shared memory
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 

@@ -4,12 +4,12 @@
 //     --set tile_m=128 --set tile_n=32 --set warps=4 --set stages=2 --set o_splits=2
 //     --set blocks=2
 //
-//   tile_m       128   query rows per block
-//   tile_n        32   keys per step of the main loop
-//   warps          4   warps per block; each owns tile_m / warps query rows
-//   stages         2   shared-memory buffers for K and for V
-//   o_splits       2   groups of columns of O that a step computes one after the other; 0: FP32 cores, no tensor cores
-//   blocks         2   blocks per multiprocessor that registers are shared among
+//   tile_m    128   query rows per block
+//   tile_n     32   keys per step of the main loop
+//   warps       4   warps per block; each owns tile_m / warps query rows
+//   stages      2   shared-memory buffers for K and for V
+//   o_splits    2   groups of columns of O that a step computes one after the other; 0: FP32 cores, no tensor cores
+//   blocks      2   blocks per multiprocessor that registers are shared among
 
 // A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
 struct TensorRef {

@@ -1,17 +1,17 @@
 // attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask dense --align 16
-//     --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0 --set
-//     persistent=1 --set dynamic=0 --set q_in_regs=1 --set cluster=1
+//     --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0
+//     --set persistent=1 --set dynamic=0 --set q_in_regs=1 --set cluster=1
 //
-//   tile_m       128   query rows per tile, 64 for each consumer warpgroup
-//   tile_n       128   keys per step of the main loop
-//   stages         2   shared-memory buffers for K and for V
-//   ping_pong      0   warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent     1   one block per multiprocessor walks many tiles
-//   dynamic        0   dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs      1   keep the fragments of Q in registers
-//   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
+//   tile_m      128   query rows per tile, 64 for each consumer warpgroup
+//   tile_n      128   keys per step of the main loop
+//   stages        2   shared-memory buffers for K and for V
+//   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    1   one block per multiprocessor walks many tiles
+//   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs     1   keep the fragments of Q in registers
+//   cluster       1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //
 // Attention forward. A producer thread loads tiles with TMA; 2 consumer warpgroups multiply them with wgmma.
 //

@@ -1,17 +1,17 @@
 // attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
-//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0 --set
-//     persistent=1 --set dynamic=0 --set q_in_regs=0 --set cluster=1
+//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0
+//     --set persistent=1 --set dynamic=0 --set q_in_regs=0 --set cluster=1
 //
-//   tile_m       192   query rows per tile, 64 for each consumer warpgroup
-//   tile_n        80   keys per step of the main loop
-//   stages         3   shared-memory buffers for K and for V
-//   ping_pong      0   warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent     1   one block per multiprocessor walks many tiles
-//   dynamic        0   dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs      0   keep the fragments of Q in registers
-//   cluster        1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
+//   tile_m      192   query rows per tile, 64 for each consumer warpgroup
+//   tile_n       80   keys per step of the main loop
+//   stages        3   shared-memory buffers for K and for V
+//   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    1   one block per multiprocessor walks many tiles
+//   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs     0   keep the fragments of Q in registers
+//   cluster       1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //
 // Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
 //

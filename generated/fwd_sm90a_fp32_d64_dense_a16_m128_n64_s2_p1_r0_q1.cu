@@ -1,15 +1,15 @@
 // attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1
 // Generated from templates/sm90a/forward_fp32.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype fp32 --head-dim 64 --mask dense --align 16
-//     --set tile_m=128 --set tile_n=64 --set stages=2 --set ping_pong=1 --set
-//     persistent=0 --set q_in_regs=1
+//     --set tile_m=128 --set tile_n=64 --set stages=2 --set ping_pong=1
+//     --set persistent=0 --set q_in_regs=1
 //
-//   tile_m       128   query rows per tile, 64 for each consumer warpgroup
-//   tile_n        64   keys per step of the main loop
-//   stages         2   shared-memory buffers for K and for V
-//   ping_pong      1   warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent     0   one block per multiprocessor walks many tiles
-//   q_in_regs      1   keep the fragments of Q in registers
+//   tile_m      128   query rows per tile, 64 for each consumer warpgroup
+//   tile_n       64   keys per step of the main loop
+//   stages        2   shared-memory buffers for K and for V
+//   ping_pong     1   warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    0   one block per multiprocessor walks many tiles
+//   q_in_regs     1   keep the fragments of Q in registers
 //
 // S = Q K^T (tile_m x tile_n), P = exp(scale (S - row_max)), O = sum of P V; out = O / row_sum,
 // lse = ln(sum exp(scale S)).

@@ -2,7 +2,7 @@
 // Generated from templates/prologue/prologue.cpp.jinja; do not edit.
 // Regenerate: python cli.py render --prologue qk_norm_rope_bwd_cpu_bf16_d128_wbf16_tfp32_a16_c64
 //
-//   chunk         64   tokens of a task, and of a partial sum of weight gradients
+//   chunk   64   tokens of a task, and of a partial sum of weight gradients
 //
 // Gradients of the projections and of the norms' weights, from those of the rotated heads.
 // The symbols are those of prologue.cu.jinja, which has a glossary.

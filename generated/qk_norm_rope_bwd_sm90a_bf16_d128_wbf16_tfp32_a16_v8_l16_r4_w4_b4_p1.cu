@@ -2,12 +2,12 @@
 // Generated from templates/prologue/prologue.cu.jinja; do not edit.
 // Regenerate: python cli.py render --prologue qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_p1
 //
-//   vector         8   bytes that a lane loads at once
-//   lanes         16   lanes that share a head
-//   rows           4   heads that a lane holds at once
-//   warps          4   warps per block; each takes its own tokens
-//   blocks         4   blocks per multiprocessor that registers are shared among
-//   persistent     1   0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones
+//   vector        8   bytes that a lane loads at once
+//   lanes        16   lanes that share a head
+//   rows          4   heads that a lane holds at once
+//   warps         4   warps per block; each takes its own tokens
+//   blocks        4   blocks per multiprocessor that registers are shared among
+//   persistent    1   0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones
 //
 // Gradients of the projections and of the norms' weights, from those of the rotated heads.
 //

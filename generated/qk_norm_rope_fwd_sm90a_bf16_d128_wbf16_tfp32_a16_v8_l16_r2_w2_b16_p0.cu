@@ -2,12 +2,12 @@
 // Generated from templates/prologue/prologue.cu.jinja; do not edit.
 // Regenerate: python cli.py render --prologue qk_norm_rope_fwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r2_w2_b16_p0
 //
-//   vector         8   bytes that a lane loads at once
-//   lanes         16   lanes that share a head
-//   rows           2   heads that a lane holds at once
-//   warps          2   warps per block; each takes its own tokens
-//   blocks        16   blocks per multiprocessor that registers are shared among
-//   persistent     0   0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones
+//   vector        8   bytes that a lane loads at once
+//   lanes        16   lanes that share a head
+//   rows          2   heads that a lane holds at once
+//   warps         2   warps per block; each takes its own tokens
+//   blocks       16   blocks per multiprocessor that registers are shared among
+//   persistent    0   0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones
 //
 // RMSNorm of each head of q and k, then rotary embedding; v is copied.
 //

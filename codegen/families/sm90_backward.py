@@ -44,7 +44,7 @@ class Sm90Backward(Tuning):
         "o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run", was="ordered"
     )
     descending: bool = knob(
-        "d", "blocks start with the last key tile, not the one with most work (deterministic ones always do)"
+        "d", "blocks start with the last key tile, not that with most work (deterministic ones always do)"
     )
     # Knobs that earlier tables and names do not have.
     heads_together: int = knob(

@@ -51,7 +51,7 @@ class Sm90BackwardWide(Tuning):
     stages_dout: int = knob("t", "shared-memory buffers for dO")
     deterministic: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
     descending: bool = knob(
-        "d", "blocks start with the last key tile, not the one with most work (deterministic ones always do)"
+        "d", "blocks start with the last key tile, not that with most work (deterministic ones always do)"
     )
     pair: bool = knob("p", "two blocks share a key tile and dQ", default=False, quiet=True)
     multicast: bool = knob(
