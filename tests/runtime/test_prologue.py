@@ -295,17 +295,8 @@ def test_experts_are_on_the_device_of_q() -> None:
     pack = draw()
     experts = pack.experts()
     experts.rows = experts.rows.to("meta")
-    q_weight, k_weight = pack.pairs()
     with pytest.raises(ValueError, match="experts: are on meta, but q is on cpu"):
-        attnforge.qk_norm_rope(
-            (pack.fused[0], pack.fused[1]),
-            heads=pack.heads,
-            cos=pack.cos,
-            sin=pack.sin,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            experts=experts,
-        )
+        call(pack, experts=experts)
 
 
 def test_second_derivatives_are_refused() -> None:
