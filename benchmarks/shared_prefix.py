@@ -68,7 +68,7 @@ class Group:
         """A copy's dout of the prefix is divided, so that gradients summed over the copies are those of the pack."""
         dout = self.repeat(x.dout)
         dout[:, :, : self.prefix] /= self.completions
-        return Inputs(*map(self.repeat, x[:3]), dout)
+        return Inputs(self.repeat(x.q), self.repeat(x.k), self.repeat(x.v), dout)
 
     def parts(self, x: Tensor, layout: str, total: bool) -> tuple[Tensor, Tensor]:
         """The prefix (H, prefix, D), float32, and the completions (H, completions * tokens, D) of a result.

@@ -9,7 +9,7 @@ import torch
 from shared_prefix import HEAD, Group, attend, cases_of, flat, main
 from torch import Tensor
 
-from attnforge.bagel.measure import peers
+from attnforge.bagel.measure import cudnn_flex, fa3, peers
 from attnforge.bagel.measure.fa4 import Attention
 from attnforge.codegen.spec import DType
 from attnforge.runtime.search.case import Case
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.fa3, "attention", attend)  # our own kernel on FlashAttention's layout
+    monkeypatch.setattr(fa3, "attention", attend)  # our own kernel on FlashAttention's layout
     table = tmp_path / "table.md"
     assert main([*SIZES, "--peers", "sdpa-flash", "fa3", "--markdown", str(table)]) == 0
     found = [line.strip("| ").split(" | ") for line in table.read_text().splitlines() if line[:2] == "| "][1:]
@@ -47,7 +47,7 @@ def test_who_differs_is_not_timed(
 
         return call
 
-    monkeypatch.setattr(peers.cudnn_flex, "attention", wrong)
+    monkeypatch.setattr(cudnn_flex, "attention", wrong)
     assert main([*SIZES, "--peers", "cudnn-flex"]) == 1
     said = capsys.readouterr().out
     assert "cudnn-flex, pack: differs" in said
