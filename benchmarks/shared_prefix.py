@@ -1,22 +1,26 @@
-"""Completions that share a prompt, as reinforcement learning trains them: one pack, or the prompt repeated for each.
+"""Completions of one prompt: one pack with the mask `shared_prefix`, against the prefix repeated for each completion.
 
-    python benchmarks/shared_prefix.py [--prompt 16384] [--completions 16] [--tokens 1024] [--model 28/4/128]
+    python benchmarks/shared_prefix.py [--completions 16] [--tokens 1024] [--prefix 16384] [--markdown FILE]
 
-"pack" holds the prompt once, with the mask of `attnforge.masks.shared_prefix`: ours, FlexAttention and
-`cudnn.flex_attention`. "repeated" is a batch of causal sequences, each with a prompt of its own: ours, FlashAttention-3
-and torch's SDPA. Both compute the same attention of the completions; a line's error is the difference from ours on the
-pack, of out and of the gradient of the completions' q, relative to its RMS.
+Layouts: `pack` is one sequence, the prefix and then all completions; ours, FlexAttention and cudnn.flex_attention take
+its mask. `batch` is causal attention on a batch entry for each completion, which begins with a copy of the prefix;
+`varlen` the same for FlashAttention-3 and 4, as documents of one sequence. Before any time, out, dq, dk and dv of
+everybody are compared with ours on the pack, where copies of the prefix are averaged (out) or summed (gradients):
+`differs` is the largest RMS difference of one of them, in the prefix or in the completions, relative to its RMS. Who
+differs by more than rounding is not timed, and the exit status is 1.
 
-Forward and backward are timed in turns, in one run. TFLOP/s count the pairs that are visible in the line's own layout,
-so that a repeated prompt counts each time. Memory is the peak of a forward and its backward, with the inputs. What is
-not installed or cannot run is named and left out.
+Times are medians, all interleaved; "of ours" is the time over that of our pack, "both" that of forward + backward.
+TFLOP/s are those of the visible pairs of the line's own layout: copies of the prefix count as work. The memory is that
+of q, k, v and dout, and the peak of a forward and backward above them, without what is made once for a mask.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,173 +31,238 @@ from attnforge.bagel.measure import peers
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import model_of, pairs_of
 from attnforge.bagel.measure.fa4 import Attention, Unavailable
+from attnforge.bagel.measure.peers import OURS
+from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.search.case import Case, Inputs, causal_case
-from attnforge.runtime.search.timing import Effort, measure_interleaved
+from attnforge.runtime.search.timing import Effort, measure_interleaved, rotate
 
-LIMIT = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-4}  # of a line's error
-PACK, REPEATED = "pack", "repeated"
-PEERS = {
-    PACK: (peers.OURS, "flex", "cudnn-flex"),
-    REPEATED: (peers.OURS, "fa3", "sdpa-cudnn", "sdpa-flash"),
-}
-HEAD = ("layout", "attention", "tokens", "fwd ms", "of ours", "bwd ms", "of ours", "TFLOP/s", "MiB", "error")
+PEERS = ("flex", "cudnn-flex", "fa3")
+TOLERANCE = {DType.BFLOAT16: 2e-2, DType.FLOAT16: 5e-3, DType.FLOAT32: 1e-4}
+HEAD = (
+    "attention", "layout", "tokens", "fwd ms", "bwd ms", "of ours: fwd", "bwd", "both", "fwd TFLOP/s", "bwd TFLOP/s",
+    "memory MiB", "differs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A case, its inputs, and of which rows of the flat (batch x sequence) order the completions are."""
+class Group:
+    """One prompt of `prefix` tokens and its completions of `tokens` each."""
 
-    case: Case
-    inputs: Inputs
-    completions: Tensor
+    completions: int
+    tokens: int
+    prefix: int
 
+    @property
+    def length(self) -> int:
+        """Of a completion with its prefix."""
+        return self.prefix + self.tokens
 
-def layouts(args: argparse.Namespace, device: torch.device) -> dict[str, Layout]:
-    """The pack, and the batch with the same numbers."""
-    model, dtype = model_of(args.model), DType(args.dtype)
-    prompt, tokens, count = args.prompt, args.tokens, args.completions
-    heads, total = (model.heads_q, model.heads_kv), prompt + count * tokens
-    mask = attnforge.masks.shared_prefix([(prompt, [tokens] * count)], device)
-    sizes = (1, *heads, total, total, model.head_dim, dtype)
-    case = Case(PACK, *sizes, mask, pairs_of(mask, total), device)
-    x = case.inputs()
-    x.dout[:, :, :prompt] = 0  # the loss is that of the completions
-    pack = Layout(case, x, torch.arange(prompt, total, device=device))
-    each = torch.arange(count * tokens, device=device).view(count, tokens)
-    rows = torch.cat((torch.arange(prompt, device=device).expand(count, -1), prompt + each), 1)
-    copies = Inputs(*(_rows(t, rows) for t in x))
-    alike = causal_case(REPEATED, (count, *heads, prompt + tokens, model.head_dim), dtype, device)
-    places = torch.arange(count, device=device)[:, None] * (prompt + tokens)
-    places = places + torch.arange(prompt, prompt + tokens, device=device)
-    return {PACK: pack, REPEATED: Layout(alike, copies, places.flatten())}
+    def repeat(self, x: Tensor) -> Tensor:
+        """(1, H, S, D) of the pack to (completions, H, length, D), in (B, S, H, D) memory as x."""
+        prefix, own = x[0].transpose(0, 1).split((self.prefix, self.completions * self.tokens))
+        copies = prefix.expand(self.completions, *prefix.shape)
+        return torch.cat((copies, own.unflatten(0, (self.completions, self.tokens))), 1).transpose(1, 2)
 
+    def repeat_inputs(self, x: Inputs) -> Inputs:
+        """A copy's dout of the prefix is divided, so that gradients summed over the copies are those of the pack."""
+        dout = self.repeat(x.dout)
+        dout[:, :, : self.prefix] /= self.completions
+        return Inputs(self.repeat(x.q), self.repeat(x.k), self.repeat(x.v), dout)
 
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    """(B, H, S, D) of the given rows of each sequence of x (1, H, S, D)."""
-    return x[0].transpose(0, 1)[rows].transpose(1, 2)
+    def parts(self, x: Tensor, layout: str, total: bool) -> tuple[Tensor, Tensor]:
+        """The prefix (H, prefix, D), float32, and the completions (H, completions * tokens, D) of a result.
 
-
-def _flat(x: Tensor, places: Tensor) -> Tensor:
-    """(n, H, D): the rows at `places` of x (B, H, S, D), counted through the batch."""
-    return x.transpose(1, 2).flatten(0, 1)[places]
-
-
-def _ours(case: Case) -> Attention:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attnforge.attention(q, k, v, case.mask)
-        return out
-
-    return call
+        Copies of the prefix are summed if `total`, else averaged.
+        """
+        if layout == "pack":
+            return x[0, :, : self.prefix].float(), x[0, :, self.prefix :]
+        if layout == "varlen":
+            x = x[0].unflatten(1, (self.completions, self.length)).transpose(0, 1)
+        prefix = x[:, :, : self.prefix].sum(0, dtype=torch.float32)
+        own = x[:, :, self.prefix :].transpose(0, 1).flatten(1, 2)
+        return prefix if total else prefix / self.completions, own
 
 
-def answer(name: str, layout: Layout) -> tuple[Tensor, Tensor]:
-    """out, and the gradient of q, of the completions."""
-    x = layout.inputs
-    q = x.q.detach().requires_grad_()
-    leaves = (q, x.k.detach().requires_grad_(), x.v.detach().requires_grad_())
-    out = peers.attention_of(name, layout.case)(*leaves)
-    dq = torch.autograd.grad(out, leaves, x.dout)[0]
-    return _flat(out.detach(), layout.completions), _flat(dq, layout.completions)
+def flat(x: Inputs) -> Inputs:
+    """A batch as one sequence; nothing is copied."""
+    return Inputs(*(t.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for t in x))
 
 
-def memory(name: str, layout: Layout) -> float:
-    """MiB, see the module; 0 on a CPU."""
-    if layout.case.device.type != "cuda":
-        return 0.0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    answer(name, layout)
-    own = sum(t.numel() * t.element_size() for t in layout.inputs)
-    return (torch.cuda.max_memory_allocated() - before + own) / 2**20
-
-
-def contestants(found: dict[str, Layout], dtype: str) -> dict[tuple[str, str], float]:
-    """The error of each (layout, name) that runs and is right; ours on the pack is the first. Others are named."""
-    expected = answer(peers.OURS, found[PACK])
-    errors = {}
-    for at, names in PEERS.items():
-        for name in names:
-            try:
-                with peers.as_unavailable():
-                    got = answer(name, found[at])
-            except Unavailable as reason:
-                print(f"{at} {name}: {reason}", flush=True)
-                continue
-            errors[at, name] = max(map(_difference, got, expected))
-            if not errors[at, name] <= LIMIT[dtype]:
-                raise SystemExit(f"{at} {name}: an error of {errors[at, name]:.1e}, more than {LIMIT[dtype]}")
-    return errors
-
-
-def _difference(got: Tensor, expected: Tensor) -> float:
-    wide = expected.double()
-    return float((got.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt())
-
-
-def milliseconds(
-    found: dict[str, Layout], names: list[tuple[str, str]], direction: Direction, seconds: float
-) -> dict[tuple[str, str], float]:
-    """Medians, in turns."""
-    device = found[PACK].case.device
-    calls: dict[str, Callable[[int], object]] = {}
-    for at, name in names:
-        x = found[at].inputs
-        calls[f"{at} {name}"] = peers.contestant(name, found[at].case, direction, [x])
-    times = measure_interleaved(calls, [(0,)], device, Effort(seconds=seconds, warmups=2))
-    return {(at, name): times[f"{at} {name}"].median for at, name in names}
-
-
-def table(found: dict[str, Layout], args: argparse.Namespace) -> list[str]:
-    """A line for each contestant."""
-    errors = contestants(found, args.dtype)
-    forward, backward = (milliseconds(found, list(errors), way, args.seconds) for way in Direction)
-    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    first = (PACK, peers.OURS)
-    for (at, name), error in errors.items():
-        case, key = found[at].case, (at, name)
-        speeds = (
-            case.flops(way) / ms[key] / 1e9 for way, ms in zip(Direction, (forward, backward), strict=True)
-        )
-        cells = (
-            at,
-            name,
-            f"{case.batch * case.seq_q:,}",
-            *(x for ms in (forward, backward) for x in (f"{ms[key]:.3f}", f"{ms[key] / ms[first]:.2f}")),
-            " / ".join(f"{speed:.4g}" for speed in speeds),
-            f"{memory(name, found[at]):.0f}",
-            f"{error:.1e}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def cases_of(group: Group, model: str, dtype: DType, device: torch.device) -> dict[str, Case]:
+    """By layout."""
+    heads = model_of(model)
+    lengths = [group.length] * group.completions
+    batch = causal_case(
+        "batch",
+        (group.completions, heads.heads_q, heads.heads_kv, group.length, heads.head_dim),
+        dtype,
+        device,
     )
-    parser.add_argument("--prompt", type=int, default=16384)
+    batch = replace(batch, dim_v=heads.head_dim_v)
+    mask = attnforge.masks.shared_prefix([(group.prefix, [group.tokens] * group.completions)], device)
+    size = mask.starts.numel()
+    pack = replace(batch, name="pack", batch=1, seq_q=size, seq_k=size, mask=mask, pairs=pairs_of(mask, size))
+    documents = PackedMask(lengths, lengths, ["causal"] * group.completions, device)
+    size = documents.starts.numel()
+    varlen = replace(
+        pack, name="varlen", seq_q=size, seq_k=size, mask=documents, pairs=batch.pairs * group.completions
+    )
+    return {"pack": pack, "batch": batch, "varlen": varlen}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An attention in a layout, checked: its case and inputs, and what the check found."""
+
+    name: str
+    case: Case
+    sets: list[Inputs]
+    memory: float  # bytes, see the module; nan on a CPU
+    differs: float
+
+    def call(self, direction: Direction) -> Callable[[int], object]:
+        """As `measure_interleaved` takes it."""
+        return peers.contestant(self.name, self.case, direction, self.sets)
+
+
+def results(call: Attention, x: Inputs) -> tuple[Tensor, ...]:
+    """out, dq, dk and dv."""
+    leaves = [t.detach().requires_grad_() for t in x[:3]]
+    out = call(*leaves)
+    return (out.detach(), *torch.autograd.grad(out, leaves, x.dout))
+
+
+def difference(group: Group, layout: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest of all tensors, in the prefix or in the completions; see the module."""
+    worst = 0.0
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        pairs = zip(group.parts(one, layout, index > 0), group.parts(other, "pack", True), strict=True)
+        for mine, exact in pairs:
+            if exact.numel():
+                error = (mine.double() - exact.double()).square().mean().sqrt()
+                # max() would drop a nan
+                worst = max(
+                    worst, float((error / exact.double().square().mean().sqrt()).nan_to_num(torch.inf))
+                )
+    return worst
+
+
+def check(
+    name: str, case: Case, sets: list[Inputs], group: Group, expected: tuple[Tensor, ...] | None
+) -> tuple[Contestant, tuple[Tensor, ...]]:
+    """Run one forward and backward; its results, too. `expected`: ours on the pack, None for that itself.
+
+    Raises Unavailable where the attention cannot run the case.
+    """
+    with peers.memory_freed(case.device), peers.as_unavailable():
+        call = peers.attention_of(name, case)
+        results(call, sets[0])  # compiles, and makes what is made once for a mask
+        got, peak = peers.with_peak(lambda: results(call, sets[0]), case.device)
+    differs = 0.0 if expected is None else difference(group, case.name, got, expected)
+    memory = peak + sum(t.numel() * t.element_size() for t in sets[0])
+    return Contestant(name, case, sets, memory, differs), got
+
+
+def contestants(group: Group, args: argparse.Namespace) -> tuple[list[Contestant], bool]:
+    """Those that agree with ours on the pack, which is the first; and whether somebody does not."""
+    dtype, device = DType(args.dtype), torch.device(args.device)
+    cases = cases_of(group, args.model, dtype, device)
+    packs = [Inputs(*tensors) for tensors in rotate(tuple(cases["pack"].inputs()), device)]
+    batches = [group.repeat_inputs(x) for x in packs]
+    sets = {"pack": packs, "batch": batches, "varlen": [flat(x) for x in batches]}
+    ours, expected = check(OURS, cases["pack"], packs, group, None)
+    found, wrong = [ours], False
+    layouts = {name: "varlen" if name == "fa3" or name in peers.FA4 else "pack" for name in args.peers}
+    for name, layout in ((OURS, "batch"), *layouts.items()):
+        try:
+            one, _ = check(name, cases[layout], sets[layout], group, expected)
+        except Unavailable as reason:
+            print(f"{name}, {layout}: {reason}", flush=True)
+            continue
+        if one.differs > TOLERANCE[dtype]:
+            print(f"{name}, {layout}: differs from ours by {one.differs:.1e}, so it is not timed", flush=True)
+            wrong = True
+        else:
+            found.append(one)
+    return found, wrong
+
+
+def rows(found: list[Contestant], seconds: float) -> list[str]:
+    """Time everybody in turns; rows of the table, the first is ours on the pack."""
+    first = found[0]
+    how = Effort(seconds=seconds, warmups=2)
+    inputs = [(index,) for index in range(len(first.sets))]
+    times: list[dict[str, float]] = []
+    for direction in Direction:
+        with peers.memory_freed(first.case.device):
+            calls = {f"{one.name} {one.case.name}": one.call(direction) for one in found}
+            timings = measure_interleaved(calls, inputs, first.case.device, how)
+            times.append({name: timing.median for name, timing in timings.items()})
+    base = [next(iter(by_name.values())) for by_name in times]
+    table = []
+    for one in found:
+        ms = [by_name[f"{one.name} {one.case.name}"] for by_name in times]
+        rates = [one.case.flops(direction) / t / 1e9 for direction, t in zip(Direction, ms, strict=True)]
+        cells = (
+            one.name,
+            one.case.name,
+            str(one.case.batch * one.case.seq_q),
+            *(f"{t:.3f}" for t in ms),
+            *(f"{t / ours:.2f}" for t, ours in zip(ms, base, strict=True)),
+            f"{sum(ms) / sum(base):.2f}",
+            *(f"{rate:.4g}" for rate in rates),
+            "-" if math.isnan(one.memory) else f"{one.memory / 2**20:.0f}",
+            f"{one.differs:.1e}",
+        )
+        table.append(f"| {' | '.join(cells)} |")
+    return table
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Completions in one pack, or each with a copy of its prefix."
+    )
     parser.add_argument("--completions", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a completion")
+    parser.add_argument("--tokens", type=int, default=1024, help="of each completion")
+    parser.add_argument("--prefix", type=int, default=16384, help="tokens of the prompt")
     parser.add_argument("--model", default="28/4/128")
-    parser.add_argument("--dtype", choices=list(LIMIT), default="bf16")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in DType], default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of timed calls of each contestant")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="seconds of timed calls of each line and pass"
+    )
+    parser.add_argument("--peers", nargs="*", default=PEERS, choices=peers.known())
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
-    return parser.parse_args()
+    args = parser.parse_args(words)
+    if min(args.completions, args.tokens, args.prefix) < 1:
+        parser.error("--completions, --tokens and --prefix must be at least 1")
+    return args
 
 
-def main() -> None:
-    args = arguments()
-    peers.EXTRA[peers.OURS] = _ours
-    device = torch.device(args.device)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(device).items())
-    text = "\n".join((facts, "", *table(layouts(args, device), args), ""))
+def attend(case: Case) -> Attention:
+    """Ours, with autograd as the peers."""
+    return lambda q, k, v: attnforge.attention(q, k, v, case.mask)
+
+
+def main(words: list[str] | None = None) -> int:
+    args = arguments(words)
+    peers.EXTRA[OURS] = attend
+    try:
+        found, wrong = contestants(Group(args.completions, args.tokens, args.prefix), args)
+        table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *rows(found, args.seconds)]
+    finally:
+        del peers.EXTRA[OURS]
+    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    what = (
+        f"{args.completions} completions of {args.tokens} tokens on {args.prefix}, {args.model} {args.dtype}"
+    )
+    text = "\n".join((facts, what, "", *table, ""))
     print(text)
     if args.markdown:
         args.markdown.write_text(text)
+    return int(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

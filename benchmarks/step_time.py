@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
+from attnforge.bagel.measure.peers import with_peak
 from attnforge.bagel.mot.attention import Operator, make_operator
 from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer, Shared, share
 from attnforge.bagel.mot.model import rope_positions
@@ -105,11 +106,7 @@ class Bench:
         self.forget()
         if self.device.type != "cuda":
             return float("nan")
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.run()
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
+        return with_peak(self.run, self.device)[1] / 2**30
 
     def wait(self) -> None:
         if self.device.type == "cuda":

@@ -103,6 +103,17 @@ def memory_freed(device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
+def with_peak(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What `call` returns, and the peak of its memory in bytes above what is allocated before it; nan on a CPU."""
+    if device.type != "cuda":
+        return call(), float("nan")
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = call()
+    return result, float(torch.cuda.max_memory_allocated(device) - before)
+
+
 @contextlib.contextmanager
 def as_unavailable() -> Iterator[None]:
     """Turns an exception of a peer into Unavailable, so that the run continues and the table shows the reason."""

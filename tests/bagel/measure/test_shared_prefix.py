@@ -1,57 +1,74 @@
-"""benchmarks/shared_prefix.py: both layouts are one problem, and its table is complete; no times are judged."""
+"""benchmarks/shared_prefix.py on the CPU: all layouts compute the same, who differs is not timed; no time is judged."""
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from shared_prefix import HEAD, Group, attend, cases_of, flat, main
+from torch import Tensor
 
-from attnforge.bagel.measure import peers
+from attnforge.bagel.measure import cudnn_flex, fa3, peers
+from attnforge.bagel.measure.fa4 import Attention
+from attnforge.codegen.spec import DType
+from attnforge.runtime.search.case import Case
 
-ARGUMENTS = "--device cpu --prompt 40 --completions 3 --tokens 24 --model 4/2/16 --dtype fp32 --seconds 0.01"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "argv", ["shared_prefix.py", *ARGUMENTS.split()])
-    found = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "shared_prefix.py"))
-    monkeypatch.setitem(peers.EXTRA, peers.OURS, found["_ours"])
-    return found
-
-
-def test_both_layouts_hold_the_same_rows(script: dict[str, Any]) -> None:
-    pack, repeated = script["layouts"](script["arguments"](), torch.device("cpu")).values()
-    assert pack.case.seq_q == 40 + 3 * 24
-    assert (repeated.case.batch, repeated.case.seq_q) == (3, 40 + 24)
-    for one, other in zip(pack.inputs, repeated.inputs, strict=True):
-        assert torch.equal(
-            script["_flat"](one, pack.completions), script["_flat"](other, repeated.completions)
-        )
-        assert all(torch.equal(one[0, :, :40], copy[:, :40]) for copy in other)
-    # A prompt, each completion on it, and each alone.
-    assert pack.case.pairs == 40 * 41 // 2 + 3 * (24 * 40 + 24 * 25 // 2)
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = ["--completions=3", "--tokens=5", "--prefix=9", "--model=2/1/16", "--device=cpu", "--seconds=1"]
+CPU = torch.device("cpu")
 
 
-def test_table(script: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    script["main"]()
-    said = capsys.readouterr().out
-    lines = [
-        line.split(" | ")[:3] for line in said.splitlines() if line.startswith("| pack") or "| rep" in line
+def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa3, "attention", attend)  # our own kernel on FlashAttention's layout
+    table = tmp_path / "table.md"
+    assert main([*SIZES, "--peers", "sdpa-flash", "fa3", "--markdown", str(table)]) == 0
+    found = [line.strip("| ").split(" | ") for line in table.read_text().splitlines() if line[:2] == "| "][1:]
+    assert [tuple(row[:3]) for row in found] == [
+        ("attnforge", "pack", "24"),
+        ("attnforge", "batch", "42"),
+        ("sdpa-flash", "pack", "24"),
+        ("fa3", "varlen", "42"),
     ]
-    assert ["| pack", "attnforge", "112"] in lines
-    assert ["| repeated", "attnforge", "192"] in lines
-    assert "cudnn-flex: " in said, "who cannot run is named"
+    for row in found:
+        assert len(row) == len(HEAD)
+        assert all(float(cell) > 0 for cell in row[3:10])
+        assert row[10] == "-"  # memory, on a CPU
+    assert all(0 < float(row[11]) < 2e-2 for row in found[1:])
+    assert peers.OURS not in peers.EXTRA
 
 
-def test_a_wrong_answer_ends_it(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = script["layouts"](script["arguments"](), torch.device("cpu"))
-    monkeypatch.setitem(script["PEERS"], script["REPEATED"], ("wrong",))
-    monkeypatch.setitem(
-        peers.EXTRA, "wrong", lambda case: lambda q, k, v: 1.01 * script["_ours"](case)(q, k, v)
-    )
-    with pytest.raises(SystemExit, match="repeated wrong: an error of"):
-        script["contestants"](found, "fp32")
+def test_who_differs_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(case: Case) -> Attention:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(case)(q, k, v) * torch.linspace(1, 1.2, case.seq_q)[:, None]
+
+        return call
+
+    monkeypatch.setattr(cudnn_flex, "attention", wrong)
+    assert main([*SIZES, "--peers", "cudnn-flex"]) == 1
+    said = capsys.readouterr().out
+    assert "cudnn-flex, pack: differs" in said
+    assert "| cudnn-flex |" not in said
+
+
+def test_pairs_and_copies_by_hand() -> None:
+    """A causal prefix of 3, and completions of 2 that see it: 6 + 2 x (4 + 5) pairs, or 2 x 15 with copies of it."""
+    group = Group(completions=2, tokens=2, prefix=3)
+    cases = cases_of(group, "2/1/16", DType.FLOAT32, CPU)
+    assert {name: case.batch * case.pairs for name, case in cases.items()} == {
+        "pack": 24,
+        "batch": 30,
+        "varlen": 30,
+    }
+    x = cases["pack"].inputs()
+    copies = group.repeat_inputs(x)
+    for whole, copied, sequence in zip(x, copies, flat(copies), strict=True):
+        assert torch.equal(sequence[0, :, 5:], copied[1])
+        for layout, one in (("batch", copied), ("varlen", sequence)):
+            # Copies of dout are summed, as gradients are; all else is averaged.
+            prefix, own = group.parts(one, layout, total=whole is x.dout)
+            torch.testing.assert_close(prefix, whole[0, :, :3])
+            assert torch.equal(own, whole[0, :, 3:])
