@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnforge
+from attnforge.bagel.measure.peers import with_peak
 from attnforge.bagel.workloads import workload
 
 HEADS_Q, HEADS_KV, DIM = 28, 4, 128
@@ -104,12 +105,8 @@ def measure(
 ) -> tuple[float, float, float, list[Tensor]]:
     """Milliseconds forward, and forward + backward; peak GiB; out and gradients."""
     forward, both = passes(attend, tensors, mask)
-
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = both()
-    memory = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return milliseconds(forward), milliseconds(both), memory, results
+    results, peak = with_peak(both, tensors[0].device)
+    return milliseconds(forward), milliseconds(both), peak / 2**30, results
 
 
 def show_profile(title: str, attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any) -> None:

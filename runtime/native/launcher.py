@@ -96,7 +96,7 @@ def prebuilt() -> Path | None:
 def save_prebuilt(folder: Path) -> Path:
     """Put the launcher for this process's torch and C library into `folder`, under the name that is looked for.
 
-    It comes from the cache, or is built there. Errors as `load`.
+    It comes from the cache, or is built there. Errors as `launcher`.
     """
     path = folder / f"{key(sources(), libc=False)[:16]}-{'-'.join(platform.libc_ver())}.so"
     folder.mkdir(parents=True, exist_ok=True)

@@ -69,9 +69,8 @@ def run_rank(program: dict[str, object], environment: dict[str, object]) -> int:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        status
-    )  # at once: freeing every object of torch's modules copies the memory that the ranks share
+    # At once: freeing every object of torch's modules copies the memory that the ranks share.
+    os._exit(status)
 
 
 if __name__ == "__main__":
