@@ -94,8 +94,9 @@ def _load(dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
 
 
 def _launch(backward: bool, x: Tensor, p: Params) -> None:
+    function = _load(x.dtype, x.device)[backward]  # before the operator is looked up: the launcher defines it
     argument = torch.frombuffer(p, dtype=torch.uint8)
-    torch.ops.attnforge.launch_function(_load(x.dtype, x.device)[backward], _blocks(x), THREADS, argument)
+    torch.ops.attnforge.launch_function(function, _blocks(x), THREADS, argument)
 
 
 def _blocks(x: Tensor) -> int:

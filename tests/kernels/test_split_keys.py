@@ -23,6 +23,7 @@ from attnforge.codegen.space import candidates, splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import dispatch, kernels, ops
 from attnforge.runtime.dispatch import Target, choose_for
+from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.ops import Mask as AnyMask
 from attnforge.runtime.search.reference import reference
 
@@ -188,6 +189,7 @@ def test_wide_heads_compile_cleanly(arch: Arch, nvcc: None, tmp_path: Path) -> N
 
 def route(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> int:
     """The handle of the variant that runs the call."""
+    launcher()
     data, kind, visible_keys = ops._unpack(mask, q, k)
     return int(torch.ops.attnforge.route(q, k, v, data, kind, False, visible_keys, None, None))
 
