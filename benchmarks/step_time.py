@@ -77,8 +77,8 @@ class Bench:
         mask = self.operator.mask(*self.lists, self.device)
         return share(understanding, generation, self.positions, self.config, mask)
 
-    def run(self, shared: Shared | None = None) -> Tensor:
-        """A micro-step of this one layer: the input's gradient, of both experts' rows."""
+    def run(self, shared: Shared | None = None) -> list[Tensor]:
+        """A micro-step of this one layer: the input's gradient, of each expert's rows."""
         self.layer.attention.operator = self.operator
         self.forget()
         shared = shared or self.share()
@@ -93,7 +93,7 @@ class Bench:
         gradients = [x.grad for x in self.x if x.grad is not None]
         if len(gradients) != len(self.x):
             raise RuntimeError("the layer gave its input no gradient")
-        return torch.cat(gradients)
+        return gradients
 
     def forget(self) -> None:
         """Drop all gradients."""
@@ -166,7 +166,7 @@ def measure_pack(
         for kind in KINDS[name]:
             bench = Bench(layer, pack, operator, kind, config)
             begin = time.perf_counter()
-            grad = bench.run()
+            grad = torch.cat(bench.run())
             bench.wait()
             first = time.perf_counter() - begin
             wanted = grad.clone() if wanted is None else wanted

@@ -80,7 +80,8 @@ class Ours:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return attention(q, k, v, mask, deterministic=self.deterministic)[0].transpose(0, 1)
+        # Not [0], whose gradient is copied into zeros.
+        return attention(q, k, v, mask, deterministic=self.deterministic).squeeze(0).transpose(0, 1)
 
 
 class Flex:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from attnforge.bagel.mot.attention import Operator
+from attnforge.bagel.mot.recomputation import Held
 from attnforge.bagel.mot.swiglu import swiglu
 from attnforge.runtime.prologue import ExpertRows, qk_norm_rope, rope_tables
 
@@ -113,7 +114,11 @@ class _Together(torch.autograd.Function):
 
 def _merge(first: Tensor, second: Tensor, understanding: Tensor, generation: Tensor) -> Tensor:
     whole = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
-    return whole.index_copy_(0, understanding, first).index_copy_(0, generation, second)
+    # A thread of index_copy_ moves one element: 8 bytes, where rows can be read so.
+    words = torch.int64 if first.shape[-1] * first.element_size() % 8 == 0 else first.dtype
+    to, first, second = (x.contiguous().view(words) for x in (whole, first, second))
+    to.index_copy_(0, understanding, first).index_copy_(0, generation, second)
+    return whole
 
 
 def apart(x: Tensor, shared: Shared) -> Pair:
@@ -137,12 +142,8 @@ class Experts(nn.Module):
         self.generation = make()
 
     def forward(self, x: Pair) -> Pair:
-        """Each row through its expert, the larger part last: a checkpoint's recomputation omits its last product."""
-        if x[0].shape[0] < x[1].shape[0]:
-            first = self.understanding(x[0])
-            return first, self.generation(x[1])
-        second = self.generation(x[1])
-        return self.understanding(x[0]), second
+        """Each row through its expert."""
+        return self.understanding(x[0]), self.generation(x[1])
 
 
 class Project(nn.Module):
@@ -177,10 +178,29 @@ class Mlp(nn.Module):
         self.up = nn.Linear(config.hidden, config.mlp, bias=False)
         self.down = nn.Linear(config.mlp, config.hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
+        """What `down` multiplies (N, mlp)."""
         x = self.norm(x)
-        result: Tensor = self.down(swiglu(self.gate(x), self.up(x)))
+        return swiglu(self.gate(x), self.up(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.hidden(x))
         return result
+
+
+class Mlps(nn.Module):
+    """Each row through its expert's MLP. A checkpoint's recomputation omits the last product of both."""
+
+    def __init__(self, config: MotConfig) -> None:
+        super().__init__()
+        self.understanding = Mlp(config)
+        self.generation = Mlp(config)
+
+    def forward(self, x: Pair) -> Pair:
+        experts = self.understanding, self.generation
+        held = Held(*(expert.hidden(rows) for expert, rows in zip(experts, x, strict=True)))
+        first, second = held.results(*(expert.down for expert in experts))
+        return first, second
 
 
 class MotAttention(nn.Module):
@@ -234,7 +254,7 @@ class MotLayer(nn.Module):
     def __init__(self, config: MotConfig, operator: Operator) -> None:
         super().__init__()
         self.attention = MotAttention(config, operator)
-        self.mlp = Experts(lambda: Mlp(config))
+        self.mlp = Mlps(config)
 
     def forward(self, x: Pair, shared: Shared) -> Pair:
         """The rows of both experts, before and after."""

@@ -255,4 +255,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, attention_mask: Any) -> Tensor:
     if pack.dtype is not None:
         q, k, v = (x.to(pack.dtype) for x in (q, k, v))
     out = attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), pack.mask(q.shape[0]))  # type: ignore[call-overload]
-    return out[0].transpose(0, 1).flatten(1)  # type: ignore[no-any-return]
+    return out.squeeze(0).transpose(0, 1).flatten(1)  # type: ignore[no-any-return]

@@ -107,9 +107,9 @@ def flash_attn_varlen_func(
     given: dict[str, Any] = {"scale": softmax_scale, "deterministic": deterministic}
     given["score"] = score_of(softcap, slanted)
     if not return_attn_probs:
-        return attention(q, k, v, mask, **given)[0].transpose(0, 1)
+        return attention(q, k, v, mask, **given).squeeze(0).transpose(0, 1)
     out, lse = attention(q, k, v, mask, return_lse=True, **given)
-    return out[0].transpose(0, 1), lse[0], None
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0), None
 
 
 def _refuse(dropout_p: float) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from synthetic import Synthetic
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
@@ -18,6 +19,7 @@ from attnforge.bagel.mot.attention import make_operator
 from attnforge.bagel.mot.layer import (
     CONFIGS,
     Experts,
+    Mlps,
     MotLayer,
     Pair,
     Project,
@@ -65,7 +67,7 @@ def run(layer: MotLayer, x: Tensor, shared: Shared) -> Tensor:
 def transcribed(layer: MotLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The layer for one row at a time with that row's weights, and attention by its formula."""
 
-    def expert(experts: Experts, row: int) -> torch.nn.Module:
+    def expert(experts: Experts | Mlps, row: int) -> torch.nn.Module:
         return experts.generation if row in GENERATION else experts.understanding
 
     def heads(row: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,6 +115,47 @@ def test_a_compiled_layer_is_the_same(selective: bool) -> None:
     torch.testing.assert_close(got, expected)
     dout = torch.randn_like(got)
     torch.testing.assert_close(*(torch.autograd.grad(out, x, dout) for out in (got, expected)))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_recomputation_omits_the_last_products(selective: bool) -> None:
+    """Of either expert: projection, output, gate and up are computed again, down is not."""
+    layer, x, shared = layer_and_inputs()
+    pair = apart(x, shared)
+    dout = tuple(torch.randn_like(part) for part in pair)
+    leaves = [x, *layer.parameters()]
+    keep: dict[str, Any] = {"context_fn": attnforge.save_attention} if selective else {}
+    found, counts = [], []
+    for checkpointed in (False, True):
+        out = (
+            checkpoint(layer, pair, shared, use_reentrant=False, **keep)
+            if checkpointed
+            else layer(pair, shared)
+        )
+        with Products() as products:
+            found.append(torch.autograd.grad(out, leaves, dout, retain_graph=True))
+        counts.append(products.count)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert counts[1] - counts[0] == 2 * 4
+
+
+def test_gradients_can_be_taken_twice() -> None:
+    layer, x, shared = layer_and_inputs()
+    out = run(layer, x, shared)
+    first, second = (torch.autograd.grad(out.sum(), x, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
