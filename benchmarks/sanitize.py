@@ -1,6 +1,7 @@
 """Runs compute-sanitizer on every GPU kernel of the tuned tables, with a small problem, and counts its reports.
 
     python benchmarks/sanitize.py --seconds 540 --log sanitize.log --markdown sanitize.md
+    python benchmarks/sanitize.py --specs specs.json      # the kernels of a JSON list of specs instead
 
 Needs a GPU. Each tool checks each kernel in a process of its own, several at a time: Hopper's kernels first, by
 memcheck, racecheck, synccheck and initcheck. Checks that do not start in time count as not run. The exit status is 1
@@ -10,6 +11,7 @@ if there is any report, or anything was not run. docs/reliability.md lists known
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -24,6 +26,7 @@ from pathlib import Path
 import torch
 
 import attnforge
+from attnforge.codegen.families import spec_from_json
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, Mask, Spec
 from attnforge.runtime import kernels, ops
@@ -45,17 +48,18 @@ class Outcome:
     log: str
 
 
-def gpu_specs() -> list[Spec]:
-    """GPU kernels of the tuned tables that run here, Hopper's own first, backward before forward."""
-    specs = [spec for spec in tuned_specs() if spec.problem.arch.is_gpu]
+def gpu_specs(listed: Path | None = None) -> list[Spec]:
+    """GPU kernels that run here, of the tuned tables or of a JSON list: Hopper's own first, backward before forward."""
+    known = [spec_from_json(entry) for entry in json.loads(listed.read_text())] if listed else tuned_specs()
+    specs = [spec for spec in known if spec.problem.arch.is_gpu]
     here = kernels.targets(torch.device("cuda", 0))
     found = [spec for spec in specs if spec.problem.arch in here]
     return sorted(found, key=lambda spec: (spec.problem.arch is not Arch.SM90A, spec.slug))
 
 
-def run_kernel(slug: str) -> None:
+def run_kernel(slug: str, listed: Path | None) -> None:
     """Launch one kernel once. Inputs come from the host, so that initcheck sees them written."""
-    spec = next(spec for spec in gpu_specs() if spec.slug == slug)
+    spec = next(spec for spec in gpu_specs(listed) if spec.slug == slug)
     problem = spec.problem
     dtype, generator = kernels.TORCH_DTYPES[problem.dtype], torch.Generator().manual_seed(0)
     sizes = ((4, problem.head_dim), (2, problem.head_dim), (2, problem.head_dim_v), (4, problem.head_dim_v))
@@ -103,12 +107,13 @@ def sanitizer() -> list[str]:
     return [found, option or ""]
 
 
-def check(tool: str, spec: Spec, program: list[str]) -> Outcome:
+def check(tool: str, spec: Spec, program: list[str], listed: Path | None) -> Outcome:
     """Run a tool over one kernel."""
     command = [program[0], "--tool", tool, "--print-limit", "20"]
     if program[1] and tool != "initcheck":  # initcheck must also see the writes of other kernels
         command += [program[1], "kns=attnforge_"]
     command += [sys.executable, __file__, "--kernel", spec.slug]
+    command += ["--specs", str(listed)] if listed else []
     # Each tensor is an allocation of its own, so that accesses beyond its end are found.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
     try:
@@ -135,12 +140,12 @@ def said(outcome: Outcome | None) -> str:
     return "failed" if outcome.reports < 0 else str(outcome.reports)
 
 
-def compile_ahead(specs: list[Spec]) -> None:
+def compile_ahead(specs: list[Spec], listed: Path | None) -> None:
     launcher()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda spec: cache.obtain(render(spec)), specs))
     for spec in specs:  # also compiles the kernels that make masks and schedules
-        run_kernel(spec.slug)
+        run_kernel(spec.slug, listed)
 
 
 def main() -> int:
@@ -155,23 +160,24 @@ def main() -> int:
     )
     parser.add_argument("--log", type=Path, help="write the output of the tools for kernels with reports")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--specs", type=Path, help="JSON list of specs to check instead of the tuned tables")
     parser.add_argument("--kernel", help="launch this kernel once; the tools run this")
     arguments = parser.parse_args()
     if arguments.kernel:
-        run_kernel(arguments.kernel)
+        run_kernel(arguments.kernel, arguments.specs)
         return 0
     started = time.monotonic()
-    specs = [spec for spec in gpu_specs() if arguments.only in spec.slug]
+    specs = [spec for spec in gpu_specs(arguments.specs) if arguments.only in spec.slug]
     if not specs:
         parser.error(f"--only {arguments.only}: no committed kernel for this GPU has that in its name")
     program = sanitizer()
-    compile_ahead(specs)
+    compile_ahead(specs, arguments.specs)
     print(f"{len(specs)} kernels compiled and run in {time.monotonic() - started:.0f} s", flush=True)
 
     def one(job: tuple[str, Spec]) -> None:
         if time.monotonic() - started < arguments.seconds:
             tool, spec = job
-            outcomes[tool, spec.slug] = outcome = check(tool, spec, program)
+            outcomes[tool, spec.slug] = outcome = check(tool, spec, program, arguments.specs)
             print(
                 f"{time.monotonic() - started:5.0f} s {tool:9s} {said(outcome):>8s} {spec.slug}", flush=True
             )
