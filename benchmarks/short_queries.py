@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import time
 from collections.abc import Callable
 from itertools import product
@@ -25,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
 from attnforge.bagel.measure import fa3
-from attnforge.runtime.build.settings import SPLIT_KEYS
 from attnforge.runtime.search.reference import reference
 
 # q heads, kv heads, head_dim; queries; keys; batch.
@@ -155,7 +153,6 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true", help="head_dim 512")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     options = parser.parse_args()
-    os.environ[SPLIT_KEYS] = "1"
     head = ["case", "kernel", "us", "GB/s of K and V", "TFLOP/s", "error"]
     print(" | ".join(head))
     table = rows(options.wide, options.seconds)

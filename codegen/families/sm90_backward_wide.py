@@ -176,9 +176,10 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         _require_pair(p, t)
     elif t.multicast:
         raise Infeasible("multicast: needs pair 1, as the two blocks of a pair load for each other")
-    for name in ("stages", "stages_dout"):
-        if not 1 <= getattr(t, name) <= 4:
-            raise Infeasible(f"{name} {getattr(t, name)}: must be 1 to 4")
+    if not 2 <= t.stages <= 4:
+        raise Infeasible(f"stages {t.stages}: must be 2 to 4, as S runs a step ahead of dK")
+    if not 1 <= t.stages_dout <= 4:
+        raise Infeasible(f"stages_dout {t.stages_dout}: must be 1 to 4")
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
 
@@ -186,8 +187,6 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
 def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
     if t.tile_n != PAIR * PAIR_KEYS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
-    if t.stages < 2:
-        raise Infeasible(f"stages {t.stages}: must be at least 2 with pair 1, as S runs a step ahead of dK")
     if t.deterministic:
         raise Infeasible("deterministic: needs pair 0; the blocks of a pair add to dQ in any order")
     if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
@@ -263,16 +262,23 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first, as measured on an H100 (docs/experiments.md, 65)."""
+    """What a search tries, best guess first, as measured on an H100 and an H200 (docs/experiments.md, 65 and 69)."""
+    if problem.mask is not Mask.FULL:  # without a mask pairs are slower
+        yield from _pairs(problem)
     tiles = (64, 80, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
     for deterministic in (False, True):
         for tile_n in tiles:
-            for stages, stages_dout in ((2, 1), (2, 2), (1, 1)):
+            for stages_dout in (1, 2):
                 for descending in (False,) if deterministic else (False, True):
-                    yield Sm90BackwardWide(64, tile_n, stages, stages_dout, deterministic, descending)
+                    yield Sm90BackwardWide(64, tile_n, 2, stages_dout, deterministic, descending)
+    yield from _pairs(problem)
+
+
+def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
+    """Pairs of blocks. Loading for each other pays where two buffers for dO fit, up to 192 columns."""
     for stages, stages_dout in ((2, 2), (2, 1), (3, 2)):
         for descending in (False, True):
-            for multicast in (False, True):
+            for multicast in (True, False) if problem.largest_dim <= 192 else (False, True):
                 yield Sm90BackwardWide(
                     64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True, multicast
                 )

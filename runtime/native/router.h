@@ -1,7 +1,6 @@
 // Which variant runs a call: resolved in Python (runtime/dispatch.py) once per problem class, then kept.
 #pragma once
 
-#include <cstdlib>
 #include <shared_mutex>
 #include <string_view>
 #include <unordered_map>
@@ -27,17 +26,12 @@ inline uint64_t number_or_none(std::string_view text) {
     return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
 }
 
-// Should kernels that split the keys be preferred? With ATTNFORGE_SPLIT_KEYS=1, in a forward of few queries against
-// many keys, if the q heads of a kv head share much fewer tiles than they have, or if a block for each would leave half
-// of the device idle.
+// Should kernels that split the keys be preferred? In a forward of few queries against many keys, if the q heads of a kv
+// head share much fewer tiles than they have, or if a block for each would leave half of the device idle.
 inline bool splits_keys(const Call& c, bool backward) {
     constexpr int64_t kQueries = 128, kTile = 64, kKeys = 1024;
     const int64_t heads = c.q.size(1), queries = c.q.size(2);
     if (backward || c.q.is_cpu() || queries > kQueries || c.k.size(2) < kKeys) {
-        return false;
-    }
-    const char* wanted = std::getenv("ATTNFORGE_SPLIT_KEYS");
-    if (wanted == nullptr || std::string_view(wanted) != "1") {
         return false;
     }
     const int64_t group = heads / c.k.size(1);

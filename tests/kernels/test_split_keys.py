@@ -30,11 +30,6 @@ FORWARD, BFLOAT16, FLOAT16 = Direction.FORWARD, DType.BFLOAT16, DType.FLOAT16
 H200 = Target("NVIDIA H200", (Arch.SM90A, Arch.SM90))
 
 
-@pytest.fixture(autouse=True)
-def splitting_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTNFORGE_SPLIT_KEYS", "1")
-
-
 def compare(out: Tensor, lse: Tensor, x: tuple[Tensor, Tensor, Tensor], mask: AnyMask, limit: float) -> None:
     exact = reference(*x, mask)
     assert torch.equal(lse == -torch.inf, exact.lse == -torch.inf)

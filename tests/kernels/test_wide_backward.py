@@ -79,7 +79,8 @@ def test_refusals(changed: dict[str, object], reason: str) -> None:
     ("dims", "changed", "reason"),
     [
         ((256, 256), {"tile_n": 64}, "tile_n 64: must be 128"),
-        ((256, 256), {"stages": 1}, "S runs a step ahead"),
+        ((256, 256), {"stages": 1}, "stages 1: must be 2 to 4, as S runs a step ahead"),
+        ((256, 256), {"stages": 1, "pair": False, "tile_n": 64}, "stages 1: must be 2 to 4, as S runs"),
         ((256, 256), {"stages_dout": 2}, "shared memory"),
         ((256, 256), {"deterministic": True}, "in any order"),
         ((128, 192), {}, "pairs of blocks take 192 and 256"),

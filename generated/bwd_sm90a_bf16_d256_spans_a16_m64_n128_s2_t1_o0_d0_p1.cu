@@ -1,15 +1,16 @@
-// attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0
-// Generated from templates/sm90a/backward_wide.cu.jinja; do not edit.
+// attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1
+// Generated from templates/sm90a/backward_pair.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 256 --mask spans --align 16
-//     --set tile_m=64 --set tile_n=64 --set stages=2 --set stages_dout=1
-//     --set deterministic=0 --set descending=0
+//     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=1
+//     --set deterministic=0 --set descending=0 --set pair=1
 //
 //   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n          64   keys per block, a multiple of 16; each consumer computes S and dP of half of them
+//   tile_n         128   keys per block, a multiple of 16; each consumer computes S and dP of half of them
 //   stages           2   shared-memory buffers for Q
 //   stages_dout      1   shared-memory buffers for dO
 //   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
 //   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
+//   pair             1   two blocks share a key tile and dQ
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -18,12 +19,13 @@
 //     dV = P^T dO         dK = scale dS^T Q    dQ = scale dS K
 //
 // symbol        shape                meaning
-//   K, V        kTileN x kHeadDim(V) the block's key tile, in shared memory
+//   K, V        kKeys x kHeadDim(V)  the block's keys, in shared memory
+//   peer K      kKeys x kDqColumns   the other block's keys, the columns of dQ that this block computes
 //   Q, dO       kTileM x kHeadDim(V) query tile of a step, in rings of kStagesQ and kStagesDo buffers
-//   S, P        kTileM x kTileN      S without the scale, less lse / scale; then P. fp32, in registers
-//   dP, dS      kTileM x kTileN      dP less delta; then dS
-//   dK, dV      kTileN x kHeadDim(V) sums over the steps, fp32, in registers, transposed: columns x keys
-//   dQ          kTileM x kHeadDim    this key tile's part of it, fp32; then added to dq_accum
+//   S, P        kKeys x kTileM       transposed: S without the scale, less lse / scale; then P. fp32, in registers
+//   dP, dS      kKeys x kTileM       transposed: dP less delta; then dS
+//   dK, dV      kKeys x kHeadDim(V)  sums over the steps, fp32, in registers
+//   dQ          kTileM x kDqColumns  part of the pair's kTileN keys, fp32; then added to dq_accum
 //   dq_accum    all of dQ            fp32 sums in device memory, in the order of fragments
 //   lse         a query              ln(sum exp S), from the forward
 //   dlse        a query              gradient of lse, if there is one
@@ -32,10 +34,14 @@
 //   step                             a visit of one q head: an iteration of the main loop
 //   plane       int                  batch entry * heads + head
 //
-// A block computes a key tile of one kv head: it visits the query tiles that see it, for every q head of the group.
-// Consumers: two warpgroups. Each computes S and dP of half of the keys and puts P and dS into shared memory, as both
-// need all of them: the first sums dV and computes 128 columns of dQ, the second sums dK and computes 128.
-// Producer warpgroup: its first warp loads K, V, Q, row_stats and dO.
+// A cluster of two blocks computes a key tile of one kv head, half of the keys each: it visits the query tiles that see
+// it, for every q head of the group. The blocks send each other their dS, and each computes half of the columns of dQ
+// for all keys of the tile. So only half as much is added to device memory, whose rate of float32 additions would
+// limit a block of its own.
+// Consumers: two warpgroups with a product of scores, a sum and a share of dQ each. The first computes S, P and dV. It
+// passes P on to the second, which computes dP, dS and dK. P and dS are operands of dV and dK in the registers where
+// they arise; dS goes to shared memory for dQ alone.
+// Producer warpgroup: its first warp loads K, V, Q, row_stats and dO, its second one sends dS.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 //
 // Kernels: _preprocess (row_stats, zeros for sums), the main kernel, _postprocess (dQ).
@@ -103,51 +109,62 @@ constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_d
 constexpr int kHeadDimV = kHeadDim;  // columns of V and O
 constexpr int kRowBytesV = kRowBytes;
 constexpr int kTileM = 64;  // query rows of a step
-constexpr int kTileN = 64;  // keys of a block
+constexpr int kTileN = 128;  // keys of a cluster
+constexpr int kCluster = 2;  // blocks that share a key tile
+constexpr int kKeys = kTileN / kCluster;  // keys of a block
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
 constexpr int kStagesQ = 2;  // buffers of Q
 constexpr int kStagesDo = 1;  // buffers of dO
-constexpr int kHalf = kTileN / 2;  // keys of which a consumer computes S and dP
-constexpr int kDqUnit = 64;  // columns of dQ of one product
-constexpr int kDqUnitsOfFirst = 2;  // of the first consumer
-// P and dS are stored as [key][query], 16-byte chunks swizzled within rows of 128 bytes. Consumers write those of a
-// step after both have arrived with dS of the step before. By then dV of that step is complete, and so is what takes dS
-// of the step before that: a buffer of P and two of dS suffice, without a barrier for empty ones.
+// Columns of dQ: the first block computes the first half of them, its first consumer the first kDqOfFirst. In the other
+// block it is the other way round, so that no consumer's columns cross a panel's edge.
+constexpr int kDqColumns = kHeadDim / 2;
+constexpr int kDqOfFirst = 64;
+constexpr int kDqOfSecond = kDqColumns - kDqOfFirst;
+constexpr int kPeerPanels = 2;  // of the peer's K
+// P in fp32, as fragments: [4 elements' index][thread][4 elements]. dS as [key][query], first the block's keys, then
+// the peer's; 16-byte chunks swizzled within rows of 128 bytes.
+constexpr int kBytesP = kKeys * kTileM * 4;
 constexpr int kScoreRowBytes = kTileM * 2;
-constexpr int kScoreBytes = kTileN * kScoreRowBytes;
+constexpr int kScoreBytes = kKeys * kScoreRowBytes;
 constexpr int kBuffersDs = 2;
 constexpr int kTileBytesQ = kTileM * kRowBytes;
 constexpr int kTileBytesDo = kTileM * kRowBytesV;
-constexpr int kTileBytesK = kTileN * kRowBytes;
-constexpr int kTileBytesV = kTileN * kRowBytesV;
+constexpr int kTileBytesK = kKeys * kRowBytes;
+constexpr int kTileBytesV = kKeys * kRowBytesV;
+constexpr int kPeerBytesK = kPeerPanels * kKeys * kSwizzleBytes;
 constexpr int kRowStatsFloats = 2;  // of a query
 constexpr int kRowStatsBytes = kTileM * kRowStatsFloats * 4;
 // Shared memory.
 constexpr int kOffsetK = 0;
 constexpr int kOffsetV = kOffsetK + kTileBytesK;
-constexpr int kOffsetQ = kOffsetV + kTileBytesV;
+constexpr int kOffsetPeerK = kOffsetV + kTileBytesV;
+constexpr int kOffsetQ = kOffsetPeerK + kPeerBytesK;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesQ;
-constexpr int kOffsetP = kOffsetDo + kStagesDo * kTileBytesDo;
-constexpr int kOffsetDs = kOffsetP + kScoreBytes;
-constexpr int kOffsetRowStats = kOffsetDs + kBuffersDs * kScoreBytes;
+constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesDo;
+constexpr int kOffsetP = kOffsetDs + kBuffersDs * kCluster * kScoreBytes;
+constexpr int kOffsetRowStats = kOffsetP + kBytesP;
 constexpr int kOffsetSpans = kOffsetRowStats + kStagesQ * kRowStatsBytes;  // of the block's keys
-constexpr int kOffsetVisit = kOffsetSpans + kTileN * 8;
-constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
-// Barriers: full = the data is there, empty = its readers have finished. Loads complete a full barrier with the bytes
-// that the producer announced. Consumer warps arrive at empty barriers of Q and dO; K and V stay.
+constexpr int kOffsetVisit = kOffsetSpans + kKeys * 8;
+constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;  // a visit, and its query tile's number among all planes'
+// Barriers: full = the data is there, empty = its readers have finished. Copies complete a full barrier with the bytes
+// that were announced; other barriers count warps. K and V stay.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullQ = kFullV + 8;
 constexpr int kEmptyQ = kFullQ + 8 * kStagesQ;
 constexpr int kFullDo = kEmptyQ + 8 * kStagesQ;
 constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
-constexpr int kSharedBytes = kEmptyDo + 8 * kStagesDo;
-static_assert(kSharedBytes == 190032, "the plan of this kernel disagrees");
+constexpr int kFullP = kEmptyDo + 8 * kStagesDo;
+constexpr int kFullDs = kFullP + 8;  // the block's own
+constexpr int kFullPeerDs = kFullDs + 8 * kBuffersDs;
+constexpr int kEmptyDs = kFullPeerDs + 8 * kBuffersDs;  // the block's own, in both blocks; so it has been sent, too
+constexpr int kSharedBytes = kEmptyDs + 8 * kBuffersDs;
+static_assert(kSharedBytes == 231048, "the plan of this kernel disagrees");
 
 // Named barriers; 0 is __syncthreads.
-enum NamedBarrier { kPStored = 1, kDsStored = 2, kStoreOfFirst = 3 };
+enum NamedBarrier { kTilesRead = 1, kStoreOfFirst = 2 };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -206,6 +223,25 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     }
 }
 
+// Thread: arrive at the barrier at this place in block `rank` of the cluster. It hands over no writes: .release.cluster
+// would wait until all that the thread has written is in memory.
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+
+// Warp: wait for all warps of the cluster. What they did to shared memory and barriers before is done.
+__device__ __forceinline__ void cluster_sync() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Thread: start fetching a descriptor, which the first copy would wait for.
 __device__ __forceinline__ void prefetch_map(const void* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -260,12 +296,9 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
 }
 
-// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
+// Warps: named barrier `id` for `threads` threads: wait for all.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.
@@ -313,6 +346,13 @@ __device__ __forceinline__ int load_int(unsigned address) {
     return x;
 }
 
+// Thread: two consecutive floats from shared memory.
+__device__ __forceinline__ float2 load_pair(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+    return x;
+}
+
 // Thread: a span of shared memory.
 __device__ __forceinline__ int2 load_span(unsigned address) {
     int2 x;
@@ -327,43 +367,61 @@ __device__ __forceinline__ float load_float(unsigned address) {
     return x;
 }
 
+// Thread: four consecutive floats to shared memory.
+__device__ __forceinline__ void store_quad(unsigned address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Thread: four consecutive floats from shared memory.
+__device__ __forceinline__ float4 load_quad(unsigned address) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
+    return x;
+}
+
 // Thread: both elements of a register as floats.
 __device__ __forceinline__ float2 unpack(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
 }
 
-// Warp: write four 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of
-// matrix l / 8, a column of the fragments.
-__device__ __forceinline__ void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2,
-                                                    unsigned r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-                 : "memory");
+// Thread: start copying consecutive bytes of shared memory to the place `dst` of block `rank`; they count towards
+// `barrier` there.
+__device__ __forceinline__ void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there, full;\n"
+        "mapa.shared::cluster.u32 there, %0, %4;\n"
+        "mapa.shared::cluster.u32 full, %3, %4;\n"
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %2, [full];\n"
+        "}" ::"r"(dst),
+        "r"(src), "r"(bytes), "r"(barrier), "r"(rank)
+        : "memory");
 }
 
-// Warpgroup: S or dP (64 queries x 32 keys) = or += A B^T over 16 columns.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kHalf / 2], unsigned long long a, unsigned long long b,
+// Warpgroup: S or dP, transposed (64 keys x 64 queries) = or += A B^T over 16 columns.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-                 : "l"(a), "l"(b), "r"(add));
-    // clang-format on
-}
-
-// Warpgroup: 64 columns of dK or dV, transposed (64 columns x 64 keys) = or += A^T B^T over 16 queries.
-__device__ __forceinline__ void wgmma_dkv(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
-                                          int add) {
-    // clang-format off
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 1, 0;\n}"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
-// Warpgroup: dQ (64 queries x 64 columns) = or += A^T B over 16 keys.
-__device__ __forceinline__ void wgmma_dq(float (&d)[kDqUnit / 2], unsigned long long a, unsigned long long b,
+// Warpgroup: dK or dV (64 keys x columns) = or += A B over 16 queries.
+__device__ __forceinline__ void wgmma_sums(float (&d)[128], const unsigned (&a)[4], unsigned long long b,
+                                           int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %133, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: dQ (64 queries x columns) = or += A^T B over 16 keys.
+__device__ __forceinline__ void wgmma_dq(float (&d)[32], unsigned long long a, unsigned long long b,
                                          int add) {
     // clang-format off
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
@@ -544,7 +602,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_schedule(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     const int tile = blockIdx.x;
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
@@ -566,7 +624,7 @@ attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_schedule(const __gri
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_order(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -642,20 +700,52 @@ __device__ __forceinline__ long long first_plane(const Params& p, const Work& wo
     return static_cast<long long>(work.batch) * p.heads_q + work.first_head;
 }
 
-// ---- Producer ------------------------------------------------------------------------------------------------------
+// ---- Loads and sends -----------------------------------------------------------------------------------------------
+
+// Thread: its index. Read where it is used: what ptxas computes from threadIdx before the main loop stays in registers.
+__device__ __forceinline__ int thread() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+// Thread: the number of its block in the cluster, read where it is used likewise.
+__device__ __forceinline__ int rank() {
+    int number;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(number));
+    return number;
+}
+
+// The first key of block `rank`.
+__device__ __forceinline__ int first_key(const Work& work, int rank) { return work.tile * kTileN + rank * kKeys; }
+
+// The first panel of the peer's K that block `rank` takes.
+__device__ __forceinline__ int first_peer_panel(int rank) { return rank * (kPanels - kPeerPanels); }
+
+// Thread: start copying `panels` panels of K, from panel `first` and key `key0` on.
+__device__ __forceinline__ void load_panels(unsigned tile, const TensorMaps& maps, unsigned barrier, int first,
+                                            int panels, int key0, const Work& work) {
+    for (int i = 0; i < panels; ++i) {
+        tma_load(tile + i * kKeys * kSwizzleBytes, maps.k, barrier, (first + i) * kColumns, key0, 0, work.head_kv,
+                 work.batch);
+    }
+}
 
 // Warp: load K and V, then for each step Q, row_stats, the visit and dO. Only lane 0, the leader, issues.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
     const bool leader = threadIdx.x % 32 == 0;
     if (leader) {
-        barrier_expect(base + kFullK, kTileBytesK);
-        load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv, work.batch, kTileN);
+        barrier_expect(base + kFullK, kTileBytesK + kPeerBytesK);
+        load_panels(base + kOffsetK, maps, base + kFullK, 0, kPanels, first_key(work, rank()), work);
+        load_panels(base + kOffsetPeerK, maps, base + kFullK, first_peer_panel(rank()), kPeerPanels,
+                    first_key(work, rank() ^ 1), work);
+        barrier_expect(base + kFullV, kTileBytesV);
+        load_tile(base + kOffsetV, maps.v, base + kFullV, first_key(work, rank()), work.head_kv, work.batch, kKeys);
     }
     griddepcontrol_wait();  // for row_stats; consumers add to dQ only after they have these
     Ring q_ring = {0, 1}, do_ring = {0, 1};  // fresh barriers count as empty
-    for (int h = 0; h < work.heads; ++h) {
-        const int head = work.first_head + h;
-        const float* row_stats = p.delta + (first_plane(p, work) + h) * p.padded_q * kRowStatsFloats;
+    for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
+        const int first_tile = (work.batch * p.heads_q + head) * p.tiles_m;  // of the plane
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
             const int visit = visit_of(p, work, i);
@@ -664,16 +754,13 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             barrier_wait(base + kEmptyQ + q_ring.stage * 8, q_ring.phase);
             if (leader) {
                 store_int(base + kOffsetVisit + q_ring.stage * 8, visit);
+                const int tile = first_tile + (visit >> 1);
+                store_int(base + kOffsetVisit + q_ring.stage * 8 + 4, tile);
                 barrier_expect(full_q, kTileBytesQ + kRowStatsBytes);
                 load_tile(base + kOffsetQ + q_ring.stage * kTileBytesQ, maps.q, full_q, query0, head, work.batch,
                           kTileM);
-                bulk_load(base + kOffsetRowStats + q_ring.stage * kRowStatsBytes, row_stats + query0 * kRowStatsFloats,
-                          kRowStatsBytes, full_q);
-                if (h + i == 0) {  // after the first Q, with which the consumers begin
-                    barrier_expect(base + kFullV, kTileBytesV);
-                    load_tile(base + kOffsetV, maps.v, base + kFullV, work.tile * kTileN, work.head_kv, work.batch,
-                              kTileN);
-                }
+                bulk_load(base + kOffsetRowStats + q_ring.stage * kRowStatsBytes,
+                          p.delta + static_cast<long long>(tile) * kTileM * kRowStatsFloats, kRowStatsBytes, full_q);
             }
             q_ring.advance(kStagesQ);
             const unsigned full_do = base + kFullDo + do_ring.stage * 8;
@@ -689,293 +776,350 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     griddepcontrol_launch_dependents();
 }
 
+// Warp: send the dS of each step to the other block. Its buffer there is empty when it is here.
+__device__ __forceinline__ void send(unsigned base, int steps) {
+    Ring ring = {0, 0};
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        const unsigned ds = base + kOffsetDs + ring.stage * kCluster * kScoreBytes;
+        barrier_wait(base + kFullDs + ring.stage * 8, ring.phase);
+        if (threadIdx.x % 32 == 0) {
+            proxy_fence();
+            bulk_send(ds + kScoreBytes, ds, kScoreBytes, base + kFullPeerDs + ring.stage * 8, rank() ^ 1);
+        }
+        ring.advance(kBuffersDs);
+    }
+}
+
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Warpgroup: start S += Q K^T or dP += dO V^T, `kCount` k16 steps; `keys` are its own rows of K or V.
+// Warpgroup: start S^T += K Q^T or dP^T += V dO^T, `kCount` k16 steps.
 template <int kCount>
-__device__ __forceinline__ void start_scores(float (&s)[kHalf / 2], unsigned queries, unsigned keys) {
-    asm volatile("" : "+r"(keys));  // else ptxas keeps the descriptors of all steps, and spills them
-    const unsigned long long a = descriptor(queries, 0, 8 * kSwizzleBytes, kSwizzle);
-    const unsigned long long b = descriptor(keys, 0, 8 * kSwizzleBytes, kSwizzle);
+__device__ __forceinline__ void start_scores(float (&x)[kTileM / 2], unsigned keys, unsigned queries) {
+    asm volatile("" : "+r"(keys), "+r"(queries));  // else ptxas keeps the descriptors of all steps, and spills them
+    const unsigned long long a = descriptor(keys, 0, 8 * kSwizzleBytes, kSwizzle);
+    const unsigned long long b = descriptor(queries, 0, 8 * kSwizzleBytes, kSwizzle);
 #pragma unroll
     for (int step = 0; step < kCount; ++step) {
-        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), 1);
+        wgmma_scores(x, a + step_at(step, kKeys), b + step_at(step, kTileM), 1);
     }
     wgmma_commit();
 }
 
-// Warpgroup: start dV^T += dO^T P or dK^T += Q^T dS, all `kBlocks` blocks of 64 columns; the first step overwrites.
-template <int kBlocks>
-__device__ __forceinline__ void start_dkv(float (&sums)[kBlocks][kTileN / 2], unsigned queries, unsigned scores,
-                                          int add) {
-    const unsigned long long b = descriptor(scores, 0, 8 * kScoreRowBytes, kSwizzle);
+// Warpgroup: start dV += P dO or dK += dS Q, whose P or dS is transposed; the first step overwrites.
+template <int kCount>
+__device__ __forceinline__ void start_sums(float (&sums)[kCount], const unsigned (&scores)[kTileM / 16][4],
+                                           unsigned queries, int add) {
+    const unsigned long long b = descriptor(queries, kTileM * kSwizzleBytes, 8 * kSwizzleBytes, kSwizzle);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-        const unsigned panel = queries + block * kTileM * kSwizzleBytes;
-        const unsigned long long a = descriptor(panel, 0, 8 * kSwizzleBytes, kSwizzle);
-#pragma unroll
-        for (int step = 0; step < kTileM / 16; ++step) {
-            wgmma_dkv(sums[block], a + (step * 16 * kSwizzleBytes >> 4), b + step * 2, step > 0 ? 1 : add);
-        }
+    for (int step = 0; step < kTileM / 16; ++step) {
+        wgmma_sums(sums, scores[step], b + (step * 16 * kSwizzleBytes >> 4), step > 0 ? 1 : add);
     }
     wgmma_commit();
 }
 
-// Warpgroup: start dQ = dS K, the 64 columns whose panel of K is at `k`.
-__device__ __forceinline__ void start_dq(float (&dq)[kDqUnit / 2], unsigned ds, unsigned k) {
+// Warpgroup: start dQ = dS K, of the block's own keys and of the peer's; both tiles of K begin at the columns of dQ.
+template <int kCount>
+__device__ __forceinline__ void start_dq(float (&dq)[kCount], unsigned ds, unsigned k, unsigned peer_k) {
+    asm volatile("" : "+r"(ds));
     const unsigned long long a = descriptor(ds, 0, 8 * kScoreRowBytes, kSwizzle);
-    const unsigned long long b = descriptor(k, kTileN * kSwizzleBytes, 8 * kSwizzleBytes, kSwizzle);
+    const unsigned long long own = descriptor(k, 0, 8 * kSwizzleBytes, kSwizzle);
+    const unsigned long long peer = descriptor(peer_k, 0, 8 * kSwizzleBytes, kSwizzle);
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
-        wgmma_dq(dq, a + (step * 16 * kScoreRowBytes >> 4), b + (step * 16 * kSwizzleBytes >> 4), step > 0);
+        const unsigned long long b = step < kKeys / 16 ? own : peer;
+        wgmma_dq(dq, a + (step * 16 * kScoreRowBytes >> 4), b + (step % (kKeys / 16) * 16 * kSwizzleBytes >> 4),
+                 step > 0);
     }
     wgmma_commit();
 }
 
-// Thread: its index. Read where it is used: what ptxas computes from threadIdx before the main loop stays in registers.
-__device__ __forceinline__ int thread() {
-    int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
-}
+// Thread: its first row of a fragment.
+__device__ __forceinline__ int first_row() { return thread() / 32 % 4 * 16 + thread() % 32 / 4; }
 
 // ---- Softmax and where its results go ------------------------------------------------------------------------------
 
 // Warpgroup: P = 0 where the mask hides; `query` is the thread's first, `spans` where those of its first key lie.
-__device__ __forceinline__ void apply_mask(float (&s)[kHalf / 2], int query, unsigned spans) {
+__device__ __forceinline__ void apply_mask(float (&x)[kTileM / 2], int query, unsigned spans) {
 #pragma unroll
-    for (int i = 0; i < kHalf / 2; i += i % 2 ? 3 : 1) {  // two queries of a key: i and i + 2
-        const int2 span = load_span(spans + (i / 4 * 8 + i % 2) * 8);
-        s[i] = query >= span.x && query < span.y ? s[i] : 0.0f;
-        s[i + 2] = query + 8 >= span.x && query + 8 < span.y ? s[i + 2] : 0.0f;
+    for (int row = 0; row < 2; ++row) {
+        const int2 span = load_span(spans + row * 64);
+#pragma unroll
+        for (int i = row * 2; i < kTileM / 2; i += i % 2 ? 3 : 1) {
+            x[i] = query + i / 4 * 8 + i % 2 >= span.x && query + i / 4 * 8 + i % 2 < span.y ? x[i] : 0.0f;
+        }
     }
 }
 
-// Warpgroup: store the 64 rows of a fragment, times `factor`, transposed: element (row, column) goes to row `column` of
-// the tile at `tile`, whose rows are 128 bytes, swizzled.
-template <int kCount>
-__device__ __forceinline__ void store_transposed(unsigned tile, const float (&x)[kCount], float factor) {
+// Thread: 8 elements of a fragment, 16 columns, times `factor`, as an operand of wgmma.
+__device__ __forceinline__ void pack_operand(unsigned (&operand)[4], const float* x, float factor) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        operand[i] = pack(x[i * 2] * factor, x[i * 2 + 1] * factor);
+    }
+}
+
+// Warpgroup: store columns 16 `step` to 16 `step` + 15 of a fragment, packed, to a panel, swizzled.
+__device__ __forceinline__ void store_operand(unsigned panel, int step, const unsigned (&operand)[4]) {
     const int lane = thread() % 32;
-    const int chunk = thread() / 32 % 4 * 2 + lane / 8 % 2;
-    const unsigned place = tile + (lane / 16 * 8 + lane % 8) * 128 + (chunk ^ lane % 8) * 16;
-#pragma unroll
-    for (int i = 0; i + 7 < kCount; i += 8) {
-        stmatrix_transposed(place + i * 256, pack(x[i] * factor, x[i + 1] * factor),
-                            pack(x[i + 2] * factor, x[i + 3] * factor),
-                            pack(x[i + 4] * factor, x[i + 5] * factor), pack(x[i + 6] * factor, x[i + 7] * factor));
-    }
+    const int row = thread() / 32 % 4 * 16 + lane % 16;
+    stmatrix(panel + row * 128 + ((step * 2 + lane / 16) ^ lane % 8) * 16, operand[0], operand[1], operand[2],
+             operand[3]);
 }
 
-// Warpgroup: add 64 columns of dQ to their sums, in fragment order: [4 elements' index][thread][4 elements].
-__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[kDqUnit / 2]) {
+// Warpgroup: add columns of dQ to their sums, in fragment order: [4 elements' index][thread][4 elements].
+template <int kCount>
+__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kDqUnit / 2; i += 4) {
-        float* target = sums + i * 128 + thread() % 128 * 4;
-        add_to(target, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    for (int i = 0; i < kCount; i += 4) {
+        add_to(sums + i * 128 + thread() % 128 * 4, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
     }
 }
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------
 
-// A consumer warpgroup: it sums dK if `kOfKeys`, else dV.
+// A consumer warpgroup: dP, dS and dK if `kOfKeys`, else S, P and dV.
+//
+// In a step a consumer issues dQ of the step before, its sum, and S or dP of the next step; so the tensor cores have dQ
+// to do while P or dS is computed, and dQ is added to memory while they work on the others. Nothing is in flight from
+// one iteration to the next: ptxas would serialise all products (C7514).
 template <bool kOfKeys>
 struct Consumer {
     static constexpr int kGroup = kOfKeys;  // number of the warpgroup
-    static constexpr int kBlocks = (kOfKeys ? kHeadDim : kHeadDimV) / 64;
-    static constexpr int kFirstUnit = kOfKeys ? kDqUnitsOfFirst : 0;
-    static constexpr int kUnits = kOfKeys ? kHeadDim / kDqUnit - kDqUnitsOfFirst : kDqUnitsOfFirst;  // of dQ
+    static constexpr int kColumnsOfSum = kOfKeys ? kHeadDim : kHeadDimV;
+    static constexpr int kScoreSteps = kOfKeys ? kHeadDimV / 16 : kSteps;  // k16 steps of dP or S
+    static constexpr int kColumnsOfDq = kOfKeys ? kDqOfSecond : kDqOfFirst;
 
     const Params& p;
     const TensorMaps& maps;
     const unsigned base;  // of shared memory
-    Ring q_ring = {0, 0}, do_ring = {0, 0};
-    float sums[kBlocks][kTileN / 2];  // dK or dV, transposed
-    float s[kHalf / 2];  // S less lse / scale; then P
-    int visit;  // that of P and dS
+    float sums[kColumnsOfSum / 2];  // dK or dV
+    float x[kTileM / 2];  // S less lse / scale, then P; or dP less delta, then dS
+    unsigned scores[kTileM / 16][4];  // P or dS, packed
+    float dq[kColumnsOfDq / 2];
 
     __device__ __forceinline__ Consumer(const Params& p, const TensorMaps& maps, unsigned base)
         : p(p), maps(maps), base(base) {}
 
-    // Arrive for this warp.
+    // Where the buffers and the barriers of a step are.
+    static __device__ __forceinline__ int q_stage(int step) { return step % kStagesQ; }
+    static __device__ __forceinline__ int do_stage(int step) { return step % kStagesDo; }
+    static __device__ __forceinline__ int ds_stage(int step) { return step & kBuffersDs - 1; }
+    __device__ __forceinline__ unsigned q(int step) const { return base + kOffsetQ + q_stage(step) * kTileBytesQ; }
+    __device__ __forceinline__ unsigned dout(int step) const {
+        return base + kOffsetDo + do_stage(step) * kTileBytesDo;
+    }
+    __device__ __forceinline__ unsigned ds(int step) const {
+        return base + kOffsetDs + ds_stage(step) * kCluster * kScoreBytes;
+    }
+    __device__ __forceinline__ void wait_for_q(int step) {
+        barrier_wait(base + kFullQ + q_stage(step) * 8, step / kStagesQ & 1);
+    }
+    __device__ __forceinline__ void wait_for_dout(int step) {
+        barrier_wait(base + kFullDo + do_stage(step) * 8, step / kStagesDo & 1);
+    }
+
+    // Arrive for this warp, when all its lanes are done.
     __device__ __forceinline__ void arrive(unsigned barrier) {
+        __syncwarp();
         if (thread() % 32 == 0) {
             barrier_arrive(barrier);
         }
     }
 
+    // This warpgroup has read Q or dO of a step.
+    __device__ __forceinline__ void release(bool is_q, int step) {
+        arrive(base + (is_q ? kEmptyQ + q_stage(step) * 8 : kEmptyDo + do_stage(step) * 8));
+    }
+
+    // Arrive for this warp in both blocks; what it has read, it has waited for.
+    __device__ __forceinline__ void arrive_at_both(unsigned barrier) {
+        if (thread() % 32 == 0) {
+            barrier_arrive(barrier);
+            barrier_arrive_at(barrier, rank() ^ 1);
+        }
+    }
+
     __device__ __forceinline__ void run(const Work& work) {
         const int steps = work.visits * work.heads;
+        int dq_tile = 0;  // of the last dQ: the number of its query tile
         barrier_wait(base + kFullK, 0);
-        next_s(true);
-        barrier_wait(base + kFullV, 0);
+        if constexpr (kOfKeys) {
+            barrier_wait(base + kFullV, 0);
+        }
+        start_next(0, true);
         wgmma_wait<0>();
-        accumulator_fence(s);
-        long long plane = first_plane(p, work);
-        int index = 0;  // of the visit
 #pragma unroll 1
-        for (int step = 0;; ++step) {
-            if (step > 0) {
-                products(step - 1, step < steps, plane);
-                if (++index == work.visits) {
-                    index = 0;
-                    ++plane;
-                }
+        for (int step = 0; step < steps; ++step) {
+            accumulator_fence(x);
+            const int visit = load_int(base + kOffsetVisit + q_stage(step) * 8);
+            const int tile = load_int(base + kOffsetVisit + q_stage(step) * 8 + 4);
+            release(!kOfKeys, step);
+            next_dq(step - 1, step > 0);
+            if constexpr (kOfKeys) {
+                multiply_scores(step);
+            } else {
+                softmax(step, visit);
+                wait_for_dout(step);
             }
-            if (step == steps) {
-                break;
-            }
-            scores(step);
-        }
-        epilogue(work_of(p, blockIdx.x));  // anew: in registers for so long it would make ptxas spill
-    }
-
-    // From S, which is complete, to P and dS in shared memory; the first consumer also adds to dV.
-    __device__ __forceinline__ void scores(int step) {
-        const unsigned dout = base + kOffsetDo + do_ring.stage * kTileBytesDo;
-        const unsigned ds_tile = base + kOffsetDs + (step & 1) * kScoreBytes;
-        const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
-        const unsigned empty_do = base + kEmptyDo + do_ring.stage * 8;
-        visit = load_int(base + kOffsetVisit + q_ring.stage * 8);
-
-        float dp[kHalf / 2];  // dP less delta
-        start_from(dp, base + kOffsetRowStats + q_ring.stage * kRowStatsBytes + kTileM * 4);
-        barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);
-        do_ring.advance(kStagesDo);
-        accumulator_fence(s);
-        accumulator_fence(dp);
-        wgmma_fence();
-        start_scores<kHeadDimV / 16>(dp, dout, base + kOffsetV + kGroup * kHalf * kSwizzleBytes);
-        softmax();
-        store_transposed(base + kOffsetP + kGroup * kHalf * kScoreRowBytes, s, 1.0f);
-        if constexpr (kOfKeys) {
-            named_arrive(kPStored, kConsumers * 128);
-            wgmma_wait<0>();  // dP is complete
-        } else {
-            named_sync(kPStored, kConsumers * 128);
-            proxy_fence();
+            accumulator_fence(sums);
             wgmma_fence();
-            start_dkv(sums, dout, base + kOffsetP, step > 0);  // dV, while dS is computed, so that dO is free early
-            wgmma_wait<1>();  // dP is complete
-        }
-        accumulator_fence(dp);
-#pragma unroll
-        for (int i = 0; i < kHalf / 2; ++i) {
-            dp[i] *= s[i];
-        }
-        store_transposed(ds_tile + kGroup * kHalf * kScoreRowBytes, dp, 1.0f);
-        if constexpr (kOfKeys) {
-            arrive(empty_do);  // stmatrix has joined the warp
-        } else {
-            arrive(empty_q);
-            wgmma_wait<0>();  // dV is complete
-            arrive(empty_do);
-        }
-    }
-
-    // What takes dS: this consumer's columns of dQ, the second consumer's dK. Then S of the next step is complete, too.
-    __device__ __forceinline__ void products(int step, bool more, long long plane) {
-        const unsigned q = base + kOffsetQ + q_ring.stage * kTileBytesQ;
-        const unsigned ds_tile = base + kOffsetDs + (step & 1) * kScoreBytes;
-        const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
-        const long long query0 = plane * p.padded_q + (visit >> 1) * kTileM;
-        float* dq_sums = p.dq_accum + query0 * kHeadDim + kFirstUnit * kTileM * kDqUnit;
-        const unsigned k_panel = base + kOffsetK + kFirstUnit * kTileN * kSwizzleBytes;
-        float dq[kDqUnit / 2];
-        q_ring.advance(kStagesQ);
-        named_sync(kDsStored, kConsumers * 128);
-        proxy_fence();
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-            wgmma_fence();
-            start_dq(dq, ds_tile, k_panel + unit * kTileN * kSwizzleBytes);
-            if (unit > 0) {
-                wgmma_wait<0>();
-            } else if constexpr (kOfKeys) {
-                start_dkv(sums, q, ds_tile, step > 0);
+            start_sums(sums, scores, kOfKeys ? q(step) : dout(step), step > 0);
+            if constexpr (kOfKeys) {  // the next dO comes late
                 wgmma_wait<1>();
             } else {
-                wgmma_wait<0>();
+                start_next(step + 1, step + 1 < steps);
+                wgmma_wait<2>();
             }
-            accumulator_fence(dq);
-            if (unit == kUnits - 1) {
-                next_s(more);
+            if (step > 0) {
+                finish_dq(step - 1, dq_tile);
             }
-            add_dq(dq_sums + unit * kTileM * kDqUnit, dq);
-        }
-        if constexpr (kUnits == 0) {
+            dq_tile = tile;
             if constexpr (kOfKeys) {
-                wgmma_fence();
-                start_dkv(sums, q, ds_tile, step > 0);
+                start_next(step + 1, step + 1 < steps);
             }
-            next_s(more);
+            wgmma_wait<1>();  // the sum is complete
+            release(kOfKeys, step);
+            wgmma_wait<0>();  // S or dP is complete
         }
-        if constexpr (kOfKeys) {
-            wgmma_wait<1>();  // dK is complete
-            arrive(empty_q);
-        }
+        next_dq(steps - 1, true);
         wgmma_wait<0>();
-        accumulator_fence(s);
+        finish_dq(steps - 1, dq_tile);
+        epilogue(work_of(p, blockIdx.x / kCluster));  // anew: in registers for so long it would make ptxas spill
     }
 
-    // Issue S less lse / scale of the step where the rings stand; after the last step of old data.
-    __device__ __forceinline__ void next_s(bool more) {
+    // Issue S or dP of a step, less lse / scale or delta; after the last step of old data.
+    __device__ __forceinline__ void start_next(int step, bool more) {
         if (more) {
-            barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
+            wait_for_q(step);  // and for its row_stats
         }
-        start_from(s, base + kOffsetRowStats + q_ring.stage * kRowStatsBytes);
-        accumulator_fence(s);
+        const unsigned row_stats =
+            base + kOffsetRowStats + q_stage(step) * kRowStatsBytes + kGroup * kTileM * 4 + thread() % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < kTileM / 2; i += 4) {
+            const float2 pair = load_pair(row_stats + i / 4 * 32);
+            x[i] = x[i + 2] = pair.x;
+            x[i + 1] = x[i + 3] = pair.y;
+        }
+        if (kOfKeys && more) {
+            wait_for_dout(step);
+        }
+        accumulator_fence(x);
         wgmma_fence();
-        start_scores<kSteps>(s, base + kOffsetQ + q_ring.stage * kTileBytesQ,
-                             base + kOffsetK + kGroup * kHalf * kSwizzleBytes);
+        start_scores<kScoreSteps>(x, base + (kOfKeys ? kOffsetV : kOffsetK), kOfKeys ? dout(step) : q(step));
     }
 
-    // What S or dP starts from: the value at `row_stats` of each of the thread's two queries.
-    __device__ __forceinline__ void start_from(float (&x)[kHalf / 2], unsigned row_stats) {
-        const unsigned row = row_stats + (thread() / 32 % 4 * 16 + thread() % 32 / 4) * 4;
-        const float value[2] = {load_float(row), load_float(row + 32)};
+    // From S to P, for this warpgroup and for the other one.
+    __device__ __forceinline__ void softmax(int step, int visit) {
 #pragma unroll
-        for (int i = 0; i < kHalf / 2; ++i) {
-            x[i] = value[i / 2 % 2];
-        }
-    }
-
-    // From S to P.
-    __device__ __forceinline__ void softmax() {
-#pragma unroll
-        for (int i = 0; i < kHalf / 2; ++i) {
-            s[i] = exp2_approx(s[i] * p.scale_log2);
+        for (int i = 0; i < kTileM / 2; ++i) {
+            x[i] = exp2_approx(x[i] * p.scale_log2);
         }
         if (visit & 1) {
-            const int query = (visit >> 1) * kTileM + thread() / 32 % 4 * 16 + thread() % 32 / 4;
-            apply_mask(s, query, base + kOffsetSpans + (kGroup * kHalf + thread() % 4 * 2) * 8);
+            const int query = (visit >> 1) * kTileM + thread() % 4 * 2;
+            apply_mask(x, query, base + kOffsetSpans + first_row() * 8);
         }
+        // The buffer is empty: the last P has become the dS for which dQ has waited.
+        const unsigned place = base + kOffsetP + thread() % 128 * 16;
+#pragma unroll
+        for (int i = 0; i < kTileM / 2; i += 4) {
+            store_quad(place + i * 512, x[i], x[i + 1], x[i + 2], x[i + 3]);
+        }
+        arrive(base + kFullP);
+#pragma unroll
+        for (int i = 0; i < kTileM / 16; ++i) {
+            pack_operand(scores[i], x + i * 8, 1.0f);
+        }
+    }
+
+    // From dP to dS, in registers and in shared memory.
+    __device__ __forceinline__ void multiply_scores(int step) {
+        barrier_wait(base + kFullP, step & 1);
+        const unsigned place = base + kOffsetP + thread() % 128 * 16;
+#pragma unroll
+        for (int i = 0; i < kTileM / 2; i += 4) {
+            const float4 quad = load_quad(place + i * 512);
+            x[i] *= quad.x;
+            x[i + 1] *= quad.y;
+            x[i + 2] *= quad.z;
+            x[i + 3] *= quad.w;
+        }
+        barrier_wait(base + kEmptyDs + ds_stage(step) * 8, (step / kBuffersDs & 1) ^ 1);
+#pragma unroll
+        for (int i = 0; i < kTileM / 16; ++i) {
+            pack_operand(scores[i], x + i * 8, 1.0f);
+            store_operand(ds(step), i, scores[i]);
+        }
+        arrive(base + kFullDs + ds_stage(step) * 8);
+    }
+
+    // Issue dQ of a step, when the dS of both blocks are there; before the first step of whatever is there.
+    __device__ __forceinline__ void next_dq(int step, bool any) {
+        if (any) {
+            const int phase = step / kBuffersDs & 1;
+            const unsigned full_peer = base + kFullPeerDs + ds_stage(step) * 8;
+            barrier_wait(base + kFullDs + ds_stage(step) * 8, phase);
+            barrier_wait(full_peer, phase);
+            if (!kOfKeys && thread() % 128 == 0) {
+                barrier_expect(full_peer, kScoreBytes);  // of the next phase
+            }
+            proxy_fence();
+        }
+        const int column = first_dq_column();
+        const int peer_column = column - first_peer_panel(rank()) * kColumns;
+        wgmma_fence();
+        start_dq(dq, ds(step), base + kOffsetK + place_of_column(column),
+                 base + kOffsetPeerK + place_of_column(peer_column));
+    }
+
+    // The first of this consumer's columns of dQ.
+    __device__ __forceinline__ int first_dq_column() const {
+        if constexpr (kOfKeys) {
+            return rank() ? kHeadDim - kDqColumns : kDqOfFirst;
+        } else {
+            return rank() ? kHeadDim - kDqOfFirst : 0;
+        }
+    }
+
+    // Where a column begins in a tile of K.
+    static __device__ __forceinline__ int place_of_column(int column) {
+        return column / kColumns * kKeys * kSwizzleBytes + column % kColumns * 2;
+    }
+
+    // Add dQ of a step, which is complete, to memory. Its dS has been read.
+    __device__ __forceinline__ void finish_dq(int step, int tile) {
+        arrive_at_both(base + kEmptyDs + ds_stage(step) * 8);
+        accumulator_fence(dq);
+        add_dq(p.dq_accum + (static_cast<long long>(tile) * kHeadDim + first_dq_column()) * kTileM, dq);
     }
 
     // Store dK or dV by TMA, through the shared memory of K or V.
     __device__ __forceinline__ void epilogue(const Work& work) {
         const unsigned tile = base + (kOfKeys ? kOffsetK : kOffsetV);
-        const int key0 = work.tile * kTileN;
-        named_sync(kDsStored, kConsumers * 128);  // K and V have been read
+        named_sync(kTilesRead, kConsumers * 128);  // K and V have been read
+        accumulator_fence(sums);
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            accumulator_fence(sums[block]);
-            store_transposed(tile + block * kTileN * kSwizzleBytes, sums[block], kOfKeys ? p.scale : 1.0f);
+        for (int i = 0; i < kColumnsOfSum / 16; ++i) {
+            unsigned packed[4];
+            pack_operand(packed, sums + i * 8, kOfKeys ? p.scale : 1.0f);
+            store_operand(tile + i / 4 * kKeys * kSwizzleBytes, i % 4, packed);
         }
         named_sync(kStoreOfFirst + kGroup, 128);
         if (thread() % 128 == 0) {
             proxy_fence();
-            tma_store(kOfKeys ? maps.dk : maps.dv, tile, 0, key0, 0, work.head_kv, work.batch);
+            tma_store(kOfKeys ? maps.dk : maps.dv, tile, 0, first_key(work, rank()), 0, work.head_kv, work.batch);
             tma_store_commit();
             tma_store_wait();
         }
     }
 };
 
-// Block: zeros for a key tile that no query sees.
-__device__ __forceinline__ void store_no_dkv(const TensorRef& tensor, const Params& p, const Work& work, int columns) {
+// Block: zeros for keys that no query sees.
+__device__ __forceinline__ void store_no_dkv(const TensorRef& tensor, const Params& p, const Work& work, int rank,
+                                             int columns) {
     element* rows = static_cast<element*>(tensor.data) + work.batch * tensor.batch + work.head_kv * tensor.head;
-    const int key0 = work.tile * kTileN;
-    for (int i = threadIdx.x; i < kTileN * columns / 8; i += kThreads) {
+    const int key0 = first_key(work, rank);
+    for (int i = threadIdx.x; i < kKeys * columns / 8; i += kThreads) {
         const int row = key0 + i / (columns / 8);
         if (row < p.seq_k) {
             *reinterpret_cast<uint4*>(rows + row * tensor.row + i % (columns / 8) * 8) = make_uint4(0, 0, 0, 0);
@@ -1041,7 +1185,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 32;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1084,7 +1228,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1102,22 +1246,30 @@ attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0_postprocess(const __
 
 // Thread: set up all barriers of the block.
 __device__ __forceinline__ void init_barriers(unsigned base) {
+    constexpr int kReaders = kConsumers * 4;  // warps of Q and dO
     barrier_init(base + kFullK, 1);
     barrier_init(base + kFullV, 1);
     for (int i = 0; i < kStagesQ; ++i) {
         barrier_init(base + kFullQ + i * 8, 1);
-        barrier_init(base + kEmptyQ + i * 8, kConsumers * 4);  // warps
+        barrier_init(base + kEmptyQ + i * 8, kReaders);
     }
     for (int i = 0; i < kStagesDo; ++i) {
         barrier_init(base + kFullDo + i * 8, 1);
-        barrier_init(base + kEmptyDo + i * 8, kConsumers * 4);
+        barrier_init(base + kEmptyDo + i * 8, kReaders);
+    }
+    barrier_init(base + kFullP, 4);
+    for (int i = 0; i < kBuffersDs; ++i) {
+        barrier_init(base + kFullDs + i * 8, 4);
+        barrier_init(base + kFullPeerDs + i * 8, 1);
+        barrier_init(base + kEmptyDs + i * 8, kCluster * kConsumers * 4);
+        barrier_expect(base + kFullPeerDs + i * 8, kScoreBytes);
     }
     barrier_init_fence();
 }
 
-// Grid: tiles_n x batch x heads_kv blocks.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0(
+// Grid: tiles_n x batch x heads_kv clusters of two blocks.
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -1125,25 +1277,27 @@ attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0(
         prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
     }
     const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
-    const Work work = work_of(p, blockIdx.x);
-    if (work.visits == 0) {
+    const Work work = work_of(p, blockIdx.x / kCluster);
+    if (work.visits == 0) {  // in both blocks
         griddepcontrol_wait();
-        store_no_dkv(p.dk, p, work, kHeadDim);
-        store_no_dkv(p.dv, p, work, kHeadDimV);
+        store_no_dkv(p.dk, p, work, rank(), kHeadDim);
+        store_no_dkv(p.dv, p, work, rank(), kHeadDimV);
         return;
     }
     if (threadIdx.x == 0) {
         init_barriers(base);
     }
     int2* spans = reinterpret_cast<int2*>(shared + kOffsetSpans);
-    for (int i = threadIdx.x; i < kTileN; i += kThreads) {
-        spans[i] = span_of(p, work.tile * kTileN + i);
+    for (int i = threadIdx.x; i < kKeys; i += kThreads) {
+        spans[i] = span_of(p, first_key(work, rank()) + i);
     }
-    __syncthreads();
+    cluster_sync();
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x < 32) {
             produce(p, maps, base, work);
+        } else if (threadIdx.x < 64) {
+            send(base, work.visits * work.heads);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
@@ -1153,4 +1307,5 @@ attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n64_s2_t1_o0_d0(
             Consumer<true>(p, maps, base).run(work);
         }
     }
+    cluster_sync();  // until now the other block may have sent to this one or arrived at its barriers
 }
