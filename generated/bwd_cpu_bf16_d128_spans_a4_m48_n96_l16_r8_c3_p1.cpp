@@ -112,6 +112,33 @@ static inline vec exp2(vec x) {
     return reinterpret_cast<vec>(reinterpret_cast<ivec>(y) + (reinterpret_cast<ivec>(shifted) << 23));
 }
 
+// The nearest bf16 in the high halves, ties away from zero.
+static inline wvec round_high(vec x) { return reinterpret_cast<wvec>(x) + 0x8000u; }
+
+static inline wvec pair(vec low, vec high) {
+    return round_high(low) >> 16 | (round_high(high) & 0xffff0000u);
+}
+
+// Adjacent rows of x[row][lane] as words for accumulate_panel; the partner of a last odd row is 0.
+static inline void pair_rows(const float* x, int rows, word* out) {
+    for (int row = 0; row < rows; row += 2) {
+        for (int i = 0; i < kPanel; i += kLanes) {
+            const vec high = row + 1 < rows ? load(x + (row + 1) * kPanel + i) : vec{};
+            *reinterpret_cast<wvec*>(out + row / 2 * kPanel + i) = pair(load(x + row * kPanel + i), high);
+        }
+    }
+}
+
+// Adjacent lanes of x[row][lane] as words for multiply_rows.
+static inline void pair_columns(const float* x, int rows, word* out) {
+    typedef unsigned short halves __attribute__((vector_size(kLanes * 2), may_alias));
+    for (int at = 0; at < rows * kPanel; at += kLanes) {
+        *reinterpret_cast<halves*>(out + at / 2) = __builtin_convertvector(round_high(load(x + at)) >> 16, halves);
+    }
+}
+
+// ---- Products of packed rows with one panel: kRows x kCols vectors of sums stay in registers -----------------------
+
 // acc += both products of the pairs.
 static inline void multiply_add(vec& acc, word a, wvec b) {
 #ifdef __AVX512BF16__
@@ -124,15 +151,6 @@ static inline void multiply_add(vec& acc, word a, wvec b) {
     acc += low * reinterpret_cast<vec>(b << 16);
     acc += high * reinterpret_cast<vec>(b & 0xffff0000u);
 }
-
-// The nearest bf16 in the high halves, ties away from zero.
-static inline wvec round_high(vec x) { return reinterpret_cast<wvec>(x) + 0x8000u; }
-
-static inline wvec pair(vec low, vec high) {
-    return round_high(low) >> 16 | (round_high(high) & 0xffff0000u);
-}
-
-// ---- Products of packed rows with one panel: kRows x kCols vectors of sums stay in registers -----------------------
 
 // out[row][lane] = sign * sum over d of x[row][d] * panel[d][lane], kDepth words deep. Rows are computed kRows at a
 // time: up to kRows - 1 rows beyond `rows` are written, with values that are not used.
@@ -220,24 +238,6 @@ static inline void multiply_rows(const word* x, int rows, const word* y, float* 
                 }
             }
         }
-    }
-}
-
-// Adjacent rows of x[row][lane] as words for accumulate_panel; the partner of a last odd row is 0.
-static inline void pair_rows(const float* x, int rows, word* out) {
-    for (int row = 0; row < rows; row += 2) {
-        for (int i = 0; i < kPanel; i += kLanes) {
-            const vec high = row + 1 < rows ? load(x + (row + 1) * kPanel + i) : vec{};
-            *reinterpret_cast<wvec*>(out + row / 2 * kPanel + i) = pair(load(x + row * kPanel + i), high);
-        }
-    }
-}
-
-// Adjacent lanes of x[row][lane] as words for multiply_rows.
-static inline void pair_columns(const float* x, int rows, word* out) {
-    typedef unsigned short halves __attribute__((vector_size(kLanes * 2), may_alias));
-    for (int at = 0; at < rows * kPanel; at += kLanes) {
-        *reinterpret_cast<halves*>(out + at / 2) = __builtin_convertvector(round_high(load(x + at)) >> 16, halves);
     }
 }
 

@@ -98,6 +98,15 @@ static inline vec exp2(vec x) {
     return reinterpret_cast<vec>(reinterpret_cast<ivec>(y) + (reinterpret_cast<ivec>(shifted) << 23));
 }
 
+// The nearest bf16 in the high halves, ties away from zero.
+static inline wvec round_high(vec x) { return reinterpret_cast<wvec>(x) + 0x8000u; }
+
+static inline wvec pair(vec low, vec high) {
+    return round_high(low) >> 16 | (round_high(high) & 0xffff0000u);
+}
+
+// ---- Products of packed rows with one panel: kRows x kCols vectors of sums stay in registers -----------------------
+
 // acc += both products of the pairs.
 static inline void multiply_add(vec& acc, word a, wvec b) {
 #ifdef __AVX512BF16__
@@ -110,15 +119,6 @@ static inline void multiply_add(vec& acc, word a, wvec b) {
     acc += low * reinterpret_cast<vec>(b << 16);
     acc += high * reinterpret_cast<vec>(b & 0xffff0000u);
 }
-
-// The nearest bf16 in the high halves, ties away from zero.
-static inline wvec round_high(vec x) { return reinterpret_cast<wvec>(x) + 0x8000u; }
-
-static inline wvec pair(vec low, vec high) {
-    return round_high(low) >> 16 | (round_high(high) & 0xffff0000u);
-}
-
-// ---- Products of packed rows with one panel: kRows x kCols vectors of sums stay in registers -----------------------
 
 // out[row][lane] = sign * sum over d of x[row][d] * panel[d][lane], kDepth words deep. Rows are computed kRows at a
 // time: up to kRows - 1 rows beyond `rows` are written, with values that are not used.

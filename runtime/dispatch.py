@@ -102,7 +102,11 @@ def _offers(
 ) -> Iterator[tuple[Spec, str]]:
     for arch in _by_speed(problem, group, size, target, visible_keys):
         there = dataclasses.replace(problem, arch=arch)
-        yield from tables.choose(there, group, size, target.name, visible_keys=visible_keys)
+        for spec, reason in tables.choose(there, group, size, target.name, visible_keys=visible_keys):
+            if refused := kernels.refusal(spec):
+                log.debug("%s of %s is passed over: %s", spec.slug, target.name, refused)
+            else:
+                yield spec, reason
         count = 0
         for spec in candidates(there):
             count += 1

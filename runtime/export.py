@@ -7,7 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -98,14 +98,19 @@ def _first(problem: Problem, shape: Shape) -> tuple[Spec, str]:
 
 
 def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
-    """Specs in dispatch's order, but for an architecture instead of a device."""
+    """Specs in dispatch's order, but for an architecture instead of a device. None that `_needs_amx`."""
     here = tables.device_name(torch.device("cpu")) if problem.arch is Arch.CPU else ""
     archs = (Arch.SM90A, Arch.SM90) if problem.arch is Arch.SM90A else (problem.arch,)
     for arch in archs:
         there = dataclasses.replace(problem, arch=arch)
-        yield from tables.choose(there, shape.group, shape.rows, here)
-        for spec in candidates(there):
-            yield spec, "first of the search space"
+        tuned = tables.choose(there, shape.group, shape.rows, here)
+        first = ((spec, "first of the search space") for spec in candidates(there))
+        yield from ((spec, reason) for spec, reason in chain(tuned, first) if not _needs_amx(spec))
+
+
+def _needs_amx(spec: Spec) -> bool:
+    """Tile registers take permission of the operating system, for which a package does not ask."""
+    return bool(getattr(spec.tuning, "amx", False))
 
 
 def read_specs(path: Path) -> tuple[Item, ...]:
@@ -119,6 +124,10 @@ def read_specs(path: Path) -> tuple[Item, ...]:
     items = {}
     for number, entry in enumerate(sorted(data, key=lambda entry: float(entry.get("tflops", 0)))):
         spec = spec_from_json(entry.get("spec", entry))
+        if _needs_amx(spec):
+            raise ValueError(
+                f"{path}: {spec.slug} needs the tile registers of Intel AMX, which packages do not use"
+            )
         seen = {name: value for name, value in entry.get("class", {}).items() if name != "visible_octave"}
         key = json.dumps(seen) if seen else number
         items[key] = Item(spec, int(entry.get("size", ROWS)), f"named in {path.name}")

@@ -7,6 +7,7 @@ import threading
 
 import torch
 
+from attnforge.codegen import host
 from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, DType, Spec
@@ -80,10 +81,15 @@ def targets_of(name: str) -> tuple[Arch, ...]:
     return ARCHS[found[0]]
 
 
+def refusal(spec: Spec) -> str:
+    """Why this machine's CPU cannot run a spec for CPUs; empty if it can, and for GPUs."""
+    return host.amx_refusal() if getattr(spec.tuning, "amx", False) else ""
+
+
 def load(spec: Spec, device: torch.device) -> int:
     """Handle (> 0) of `spec` on `device`; compiles it if it is not in the cache. The same handle at every call.
 
-    Raises Infeasible, CompileError, NoCompilerError or CacheError; ValueError for a spec of another target.
+    Raises Infeasible, CompileError, NoCompilerError or CacheError; ValueError for a spec that the device does not run.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -95,6 +101,8 @@ def load(spec: Spec, device: torch.device) -> int:
     if arch not in targets(device):
         runs = " or ".join(item.value for item in targets(device))
         raise ValueError(f"spec: {spec.slug} is for {arch.value}, but {device} runs {runs}")
+    if reason := refusal(spec):
+        raise ValueError(f"spec: {spec.slug} needs the tile registers of Intel AMX, but {reason}")
     launcher()
     source = render(spec, chaos)
     entry = cache.obtain(source)

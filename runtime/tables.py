@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from attnforge.codegen import host
 from attnforge.codegen.families import make_plan, spec_from_json
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Mask, Problem, Spec
@@ -84,13 +85,12 @@ class Tuned:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a device's table: the GPU's name, or the CPU's instruction set (`cpu avx512 bf16`)."""
+    """The name of a device's table: the GPU's name, or the CPU's instructions (`cpu avx512 bf16`, `... bf16 amx`)."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     words = ["cpu", torch.backends.cpu.get_cpu_capability().lower()]
-    flags = Path("/proc/cpuinfo")
-    if flags.exists() and re.search(r"^flags\s*:.*\bavx512_bf16\b", flags.read_text(), re.MULTILINE):
-        words.append("bf16")
+    words += ["bf16"] if host.has_bf16() else []
+    words += [] if host.amx_refusal() else ["amx"]
     return " ".join(words)
 
 

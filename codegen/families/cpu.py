@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+from attnforge.codegen import host
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.spec import DType, Mask, Problem, Spec, Tuning, knob
 
 # Vector registers by floats of one: SSE/NEON (the larger of the two), AVX2, AVX-512.
 REGISTERS = {4: 32, 8: 16, 16: 32}
+TILE_REGISTERS = 8  # of Intel AMX, each of 16 rows x 16 words
 SCRATCH_LIMIT = 1 << 20  # bytes on the stack of a thread; beyond it the tiles leave any L2 anyway
 HEAD_DIM_LIMIT = 256
 
@@ -43,6 +42,9 @@ class CpuForward(Tuning):
     rows: int = knob("r", "rows of the register block")
     cols: int = knob("c", "vector registers per row of the register block")
     pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
+    amx: bool = knob(
+        "x", "multiply in tile registers of 16 x 16 words (tdpbf16ps)", default=False, quiet=True
+    )
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class CpuBackward(Tuning):
     rows: int = knob("r", "rows of the register block")
     cols: int = knob("c", "vector registers per row of the register block")
     pairs: bool = knob("p", "multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32")
+    amx: bool = knob(
+        "x", "multiply in tile registers of 16 x 16 words (tdpbf16ps)", default=False, quiet=True
+    )
 
 
 # ---- Plan
@@ -96,6 +101,7 @@ def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[st
         includes |= {"algorithm"} if forward else {"vector"}
     return {
         "pairs": t.pairs,
+        "amx": t.amx,
         "dot": t.pairs and t.lanes in (8, 16),  # vdpbf16ps; other widths multiply the halves one by one
         "exp2": EXP2_BF16 if t.pairs else EXP2_FP32,
         "exp2_error": "3e-6" if t.pairs else "2e-7",
@@ -124,11 +130,16 @@ def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
         raise Infeasible(f"lanes {t.lanes}: must be one of {', '.join(map(str, REGISTERS))}")
     if min(t.tile_m, t.tile_n, t.rows, t.cols, getattr(t, "heads", 1)) < 1:
         raise Infeasible("tile_m, tile_n, heads, rows and cols must be at least 1")
-    needed = t.rows * t.cols + t.cols + 1
-    if needed > REGISTERS[t.lanes]:
-        over = needed - REGISTERS[t.lanes]
+    if t.amx:
+        _require_tile_registers(t)
+    rows, there, kind = (
+        (t.rows // 16, TILE_REGISTERS, "tile") if t.amx else (t.rows, REGISTERS[t.lanes], "vector")
+    )
+    needed = rows * t.cols + t.cols + (rows if t.amx else 1)
+    if needed > there:
+        over = needed - there
         raise Infeasible(
-            f"registers: rows x cols takes {needed} vector registers, {over} more than the CPU has"
+            f"registers: rows x cols takes {needed} {kind} registers, {over} more than the CPU has"
         )
     panel = t.lanes * t.cols
     in_lanes, in_rows = ("tile_m", "tile_n") if isinstance(t, CpuForward) else ("tile_n", "tile_m")
@@ -138,6 +149,19 @@ def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
         raise Infeasible(f"{in_rows} {getattr(t, in_rows)} is not an even multiple of rows = {t.rows}")
 
 
+def _require_tile_registers(t: CpuForward | CpuBackward) -> None:
+    """What blocks of whole tile registers ask for: operands of 16 words of pairs along every sum."""
+    if not t.pairs or t.lanes != 16:
+        raise Infeasible("amx: needs pairs, and 16 lanes")
+    if t.rows % 16:
+        raise Infeasible(f"rows {t.rows}: with amx a multiple of 16, the rows of a tile register")
+    forward = isinstance(t, CpuForward)
+    summed = {"tile_n": t.tile_n} if forward else {"tile_m": t.tile_m, "lanes * cols": t.lanes * t.cols}
+    for name, size in summed.items():
+        if size % 32:
+            raise Infeasible(f"{name} {size}: with amx a multiple of 32, the pairs of 16 words")
+
+
 def _columns(head_dim: int, t: CpuForward | CpuBackward) -> int:
     """Columns in whole register blocks: kColumns of templates/cpu/constants.h.jinja."""
     return -(-head_dim // t.rows) * t.rows
@@ -145,6 +169,8 @@ def _columns(head_dim: int, t: CpuForward | CpuBackward) -> int:
 
 def _words(head_dim: int, t: CpuForward | CpuBackward) -> int:
     """Words of one row, kDepth there: see `word` in templates/cpu/vector.h.jinja."""
+    if t.amx:
+        return -(-head_dim // 32) * 16
     return -(-head_dim // 2) if t.pairs else _columns(head_dim, t)
 
 
@@ -183,6 +209,8 @@ def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
 def _dq_blocks(head_dim: int, t: CpuBackward) -> tuple[int, int]:
     """Vectors per row of dq's register block, and head_dim in whole blocks: least padding, then widest."""
     vectors = -(-head_dim // t.lanes)
+    if t.amx:  # one shape of block for all products
+        return t.cols, -(-vectors // t.cols) * t.cols * t.lanes
     _, cols = min((-(-vectors // cols) * cols, -cols) for cols in range(1, t.cols + 1))
     return -cols, -(-vectors // -cols) * -cols * t.lanes
 
@@ -202,40 +230,54 @@ FORWARD_SHAPES = ((1, 64, 8), (1, 128, 8), (1, 64, 4), (1, 64, 1), (2, 64, 8), (
 # Backward: (query rows per tile, panels of keys per tile).
 BACKWARD_SHAPES = ((48, 2), (64, 2), (96, 2), (48, 1), (64, 3), (128, 1))
 
+# In tile registers a block of 32 x 32 sums takes four, and the operands of either side two. Larger tiles: they share
+# what is packed by columns.
+AMX_BLOCK = (16, 32, 2)
+AMX_FORWARD_SHAPES = (
+    (1, 128, 8),
+    (1, 64, 8),
+    (1, 256, 8),
+    (2, 128, 8),
+    (1, 128, 4),
+    (2, 128, 1),
+    (4, 128, 1),
+)
+AMX_BACKWARD_SHAPES = ((64, 8), (64, 4), (32, 8), (128, 4), (64, 6), (128, 8))
+
 
 def forward_tunings(problem: Problem) -> Iterator[CpuForward]:
-    """Forward tunings of `problem`."""
+    """Forward tunings of `problem`: for tile registers first, if this machine has them."""
+    lanes, rows, cols = AMX_BLOCK
+    for panels, tile_n, heads in AMX_FORWARD_SHAPES if _takes_amx(problem) else ():
+        yield CpuForward(panels * lanes * cols, tile_n, heads, lanes, rows, cols, pairs=True, amx=True)
     for pairs, lanes, rows, cols, shapes in _blocks(problem):
         for panels, tile_n, heads in FORWARD_SHAPES[:shapes]:
             yield CpuForward(panels * lanes * cols, tile_n, heads, lanes, rows, cols, pairs)
 
 
 def backward_tunings(problem: Problem) -> Iterator[CpuBackward]:
-    """Backward tunings of `problem`."""
+    """Backward tunings of `problem`, likewise."""
+    lanes, rows, cols = AMX_BLOCK
+    for tile_m, panels in AMX_BACKWARD_SHAPES if _takes_amx(problem) else ():
+        yield CpuBackward(tile_m, panels * lanes * cols, lanes, rows, cols, pairs=True, amx=True)
     for pairs, lanes, rows, cols, shapes in _blocks(problem):
         for tile_m, panels in BACKWARD_SHAPES[:shapes]:
             yield CpuBackward(tile_m, panels * lanes * cols, lanes, rows, cols, pairs)
 
 
+def _takes_amx(problem: Problem) -> bool:
+    return problem.dtype is DType.BFLOAT16 and not host.amx_refusal()
+
+
 def _blocks(problem: Problem) -> Iterator[tuple[bool, int, int, int, int]]:
     """(pairs, lanes, rows, cols, tile shapes to try): all shapes for this machine's vectors, else one."""
-    width = host_lanes()
+    width = host.lanes()
     pairs = problem.dtype is DType.BFLOAT16
     for rows, cols in BLOCKS[width]:
         yield pairs, width, rows, cols, len(FORWARD_SHAPES)
     for lanes, blocks in BLOCKS.items():
         if pairs or lanes < width:
             yield False, lanes, *blocks[0], 1
-
-
-@cache
-def host_lanes() -> int:
-    """Float lanes of the widest vectors of the machine that runs this, which compiles for itself too."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return 4
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-    return 16 if "avx512f" in flags else 8 if "avx2" in flags or not flags else 4
 
 
 HONOURED = frozenset({"align", "dim_v", "intervals", "planes", "mask_mod", "score"})

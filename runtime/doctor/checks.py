@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from attnforge.codegen import host
 from attnforge.runtime.build import cache, store
 from attnforge.runtime.build.errors import CacheError
 from attnforge.runtime.build.settings import CACHE_DIR, NO_JIT, OURS, settings, unknown_variables
@@ -29,6 +30,7 @@ def report() -> list[Finding]:
         driver,
         cuda_compiler,
         host_compiler,
+        _processor,
         _cache,
         _launcher,
         _tuned,
@@ -117,6 +119,13 @@ def file_system(path: Path) -> str:
         if len(mount) >= len(best) and path.resolve().is_relative_to(mount):
             best, kind = mount, this
     return kind
+
+
+def _processor() -> Iterator[Finding]:
+    refusal = host.amx_refusal()
+    tiles = f"no tile registers of Intel AMX: {refusal}" if refusal else "tile registers of Intel AMX"
+    pairs = "pairs of bf16" if host.has_bf16() else "no pairs of bf16"
+    yield Finding("CPU", INFO, f"kernels use vectors of {host.lanes()} floats, {pairs}, {tiles}")
 
 
 def _launcher() -> Iterator[Finding]:

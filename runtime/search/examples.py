@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
+from attnforge.codegen.families.cpu import CpuBackward, CpuForward
 from attnforge.codegen.prologue import PrologueProblem, PrologueSpec
 from attnforge.codegen.prologue import candidates as candidates_of_prologue
 from attnforge.codegen.prologue import render as render_prologue
@@ -23,6 +24,11 @@ from attnforge.runtime.tables import PACKAGED, Tuned
 H200 = "NVIDIA H200"
 FLAGSHIP = 128  # head_dim of BAGEL-7B
 DTYPES = (DType.BFLOAT16, DType.FLOAT32)
+CPU_SHOWN: tuple[CpuForward | CpuBackward, ...] = (
+    CpuForward(48, 64, 8, 16, 8, 3, pairs=True),
+    CpuForward(32, 128, 8, 16, 32, 2, pairs=True, amx=True),
+    CpuBackward(48, 96, 16, 8, 3, pairs=True),
+)
 SUFFIXES = (".cu", ".cpp")
 INDEX = "README.md"
 
@@ -32,20 +38,26 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
 
     For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16 if
     there is one, of the longest sequence, then of the highest speed. A (family, pass) without an entry is shown by its
-    first candidate for `spans`, at head_dim 128 if it takes that; so is the CPU's, whose tables belong to one machine.
+    first candidate for `spans`, at head_dim 128 if it takes that; the CPU's, whose tables and first candidates belong
+    to one machine, by `CPU_SHOWN`.
     """
     chosen: dict[tuple[str, Direction, Mask], Spec] = {}
     gpu = (entry for entry in tuned_entries(directory) if entry.spec.problem.arch.is_gpu)
     for entry in sorted(gpu, key=_preference):
         problem = entry.spec.problem
         chosen.setdefault((problem.family, problem.direction, problem.mask), entry.spec)
-    shown = {(family, direction) for family, direction, _ in chosen}
+    shown = {(family, direction) for family, direction, _ in chosen} | {("cpu", d) for d in Direction}
     for dim, arch, direction, dtype in product((FLAGSHIP, 256), Arch, Direction, DTYPES):
         problem = Problem(direction, arch, dtype, dim, Mask.SPANS, 16 if arch.is_gpu else 4)
         if (problem.family, direction) not in shown and (spec := _first(problem)) is not None:
             shown.add((problem.family, direction))
             chosen[problem.family, direction, Mask.SPANS] = spec
-    return sorted(chosen.values(), key=lambda spec: spec.slug)
+    return sorted([*chosen.values(), *map(_on_cpu, CPU_SHOWN)], key=lambda spec: spec.slug)
+
+
+def _on_cpu(tuning: CpuForward | CpuBackward) -> Spec:
+    direction = Direction.FORWARD if isinstance(tuning, CpuForward) else Direction.BACKWARD
+    return Spec(Problem(direction, Arch.CPU, DType.BFLOAT16, FLAGSHIP, Mask.SPANS, 4), tuning)
 
 
 def prologues() -> list[PrologueSpec]:
@@ -127,6 +139,7 @@ _SUBJECTS = {
     ("sm90a_wide", "bwd"): "up to head_dim 256: one warpgroup sums dV, the other dK, both transposed",
     ("sm90a_fp32", "fwd"): "float32 from six bf16 wgmma products per product",
 }
+_AMX = "the same forward with its products in the tile registers of Intel AMX: 16 x 16 sums an instruction"
 _MASKS = {
     Mask.FULL: "no mask code at all, apart from the last tile of K",
     Mask.CAUSAL: "tiles above the diagonal are skipped; only tiles on it are masked",
@@ -141,6 +154,7 @@ def index(specs: Iterable[Spec]) -> str:
     for spec in specs:
         problem = spec.problem
         what = _SUBJECTS.get((problem.family, problem.direction.value), "")
+        what = _AMX if getattr(spec.tuning, "amx", False) else what
         cells = (
             f"[{spec.slug}]({render(spec).file_name})",
             problem.direction.value,

@@ -50,6 +50,7 @@ PROBLEMS = [
 # Knobs with one feasible value so far, or one for each value of the others.
 ONE_VALUE = {("sm90a", Direction.BACKWARD, name) for name in ("tile_m", "tile_n")}
 ONE_VALUE |= {("sm90a_wide", Direction.BACKWARD, name) for name in ("tile_m", "pair")}
+ONE_VALUE |= {("cpu", direction, "amx") for direction in Direction}
 RENDERED = 40  # of a problem's candidates, evenly spread
 
 

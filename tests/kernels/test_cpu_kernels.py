@@ -11,8 +11,9 @@ import pytest
 import torch
 from cpu_kernel import FLAGS, TORCH_DTYPE, Inputs, Kernel
 
+from attnforge.codegen import host
 from attnforge.codegen.families import make_plan
-from attnforge.codegen.families.cpu import CpuBackward, CpuForward, host_lanes
+from attnforge.codegen.families.cpu import CpuBackward, CpuForward
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
@@ -219,6 +220,6 @@ def test_sources_need_no_avx512(isa: str, tmp_path: Path) -> None:
 def test_space(direction: Direction, dtype: DType) -> None:
     for head_dim in (8, 64, 72, 128):
         specs = list(candidates(problem(direction, dtype, head_dim, Mask.SPANS)))
-        assert 10 <= len(specs) <= 30
+        assert 10 <= len(specs) <= 40
         assert len({render(spec).text for spec in specs}) == len(specs)
-        assert f"_l{host_lanes()}_" in specs[0].slug
+        assert f"_l{host.lanes()}_" in specs[0].slug

@@ -22,7 +22,7 @@ from attnforge.runtime.search.winners import GENERATED, tuned_entries, tuned_spe
 
 def key(spec: Spec) -> tuple[object, ...]:
     problem = spec.problem
-    return problem.family, problem.direction, problem.mask
+    return problem.family, problem.direction, problem.mask, getattr(spec.tuning, "amx", False)
 
 
 def test_one_example_for_each_family_pass_and_mask() -> None:
