@@ -113,6 +113,8 @@ class _Together(torch.autograd.Function):
 
 def _merge(first: Tensor, second: Tensor, understanding: Tensor, generation: Tensor) -> Tensor:
     whole = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
+    if torch.compiler.is_compiling():  # with torch 2.11, writes in a Function.forward make its gradients zero
+        return whole.index_copy(0, understanding, first).index_copy(0, generation, second)
     return whole.index_copy_(0, understanding, first).index_copy_(0, generation, second)
 
 
