@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Builds the sdist and the wheel, checks them, and tries the wheel with several Pythons and versions of torch.
+"""Builds the sdist and the wheel, checks them, and tries both with several Pythons, the wheel with several torches.
 
     make wheels                                              # every Python found, oldest and newest torch
     .ci/wheels.py --python python3.12 --torch 2.11.0         # one pair; both options repeat
 
 Each pair gets a fresh environment, which holds what pip finds in its index (PIP_INDEX_URL, PIP_FIND_LINKS). There:
-attention forward and backward on the CPU against torch, `attnforge doctor`, a search of two variants. Prints a
-Markdown table for docs/wheels.md and ends with 1 if anything failed. A CUDA build of torch takes 5 GB a pair while it
-is tried; minutes for each pair.
+attention forward and backward on the CPU against torch, `attnforge doctor`, a search of two variants. Each Python also
+installs the sdist, which must put the same files in place as the wheel. Prints a Markdown table for docs/wheels.md and
+ends with 1 if anything failed. A CUDA build of torch takes 5 GB a pair while it is tried; minutes for each pair.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import os
 import re
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,16 +104,39 @@ def environment(directory: Path, python: str) -> Path:
     return directory / "bin"
 
 
-def package() -> Path:
-    """The wheel, built from the sdist, both checked."""
+def package() -> tuple[Path, Path]:
+    """The sdist and the wheel, which is built from it; both checked."""
     tools, dist = environment(PLACE / "tools", sys.executable), PLACE / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     must(tools / "python", "-m", "pip", "install", "--quiet", "build", "twine", "check-wheel-contents")
     must(tools / "python", "-m", "build", "--outdir", dist, ROOT)
     print(must(tools / "twine", "check", "--strict", *sorted(dist.iterdir())).rstrip())
-    (wheel,) = dist.glob("*.whl")
+    (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
     print(must(tools / "check-wheel-contents", wheel).rstrip(), flush=True)
-    return wheel
+    return sdist, wheel
+
+
+def files(record: str) -> set[tuple[str, ...]]:
+    """Name, hash and size of each file of the package that an installation's or a wheel's RECORD lists."""
+    rows = (tuple(row) for row in csv.reader(record.splitlines()))
+    return {row for row in rows if row[0].startswith("attnforge/") and not row[0].endswith(".pyc")}
+
+
+def same_from_source(sdist: Path, wheel: Path, python: str, directory: Path) -> bool:
+    """Whether this Python installs the sdist, with the files of the wheel; prints what is wrong."""
+    programs = environment(directory, python)
+    done = run(programs / "python", "-m", "pip", "install", "--quiet", "--no-deps", sdist)
+    if done.returncode != 0:
+        print(f"\n--- {python} cannot install the sdist\n{done.stdout}", flush=True)
+        return False
+    (path,) = directory.glob("lib/python*/site-packages/attnforge-*.dist-info/RECORD")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = files(archive.read(f"{path.parent.name}/RECORD").decode())
+    differing = files(path.read_text()) ^ packed
+    if differing:
+        names = sorted({row[0] for row in differing})
+        print(f"\n--- {python}: sdist and wheel install different files: {names}", flush=True)
+    return bool(packed) and not differing
 
 
 def attempt(wheel: Path, python: str, torch: str, directory: Path) -> bool:
@@ -151,10 +176,11 @@ def main() -> int:
     parser.add_argument("--torch", action="append", metavar="VERSION", help="default: oldest and newest")
     parser.add_argument("--keep", action="store_true", help="keep the environments, in build/wheels/")
     given = parser.parse_args()
-    wheel = package()
+    sdist, wheel = package()
     print("| Python | torch | glibc | result | s |\n| --- | --- | --- | --- | --- |", flush=True)
     good = True
     for python in given.python or pythons():
+        good &= same_from_source(sdist, wheel, python, PLACE / "source")
         for torch in given.torch or torches(python):
             directory = PLACE / f"environment-{len(list(PLACE.iterdir()))}"
             good &= attempt(wheel, python, torch, directory)

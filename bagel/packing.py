@@ -139,10 +139,12 @@ class PackedMask(Spans):
 
 def _device(device: torch.device | str) -> torch.device:
     try:
-        return torch.device(device)
+        place = torch.device(device)
+        torch.empty(0, device=place)  # a device may have a name, but no driver or no such index
+        return place
     except TypeError:
         raise TypeError(f"device: got {type(device).__name__}, expected a torch.device or its name") from None
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter from builds of torch without CUDA
         raise ValueError(f"device: got {device!r}, which torch does not have here: {error}") from error
 
 

@@ -148,7 +148,7 @@ def compile_ahead(specs: list[Spec], listed: Path | None) -> None:
         run_kernel(spec.slug, listed)
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=540.0, help="time after which no check starts")
     parser.add_argument("--workers", type=int, default=8, help="processes at a time")
@@ -162,14 +162,18 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     parser.add_argument("--specs", type=Path, help="JSON list of specs to check instead of the tuned tables")
     parser.add_argument("--kernel", help="launch this kernel once; the tools run this")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
     if arguments.kernel:
         run_kernel(arguments.kernel, arguments.specs)
         return 0
     started = time.monotonic()
     specs = [spec for spec in gpu_specs(arguments.specs) if arguments.only in spec.slug]
     if not specs:
-        parser.error(f"--only {arguments.only}: no committed kernel for this GPU has that in its name")
+        raise SystemExit(f"--only {arguments.only}: no kernel for this GPU has that in its name")
     program = sanitizer()
     compile_ahead(specs, arguments.specs)
     print(f"{len(specs)} kernels compiled and run in {time.monotonic() - started:.0f} s", flush=True)

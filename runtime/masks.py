@@ -313,7 +313,9 @@ class DenseMask(_Listed):
             raise ValueError(f"dim: got {dim}, expected 0 for batch entries or 1 for heads")
         if self.data.shape[dim] == 1:
             return self
-        narrowed: DenseMask = self._replaced(self.data.narrow(dim, start, length))
+        narrowed = object.__new__(DenseMask)  # not _replaced: Dynamo of torch 2.11 cannot read __dict__
+        narrowed.seq_k = self.seq_k
+        narrowed._adopt(_operators.mask_of_data(self.data.narrow(dim, start, length)), self.visible_keys)
         return narrowed
 
     def visible(self, seq_q: int, seq_k: int, device: torch.device | str = "cpu") -> Tensor:

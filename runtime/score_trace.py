@@ -74,8 +74,14 @@ def _indices() -> list[Tensor]:
 
 
 def _graph(function: Callable[..., Tensor], scalars: list[Tensor]) -> GraphModule:
-    with torch.no_grad(), _Indexing():
-        return make_fx(function, tracing_mode="real")(*scalars)
+    def trace() -> GraphModule:
+        with torch.no_grad(), _Indexing():
+            return make_fx(function, tracing_mode="real")(*scalars)
+
+    # Dynamo of torch 2.11 cannot break a graph inside a mode, and leaves the mode on. Not a decorator: disable imports
+    # torch._dynamo, which takes a second; make_fx needs it anyway.
+    graph: GraphModule = torch.compiler.disable(trace)()
+    return graph
 
 
 def _text(

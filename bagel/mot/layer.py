@@ -114,6 +114,8 @@ class _Together(torch.autograd.Function):
 
 def _merge(first: Tensor, second: Tensor, understanding: Tensor, generation: Tensor) -> Tensor:
     whole = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
+    if torch.compiler.is_compiling():  # with torch 2.11, writes in a Function.forward make its gradients zero
+        return whole.index_copy(0, understanding, first).index_copy(0, generation, second)
     # A thread of index_copy_ moves one element: 8 bytes, where rows can be read so.
     words = torch.int64 if first.shape[-1] * first.element_size() % 8 == 0 else first.dtype
     to, first, second = (x.contiguous().view(words) for x in (whole, first, second))

@@ -26,8 +26,8 @@ inline uint64_t number_or_none(std::string_view text) {
     return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
 }
 
-// Should kernels that split the keys be preferred? In a forward of few queries against many keys, if the q heads of a kv
-// head share much fewer tiles than they have, or if a block for each would leave half of the device idle.
+// Should kernels that split the keys be preferred? In a forward of few queries against many keys, if the q heads of a
+// kv head share much fewer tiles than they have, or if a block for each would leave half of the device idle.
 inline bool splits_keys(const Call& c, bool backward) {
     constexpr int64_t kQueries = 128, kTile = 64, kKeys = 1024;
     const int64_t heads = c.q.size(1), queries = c.q.size(2);

@@ -89,6 +89,12 @@ def test_bad_packs_name_the_argument(args: tuple[list[int], list[int], list[str]
         PackedMask(*args, CPU)
 
 
+def test_a_device_that_is_not_here_is_named() -> None:
+    """Torch's builds with and without CUDA raise different errors for it."""
+    with pytest.raises(ValueError, match="device: got 'cuda:99', which torch does not have here"):
+        PackedMask([2], [2], ["full"], "cuda:99")
+
+
 def test_padding_must_be_whole_samples() -> None:
     with pytest.raises(ValueError, match="used: 3 real tokens end inside a sample"):
         PackedMask([4, 2], [4, 2], ["full", "causal"], CPU, used=3)

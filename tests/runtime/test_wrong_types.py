@@ -140,7 +140,7 @@ PUBLIC = {
             "used": None,
             "padding": "skip",
         },
-        {"used": (None,)},
+        {"used": (None,), "device": (3,) * (torch.accelerator.device_count() > 3)},
     ),
 }
 

@@ -151,6 +151,7 @@ def test_jit_forbidden(cache_dir: Path) -> None:
         "HOME": str(cache_dir.parent),
         NO_JIT: "1",
         "ATTNFORGE_CACHE_DIR": str(cache_dir),
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False

@@ -86,13 +86,13 @@ def test_profilers_see_forward(kind: str, mode: Mode) -> None:
 class Wrapped(Tensor):
     """A tensor that stands for another one and notes what is done with it, as distributed ones do."""
 
-    names: list[str]
+    operators: list[str]
     content: Tensor
 
     @staticmethod
     def __new__(cls, content: Tensor) -> Wrapped:
         wrapped: Wrapped = Tensor._make_wrapper_subclass(cls, content.shape, dtype=content.dtype)
-        wrapped.content, wrapped.names = content, []
+        wrapped.content, wrapped.operators = content, []
         return wrapped
 
     @classmethod
@@ -101,7 +101,7 @@ class Wrapped(Tensor):
     ) -> Any:
         for x in args:
             if isinstance(x, Wrapped):
-                x.names.append(str(op))
+                x.operators.append(str(op))
         return op(*(x.content if isinstance(x, Wrapped) else x for x in args), **(kwargs or {}))
 
 
@@ -114,7 +114,7 @@ def test_subclasses_see_forward(kind: str, which: int) -> None:
     expected = attnforge.attention(inputs[0], inputs[1], inputs[2], mask)
     wrapped = inputs[which] = Wrapped(inputs[which])
     assert torch.equal(attnforge.attention(inputs[0], inputs[1], inputs[2], mask), expected)
-    assert wrapped.names == ["attnforge.forward.default"]
+    assert wrapped.operators == ["attnforge.forward.default"]
 
 
 @kinds
