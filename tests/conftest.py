@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in (COMPILER, NO_JIT):
         os.environ.pop(name, None)
     if "not slow" in config.option.markexpr:
-        toolchains.CPU_FLAGS = QUICK_FLAGS
+        pytest.MonkeyPatch().setattr(toolchains, "CPU_FLAGS", QUICK_FLAGS)
     gc.disable()  # until all tests are collected
 
 
