@@ -16,6 +16,7 @@ from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.cpu import CpuBackward, CpuForward
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
@@ -213,6 +214,24 @@ def test_sources_need_no_avx512(isa: str, tmp_path: Path) -> None:
         spec = Spec(problem(direction, DType.BFLOAT16, 64, Mask.SPANS), tunings[DType.BFLOAT16])
         kernel = Kernel(spec, tmp_path, flags)
         (check_forward if direction is Direction.FORWARD else check_backward)(kernel, x)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_score_is_the_same_with_less_optimisation(direction: Direction, tmp_path: Path) -> None:
+    """Other tests of scores compile with less of it than users do."""
+    softcap = ScoreMod("softcap: 2.0 * tanh(score / 2.0)")
+    plain = problem(direction, DType.FLOAT32, 16, Mask.SPANS)
+    tuning = (FORWARD if direction is Direction.FORWARD else BACKWARD)[DType.FLOAT32]
+    x = inputs(SHAPES[3], 16, DType.FLOAT32, Mask.SPANS)
+    out, lse = oracle(x, Mask.SPANS)
+    saved = (torch.randn(x.q.shape), out.float(), lse.float().contiguous())
+    results = []
+    for flags in (FLAGS, tuple(flag.replace("-O3", "-O1") for flag in FLAGS)):
+        kernel = Kernel(Spec(replace(plain, score=softcap), tuning), tmp_path, flags)
+        forward = direction is Direction.FORWARD
+        results.append(kernel.forward(x) if forward else kernel.backward(x, *saved))
+    for optimised, other in zip(*results, strict=True):
+        torch.testing.assert_close(optimised, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("direction", Direction)
