@@ -17,7 +17,6 @@ import kept
 import pytest
 
 from attnforge.codegen.spec import Arch, Spec
-from attnforge.runtime.build import toolchain as toolchains
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
 from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT, TABLES
 from attnforge.runtime.build.toolchain import NVCC_PLACES, find_nvcc, toolchain
@@ -33,11 +32,6 @@ REQUIRE_GPU = "ATTNFORGE_REQUIRE_GPU"
 # when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Of CPU kernels: g++ takes half the time for the hundreds of a first run, and joins products and sums as it does for
-# users. Child processes, test_cpu_kernels.py and runs with the slow tests take the flags that users get.
-USER_FLAGS = toolchains.CPU_FLAGS
-QUICK_FLAGS = ("-O1", "-fexpensive-optimizations", *(flag for flag in USER_FLAGS if flag != "-O3"))
-
 hypothesis.settings.register_profile("attnforge", deadline=None)
 hypothesis.settings.load_profile("attnforge")
 
@@ -50,8 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[TABLES] = str(directory / "tables")  # never filled: winners of tests go elsewhere
     for name in (COMPILER, NO_JIT):
         os.environ.pop(name, None)
-    if "not slow" in config.option.markexpr:
-        pytest.MonkeyPatch().setattr(toolchains, "CPU_FLAGS", QUICK_FLAGS)
     gc.disable()  # until all tests are collected
 
 
@@ -137,15 +129,6 @@ def nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     if find_nvcc(dict(os.environ)) is None:
         pytest.skip(NVCC_PLACES)
     monkeypatch.setenv(COMPILER, "nvcc")
-
-
-@pytest.fixture
-def user_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CPU kernels are compiled, and found in a cache, as in the child processes of a test."""
-    monkeypatch.setattr(toolchains, "CPU_FLAGS", USER_FLAGS)
-    toolchains._toolchain.cache_clear()
-    yield
-    toolchains._toolchain.cache_clear()
 
 
 @pytest.fixture

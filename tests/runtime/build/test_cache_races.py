@@ -22,8 +22,6 @@ from attnforge.codegen.render import Source
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.settings import CACHE_DIR
 
-pytestmark = pytest.mark.usefixtures("user_flags")
-
 # Children are forked from a small server: no torch, no threads, milliseconds each.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["attnforge.runtime.build.cache", "attnforge.runtime.build.nvrtc", "fakes"])

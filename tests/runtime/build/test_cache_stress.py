@@ -13,8 +13,6 @@ from cache_kills import KILLS
 
 from attnforge.runtime.build.settings import CACHE_DIR
 
-pytestmark = pytest.mark.usefixtures("user_flags")
-
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
