@@ -266,7 +266,7 @@ def remarks(finished: Finished) -> Iterator[str]:
     winner = finished.winner
     if winner is not None:
         varying = varying_knobs([result.spec for result in finished.ranked[:SHOWN]])
-        common = [name for name in winner.spec.tuning.to_json() if name not in varying]
+        common = [knob.name for knob, _ in winner.spec.tuning.named_knobs() if knob.name not in varying]
         if common:
             yield f"all of them: {knobs(winner.spec, common)}"
         yield resources(winner)
