@@ -11,7 +11,6 @@ if there is any report, or anything was not run. docs/reliability.md lists known
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -26,11 +25,11 @@ from pathlib import Path
 import torch
 
 import attnforge
-from attnforge.codegen.families import spec_from_json
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, Mask, Spec
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.build import cache
+from attnforge.runtime.export import read_specs
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search.winners import tuned_specs
 
@@ -50,7 +49,7 @@ class Outcome:
 
 def gpu_specs(listed: Path | None = None) -> list[Spec]:
     """GPU kernels that run here, of the tuned tables or of a JSON list: Hopper's own first, backward before forward."""
-    known = [spec_from_json(entry) for entry in json.loads(listed.read_text())] if listed else tuned_specs()
+    known = [item.spec for item in read_specs(listed)] if listed else tuned_specs()
     specs = [spec for spec in known if spec.problem.arch.is_gpu]
     here = kernels.targets(torch.device("cuda", 0))
     found = [spec for spec in specs if spec.problem.arch in here]

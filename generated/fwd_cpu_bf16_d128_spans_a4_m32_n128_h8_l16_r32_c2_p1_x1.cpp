@@ -164,24 +164,24 @@ static inline void zero_sums() {
 }
 
 static inline void load_sums(const float* sums, long stride) {
-    tile_load<0>(sums + 0 * stride + 0, stride);
-    tile_load<1>(sums + 0 * stride + 16, stride);
-    tile_load<2>(sums + 16 * stride + 0, stride);
+    tile_load<0>(sums, stride);
+    tile_load<1>(sums + 16, stride);
+    tile_load<2>(sums + 16 * stride, stride);
     tile_load<3>(sums + 16 * stride + 16, stride);
 }
 
 static inline void store_sums(float* sums, long stride) {
-    tile_store<0>(sums + 0 * stride + 0, stride);
-    tile_store<1>(sums + 0 * stride + 16, stride);
-    tile_store<2>(sums + 16 * stride + 0, stride);
+    tile_store<0>(sums, stride);
+    tile_store<1>(sums + 16, stride);
+    tile_store<2>(sums + 16 * stride, stride);
     tile_store<3>(sums + 16 * stride + 16, stride);
 }
 
 // Adds the products of x[row][word] and y[word][lane], 16 words deep.
 static inline void add_products(const word* x, long stride_x, const word* y, long stride_y) {
-    tile_load<6>(y + 0, stride_y);
+    tile_load<6>(y, stride_y);
     tile_load<7>(y + 16, stride_y);
-    tile_load<4>(x + 0 * stride_x, stride_x);
+    tile_load<4>(x, stride_x);
     tile_multiply_add<0, 4, 6>();
     tile_multiply_add<1, 4, 7>();
     tile_load<5>(x + 16 * stride_x, stride_x);
@@ -210,7 +210,7 @@ static inline void multiply_panel(const word* x, int rows, const word* panel, fl
 
 // sum[d][lane] = sum[d][lane] * decay[lane] + sum over steps of x[d][step] * weight[step][lane], d below kColumnsV.
 static inline void accumulate_panel(const word* x, int steps, const word* weight, const vec* decay, float* sum) {
-    int rescaled = 0;  // most key tiles leave row_max as it is
+    int rescaled = 0;  // 0 if no row_max grew
     for (int i = 0; i < kPanel; ++i) {
         rescaled |= decay[i / kLanes][i % kLanes] != 1.0f;
     }
@@ -255,51 +255,51 @@ static inline void pack_rows(const element* x, long long stride, int rows, int c
 // t[i][j] and t[j][i] change places.
 static inline void transpose(wvec (&t)[16]) {
     {
-        // Blocks of 1 x 1: the right one of row i and the left one of row i + 1.
+        constexpr int step = 1;  // blocks of step x step: the right one of row i, the left one of row i + step
         const wvec left = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
         const wvec right = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
 #pragma GCC unroll 16
         for (int n = 0; n < 8; ++n) {
-            const int i = n / 1 * 2 + n % 1;
+            const int i = n / step * 2 * step + n % step;
             const wvec low = t[i];
-            t[i] = __builtin_shuffle(low, t[i + 1], left);
-            t[i + 1] = __builtin_shuffle(low, t[i + 1], right);
+            t[i] = __builtin_shuffle(low, t[i + step], left);
+            t[i + step] = __builtin_shuffle(low, t[i + step], right);
         }
     }
     {
-        // Blocks of 2 x 2: the right one of row i and the left one of row i + 2.
+        constexpr int step = 2;  // blocks of step x step: the right one of row i, the left one of row i + step
         const wvec left = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
         const wvec right = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
 #pragma GCC unroll 16
         for (int n = 0; n < 8; ++n) {
-            const int i = n / 2 * 4 + n % 2;
+            const int i = n / step * 2 * step + n % step;
             const wvec low = t[i];
-            t[i] = __builtin_shuffle(low, t[i + 2], left);
-            t[i + 2] = __builtin_shuffle(low, t[i + 2], right);
+            t[i] = __builtin_shuffle(low, t[i + step], left);
+            t[i + step] = __builtin_shuffle(low, t[i + step], right);
         }
     }
     {
-        // Blocks of 4 x 4: the right one of row i and the left one of row i + 4.
+        constexpr int step = 4;  // blocks of step x step: the right one of row i, the left one of row i + step
         const wvec left = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
         const wvec right = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
 #pragma GCC unroll 16
         for (int n = 0; n < 8; ++n) {
-            const int i = n / 4 * 8 + n % 4;
+            const int i = n / step * 2 * step + n % step;
             const wvec low = t[i];
-            t[i] = __builtin_shuffle(low, t[i + 4], left);
-            t[i + 4] = __builtin_shuffle(low, t[i + 4], right);
+            t[i] = __builtin_shuffle(low, t[i + step], left);
+            t[i + step] = __builtin_shuffle(low, t[i + step], right);
         }
     }
     {
-        // Blocks of 8 x 8: the right one of row i and the left one of row i + 8.
+        constexpr int step = 8;  // blocks of step x step: the right one of row i, the left one of row i + step
         const wvec left = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
         const wvec right = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
 #pragma GCC unroll 16
         for (int n = 0; n < 8; ++n) {
-            const int i = n / 8 * 16 + n % 8;
+            const int i = n / step * 2 * step + n % step;
             const wvec low = t[i];
-            t[i] = __builtin_shuffle(low, t[i + 8], left);
-            t[i + 8] = __builtin_shuffle(low, t[i + 8], right);
+            t[i] = __builtin_shuffle(low, t[i + step], left);
+            t[i + step] = __builtin_shuffle(low, t[i + step], right);
         }
     }
 }

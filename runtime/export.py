@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from attnforge.codegen.families import spec_from_json
+from attnforge.codegen.families.cpu import needs_amx
 from attnforge.codegen.package import Item, Revision, Tree, unique
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
@@ -98,19 +99,17 @@ def _first(problem: Problem, shape: Shape) -> tuple[Spec, str]:
 
 
 def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
-    """Specs in dispatch's order, but for an architecture instead of a device. None that `_needs_amx`."""
+    """Specs in dispatch's order, but for an architecture instead of a device.
+
+    None for Intel AMX: its registers take permission of the operating system, for which a package does not ask.
+    """
     here = tables.device_name(torch.device("cpu")) if problem.arch is Arch.CPU else ""
     archs = (Arch.SM90A, Arch.SM90) if problem.arch is Arch.SM90A else (problem.arch,)
     for arch in archs:
         there = dataclasses.replace(problem, arch=arch)
         tuned = tables.choose(there, shape.group, shape.rows, here)
         first = ((spec, "first of the search space") for spec in candidates(there))
-        yield from ((spec, reason) for spec, reason in chain(tuned, first) if not _needs_amx(spec))
-
-
-def _needs_amx(spec: Spec) -> bool:
-    """Tile registers take permission of the operating system, for which a package does not ask."""
-    return bool(getattr(spec.tuning, "amx", False))
+        yield from ((spec, reason) for spec, reason in chain(tuned, first) if not needs_amx(spec))
 
 
 def read_specs(path: Path) -> tuple[Item, ...]:
@@ -124,7 +123,7 @@ def read_specs(path: Path) -> tuple[Item, ...]:
     items = {}
     for number, entry in enumerate(sorted(data, key=lambda entry: float(entry.get("tflops", 0)))):
         spec = spec_from_json(entry.get("spec", entry))
-        if _needs_amx(spec):
+        if needs_amx(spec):
             raise ValueError(
                 f"{path}: {spec.slug} needs the tile registers of Intel AMX, which packages do not use"
             )

@@ -8,6 +8,7 @@ import threading
 import torch
 
 from attnforge.codegen import host
+from attnforge.codegen.families.cpu import needs_amx
 from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, DType, Spec
@@ -83,7 +84,7 @@ def targets_of(name: str) -> tuple[Arch, ...]:
 
 def refusal(spec: Spec) -> str:
     """Why this machine's CPU cannot run a spec for CPUs; empty if it can, and for GPUs."""
-    return host.amx_refusal() if getattr(spec.tuning, "amx", False) else ""
+    return host.amx_refusal() if needs_amx(spec) else ""
 
 
 def load(spec: Spec, device: torch.device) -> int:

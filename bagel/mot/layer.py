@@ -190,15 +190,17 @@ class Mlp(nn.Module):
         return result
 
 
-class Mlps(nn.Module):
+class Mlps(Experts):
     """Each row through its expert's MLP. A checkpoint's recomputation omits the last product of both."""
 
+    understanding: Mlp
+    generation: Mlp
+
     def __init__(self, config: MotConfig) -> None:
-        super().__init__()
-        self.understanding = Mlp(config)
-        self.generation = Mlp(config)
+        super().__init__(lambda: Mlp(config))
 
     def forward(self, x: Pair) -> Pair:
+        """Each row through its expert."""
         experts = self.understanding, self.generation
         held = Held(*(expert.hidden(rows) for expert, rows in zip(experts, x, strict=True)))
         first, second = held.results(*(expert.down for expert in experts))

@@ -62,6 +62,11 @@ class CpuBackward(Tuning):
     )
 
 
+def needs_amx(spec: Spec) -> bool:
+    """Whether a kernel, of any family, uses the tile registers of Intel AMX."""
+    return isinstance(spec.tuning, (CpuForward, CpuBackward)) and spec.tuning.amx
+
+
 # ---- Plan
 
 
@@ -131,16 +136,11 @@ def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
     if min(t.tile_m, t.tile_n, t.rows, t.cols, getattr(t, "heads", 1)) < 1:
         raise Infeasible("tile_m, tile_n, heads, rows and cols must be at least 1")
     if t.amx:
-        _require_tile_registers(t)
-    rows, there, kind = (
-        (t.rows // 16, TILE_REGISTERS, "tile") if t.amx else (t.rows, REGISTERS[t.lanes], "vector")
-    )
-    needed = rows * t.cols + t.cols + (rows if t.amx else 1)
-    if needed > there:
-        over = needed - there
-        raise Infeasible(
-            f"registers: rows x cols takes {needed} {kind} registers, {over} more than the CPU has"
-        )
+        _require_whole_tile_registers(t)
+        rows = t.rows // 16
+        _require_registers("tile", rows * t.cols + t.cols + rows, TILE_REGISTERS)
+    else:
+        _require_registers("vector", t.rows * t.cols + t.cols + 1, REGISTERS[t.lanes])
     panel = t.lanes * t.cols
     in_lanes, in_rows = ("tile_m", "tile_n") if isinstance(t, CpuForward) else ("tile_n", "tile_m")
     if getattr(t, in_lanes) % panel:
@@ -149,7 +149,15 @@ def _require_blocks(spec: Spec, t: CpuForward | CpuBackward) -> None:
         raise Infeasible(f"{in_rows} {getattr(t, in_rows)} is not an even multiple of rows = {t.rows}")
 
 
-def _require_tile_registers(t: CpuForward | CpuBackward) -> None:
+def _require_registers(kind: str, needed: int, there: int) -> None:
+    if needed > there:
+        over = needed - there
+        raise Infeasible(
+            f"registers: rows x cols takes {needed} {kind} registers, {over} more than the CPU has"
+        )
+
+
+def _require_whole_tile_registers(t: CpuForward | CpuBackward) -> None:
     """What blocks of whole tile registers ask for: operands of 16 words of pairs along every sum."""
     if not t.pairs or t.lanes != 16:
         raise Infeasible("amx: needs pairs, and 16 lanes")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
@@ -263,15 +264,17 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     """What a search tries, best guess first, as measured on an H100 and an H200 (docs/experiments.md, 65 and 69)."""
-    if problem.mask is not Mask.FULL:  # without a mask pairs are slower
-        yield from _pairs(problem)
+    single, pairs = _single_blocks(problem), _pairs(problem)
+    yield from chain(single, pairs) if problem.mask is Mask.FULL else chain(pairs, single)
+
+
+def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
     tiles = (64, 80, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
     for deterministic in (False, True):
         for tile_n in tiles:
             for stages_dout in (1, 2):
                 for descending in (False,) if deterministic else (False, True):
                     yield Sm90BackwardWide(64, tile_n, 2, stages_dout, deterministic, descending)
-    yield from _pairs(problem)
 
 
 def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
-from attnforge.codegen.families.cpu import CpuBackward, CpuForward
+from attnforge.codegen.families.cpu import CpuBackward, CpuForward, needs_amx
 from attnforge.codegen.prologue import PrologueProblem, PrologueSpec
 from attnforge.codegen.prologue import candidates as candidates_of_prologue
 from attnforge.codegen.prologue import render as render_prologue
@@ -154,7 +154,7 @@ def index(specs: Iterable[Spec]) -> str:
     for spec in specs:
         problem = spec.problem
         what = _SUBJECTS.get((problem.family, problem.direction.value), "")
-        what = _AMX if getattr(spec.tuning, "amx", False) else what
+        what = _AMX if needs_amx(spec) else what
         cells = (
             f"[{spec.slug}]({render(spec).file_name})",
             problem.direction.value,

@@ -19,7 +19,6 @@ from attnforge.bagel.mot.attention import make_operator
 from attnforge.bagel.mot.layer import (
     CONFIGS,
     Experts,
-    Mlps,
     MotLayer,
     Pair,
     Project,
@@ -67,7 +66,7 @@ def run(layer: MotLayer, x: Tensor, shared: Shared) -> Tensor:
 def transcribed(layer: MotLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The layer for one row at a time with that row's weights, and attention by its formula."""
 
-    def expert(experts: Experts | Mlps, row: int) -> torch.nn.Module:
+    def expert(experts: Experts, row: int) -> torch.nn.Module:
         return experts.generation if row in GENERATION else experts.understanding
 
     def heads(row: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from test_cpu_kernels import Shape as CpuShape
 
 from attnforge.codegen import host
 from attnforge.codegen.families import make_plan
-from attnforge.codegen.families.cpu import CpuBackward, CpuForward
+from attnforge.codegen.families.cpu import CpuBackward, CpuForward, needs_amx
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
@@ -48,10 +48,6 @@ def has_amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch.forget()
     yield
     dispatch.forget()
-
-
-def uses_amx(spec: Spec) -> bool:
-    return bool(spec.to_json()["tuning"].get("amx"))
 
 
 def kernel(tuning: Tuning, head_dim: int, mask: Mask, directory: Path, dim_v: int = 0) -> Kernel:
@@ -153,7 +149,7 @@ def test_without_tile_registers_they_are_passed_over(
     device = torch.device("cpu")
     tables.save(tables.device_name(device), [tables.Tuned(spec, 1, 512, 1.0, 1.0)], tmp_path)
     with caplog.at_level(logging.DEBUG, logger="attnforge"):
-        assert not uses_amx(dispatch.choose(spec.problem, 1, 512, device).spec)
+        assert not needs_amx(dispatch.choose(spec.problem, 1, 512, device).spec)
     assert f"{spec.slug} of {tables.device_name(device)} is passed over: Linux refuses" in caplog.text
     with pytest.raises(ValueError, match=r"needs the tile registers of Intel AMX, but Linux refuses"):
         kernels.load(spec, device)
@@ -171,7 +167,7 @@ def test_packages_do_without(has_amx: None, tmp_path: Path) -> None:
     (item,) = export.collect(
         Arch.CPU, [export.Shape(1, 2, 512, 64)], [DType.BFLOAT16], [Mask.FULL], [Direction.FORWARD]
     )
-    assert not uses_amx(item.spec)
+    assert not needs_amx(item.spec)
     listed = tmp_path / "specs.json"
     spec = Spec(problem(Direction.FORWARD, DType.BFLOAT16, 64, Mask.FULL), FORWARD)
     listed.write_text(json.dumps([spec.to_json()]))
@@ -183,12 +179,12 @@ def test_packages_do_without(has_amx: None, tmp_path: Path) -> None:
 def test_space(direction: Direction, has_amx: None) -> None:
     for head_dim in (64, 72, 128, 256):
         specs = list(candidates(problem(direction, DType.BFLOAT16, head_dim, Mask.SPANS)))
-        with_amx = [spec for spec in specs if uses_amx(spec)]
+        with_amx = [spec for spec in specs if needs_amx(spec)]
         assert specs[: len(with_amx)] == with_amx
         assert len(with_amx) >= 3
         assert len({render(spec).text for spec in with_amx}) == len(with_amx)
     plain = candidates(problem(direction, DType.FLOAT32, 64, Mask.SPANS))
-    assert not any(uses_amx(spec) for spec in plain)
+    assert not any(needs_amx(spec) for spec in plain)
 
 
 @pytest.mark.parametrize(

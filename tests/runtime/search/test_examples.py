@@ -13,6 +13,7 @@ from _pytest.mark import ParameterSet
 from strict_nvcc import SPILLED, compile_strictly
 
 from attnforge.codegen.families import FAMILIES
+from attnforge.codegen.families.cpu import needs_amx
 from attnforge.codegen.prologue import render as render_prologue
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, DType, Spec
@@ -22,7 +23,7 @@ from attnforge.runtime.search.winners import GENERATED, tuned_entries, tuned_spe
 
 def key(spec: Spec) -> tuple[object, ...]:
     problem = spec.problem
-    return problem.family, problem.direction, problem.mask, getattr(spec.tuning, "amx", False)
+    return problem.family, problem.direction, problem.mask, needs_amx(spec)
 
 
 def test_one_example_for_each_family_pass_and_mask() -> None:
