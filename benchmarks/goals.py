@@ -1,6 +1,7 @@
 """All goals of `bagel/measure/goals.py` in one run: ours and the peers interleaved, with goals, ratios and errors.
 
     python benchmarks/goals.py [--suite forward] [--only "28/4/128"] [--seeds 2] [--out DIR]
+    python benchmarks/goals.py --suite grid --seeds 1 --seconds 0.25 --out DIR    # then docs/draw_grid.py
 
 First compiles everything in separate processes. Then measures case by case, the first seed of all packs before the
 second seed of any, and appends a line per case to DIR/goals.jsonl; DIR/goals.md has the tables. A run with the same
@@ -32,6 +33,8 @@ from attnforge.codegen.spec import DType, Mask
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search.case import Case
 
+SUITES = ("forward", "backward", "step")  # unless others are named
+
 
 def triton_peer(case: Case) -> Attention:
     """Our Triton attention as a peer."""
@@ -47,31 +50,35 @@ def triton_peer(case: Case) -> Attention:
 
 def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
     """(goal, pack, model) in the order of the run."""
-    goals = [goal for suite in args.suite or GOALS for goal in GOALS[suite] if args.only in goal.label]
+    goals = [goal for suite in args.suite or SUITES for goal in GOALS[suite] if args.only in goal.label]
     return [
         (goal, *goal.cases[seed]) for seed in range(args.seeds) for goal in goals if seed < len(goal.cases)
     ]
 
 
+Job = tuple[str, str, str]  # label, work, pack of a goal
+
+
 def warm(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> None:
     """Compile what the rows need, `--jobs` processes at a time. A failure is reported; measuring meets it again."""
-    alike: dict[tuple[object, ...], tuple[str, str, str]] = {}  # rows that share their compiled kernels
+    groups: dict[tuple[object, ...], dict[tuple[int, int], Job]] = {}
     for goal, pack, model in rows:
         case = make_case(pack, model, DType.BFLOAT16, torch.device("cpu"))
-        shape = (case.batch, case.seq_q, case.mask_kind, model, goal.work, goal.peers)
-        alike.setdefault(shape, (goal.label, goal.work, pack))
-    jobs = sorted(alike.values(), key=lambda job: job[1])  # backward first: it takes longest
+        alike = groups.setdefault((case.mask_kind, model, goal.work, goal.peers), {})  # share most kernels
+        alike.setdefault((case.batch, case.seq_q), (goal.label, goal.work, pack))
+    jobs = sorted((list(alike.values()) for alike in groups.values()), key=lambda job: job[0][1])
 
-    def one(job: tuple[str, str, str]) -> None:
-        command = [sys.executable, __file__, "--one", *job, "--device", args.device]
+    def one(job: list[Job]) -> None:
+        named = [word for part in job for word in ("--one", *part)]
+        command = [sys.executable, __file__, *named, "--device", args.device]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             print(f"compiling {job}: status {done.returncode}: {done.stdout[-500:]}", flush=True)
 
     begin = time.time()
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(one, jobs))
-    print(f"compiled for {len(jobs)} cases in {time.time() - begin:.0f} s", flush=True)
+        list(pool.map(one, jobs))  # backward first: it takes longest
+    print(f"compiled in {len(jobs)} processes, {time.time() - begin:.0f} s", flush=True)
 
 
 def compile_one(label: str, work: str, pack: str, device: torch.device) -> None:
@@ -110,6 +117,7 @@ def history(path: Path) -> tuple[dict[Key, Line], set[Key]]:
 def measure(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> list[Line]:
     """Measure the rows that are not in the log; stop at the time limit."""
     device, path = torch.device(args.device), args.out / "goals.jsonl"
+    args.out.mkdir(parents=True, exist_ok=True)
     lines, died = history(path)
     begin = time.time()
     with path.open("a") as log:
@@ -145,7 +153,7 @@ def write_tables(lines: list[Line], args: argparse.Namespace) -> str:
 
 def one_case(goal: Goal, case: Case, args: argparse.Namespace, alone: bool) -> Line:
     """The line of a case; `alone`: without the peers, one of which killed the process. Raises if the device is lost."""
-    errors = case.name.split()[0] == goal.cases[0][0] and not args.no_errors
+    errors = case.name.split()[0] == goal.cases[0][0] and not args.no_errors and args.errors in goal.label
     line = run_goal(replace(goal, peers=()) if alone else goal, case, args.seconds, args.repeats, errors)
     if case.device.type == "cuda":
         torch.cuda.synchronize()  # an asynchronous error belongs to this case, not to the next one
@@ -162,18 +170,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=420.0, help="seconds after which no new case starts")
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile at a time")
     parser.add_argument("--no-warm", action="store_true", help="skip the compilation step")
+    parser.add_argument(
+        "--errors", default="", metavar="TEXT", help="only of goals whose label contains this"
+    )
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=3, action="append", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
     EXTRA["triton"] = triton_peer
+    for job in args.one or ():
+        compile_one(*job, torch.device(args.device))
     if args.one:
-        compile_one(*args.one, torch.device(args.device))
         return
     launcher()  # once, before the processes that need it
     rows = chosen(args)

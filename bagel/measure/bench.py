@@ -52,11 +52,16 @@ def time_ours(case: Case, direction: Direction) -> Timing:
 
 
 def ours(
-    case: Case, direction: Direction, sets: Sequence[Inputs], spec: Spec | None = None
+    case: Case,
+    direction: Direction,
+    sets: Sequence[Inputs],
+    spec: Spec | None = None,
+    deterministic: bool = False,
 ) -> Callable[[int], Any]:
     """A call that runs ours on the inputs of an index: (out, lse), or (dq, dk, dv) of the backward alone.
 
-    `spec`: the variant of that direction; the one that dispatch chooses if not given.
+    `spec`: the variant of that direction; the one that dispatch chooses if not given. `deterministic`: of the
+    backward, if dispatch chooses.
     """
     handle = kernels.load(spec, case.device) if spec else 0
 
@@ -72,7 +77,7 @@ def ours(
     def backward(index: int) -> Any:
         x = sets[index]
         out, lse = saved[index]
-        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, False, handle)
+        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, deterministic, handle)
 
     return backward
 

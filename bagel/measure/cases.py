@@ -20,8 +20,12 @@ from attnforge.runtime.inputs import MAX_HEAD_DIM
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.search.case import Case
 
-_IMAGES = re.compile(r"images/(\d+)")
-IMAGE_TOKENS, IMAGE_SIZES = 8 * 4096, (256, 4900)  # in all, and of one image in the vision encoder
+_SEQUENCES = re.compile(r"(images|documents)/(\d+)")
+TOKENS = 8 * 4096  # of random images or documents, in all
+IMAGE_SIZES, DOCUMENT_SIZES = (
+    (256, 4900),
+    (256, 8192),
+)  # tokens of one image in the vision encoder, of one document
 _HEADS = re.compile(r"([1-9]\d*)/([1-9]\d*)/([1-9]\d*)(?:/([1-9]\d*))?")
 _DENSE = re.compile(r"(full|causal|window:[1-9]\d*)/(?:([1-9]\d*)x)?([1-9]\d*)(?:/([1-9]\d*))?")
 _BLOCKS = re.compile(r"blocks/(0?\.\d+)(?:/([1-9]\d*))?")
@@ -58,10 +62,10 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
 
     A shape is a mask and batch x queries, "causal/2x512/8192" also keys; "window:512" is causal, of 512 keys.
     "packs.jsonl:7" is line 7 of a recorded file, "mask.npy" a file of `mask_files.read_mask`, "images/3" random images,
-    8 x 4096 tokens in all, each of which sees itself. "blocks/0.9" is a dense mask of 8192 x 8192 pairs, of whose
-    blocks of 128 x 128 a random 90 % are hidden, "blocks/0.9/2048" a smaller one. With model "vit" a workload stands
-    for its images in the vision encoder; a model may also be given as its heads, "8/8/64", and "8/8/192/128" where v
-    has a head_dim of its own. Raises ValueError for names that do not exist.
+    8 x 4096 tokens in all, each of which sees itself, "documents/3" causal documents of as many tokens. "blocks/0.9" is
+    a dense mask of 8192 x 8192 pairs, of whose blocks of 128 x 128 a random 90 % are hidden, "blocks/0.9/2048" a
+    smaller one. With model "vit" a workload stands for its images in the vision encoder; a model may also be given as
+    its heads, "8/8/64", and "8/8/192/128" where v has a head_dim of its own. Raises ValueError for unknown names.
     """
     heads = model_of(model)
     shape, mask, pairs = _sizes(pack, model, device)
@@ -134,13 +138,14 @@ def pairs_of(mask: Spans | DenseMask, seq_q: int) -> int:
 
 
 def _packed(pack: str, model: str, device: torch.device) -> PackedMask:
-    if match := _IMAGES.fullmatch(pack):
-        lengths = _image_lengths(int(match[1]))
-        return PackedMask(lengths, lengths, ["full"] * len(lengths), device)
+    if match := _SEQUENCES.fullmatch(pack):
+        images = match[1] == "images"
+        lengths = _random_lengths(int(match[2]), IMAGE_SIZES if images else DOCUMENT_SIZES)
+        return PackedMask(lengths, lengths, ["full" if images else "causal"] * len(lengths), device)
     if pack not in names() and ".jsonl:" not in pack:
         raise ValueError(
             f"pack: there is no {pack!r}; packs are {summary()}; others are packs.jsonl:7 (a line of a recorded file), "
-            "mask.npy, images/0, full/4x8192, causal/2048, window:512/8192, blocks/0.9"
+            "mask.npy, images/0, documents/0, full/4x8192, causal/2048, window:512/8192, blocks/0.9"
         )
     return workload(pack).vit_mask(device) if model == "vit" else workload(pack).mask(device)
 
@@ -161,11 +166,11 @@ def model_of(model: str) -> Model:
     return MODELS[model]
 
 
-def _image_lengths(seed: int) -> list[int]:
-    """Tokens of each image: uniform in IMAGE_SIZES, the last cut off at IMAGE_TOKENS."""
+def _random_lengths(seed: int, sizes: tuple[int, int]) -> list[int]:
+    """Tokens of each sequence: uniform in `sizes`, the last cut off at TOKENS."""
     draw = random.Random(seed)
-    lengths, rest = [], IMAGE_TOKENS
+    lengths, rest = [], TOKENS
     while rest:
-        lengths.append(min(rest, draw.randint(*IMAGE_SIZES)))
+        lengths.append(min(rest, draw.randint(*sizes)))
         rest -= lengths[-1]
     return lengths

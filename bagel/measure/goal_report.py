@@ -7,7 +7,7 @@ from statistics import median
 
 from attnforge.bagel.measure.bench import OURS
 from attnforge.bagel.measure.goals import GOALS, STEP, Goal
-from attnforge.bagel.measure.interleaved import LAYER, MATMUL, Line
+from attnforge.bagel.measure.interleaved import DETERMINISTIC, LAYER, MATMUL, Line
 from attnforge.bagel.models import MODELS
 
 LAYERS = MODELS["7B"].layers
@@ -58,7 +58,7 @@ def error_ratios(group: Iterable[Line]) -> dict[str, float]:
             theirs = [
                 entry.errors[tensor]
                 for name, entry in line.entries.items()
-                if name not in (OURS, *UNFUSED) and tensor in entry.errors
+                if name not in (OURS, DETERMINISTIC, *UNFUSED) and tensor in entry.errors
             ]
             if theirs:
                 worst[tensor] = max(worst.get(tensor, 0.0), error / max(min(theirs), 1e-30))
@@ -67,7 +67,8 @@ def error_ratios(group: Iterable[Line]) -> dict[str, float]:
 
 def _contestants(found: Sequence[tuple[Goal, list[Line]]]) -> list[str]:
     """Columns between ours and the matrix product."""
-    names = [MERGED.get(name, name) for goal, _ in found for name in goal.peers]
+    names = [DETERMINISTIC] if any(goal.deterministic for goal, _ in found) else []
+    names += [MERGED.get(name, name) for goal, _ in found for name in goal.peers]
     return list(dict.fromkeys(names))
 
 

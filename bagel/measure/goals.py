@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnforge.codegen.spec import Direction
@@ -22,6 +23,7 @@ class Goal:
     peers: tuple[str, ...]
     floor: float | None = None  # TFLOP/s of visible pairs
     ratios: tuple[tuple[str, float], ...] = ()  # at least so many times as fast as that peer
+    deterministic: bool = False  # ours is also timed with deterministic gradients
 
 
 def _packs(work: str, config: str, model: str, heads: str, floor: float, *ratios: float) -> Goal:
@@ -96,4 +98,36 @@ STEPS = (
         (("flex", 1.7), ("flex-fa4", 1.35)),
     ),
 )
-GOALS = {"forward": FORWARD, "backward": BACKWARD, "step": STEPS}
+
+# ---- The grid: every shape beside its fastest peers, without floors
+
+GRID_HEADS = (
+    *("28/4/128", "32/8/128", "16/16/128", "14/2/64", "8/8/64"),
+    *("16/16/72", "24/24/96", "16/16/192", "128/128/192/128", "8/8/256"),
+)
+GRID_SHAPES = ("16x1024", "8x2048", "4x8192", "1x32768")
+GRID_PACKS = ("pretrain", "vlm_only", "edit_only", "finetune", "t2i_lowres")
+GRID_SEQUENCES = ("documents", "images")  # each sees itself alone, causally or not
+DENSE_PEERS = ("fa3", "fa4", "sdpa-cudnn")
+
+
+def grid() -> Iterator[Goal]:
+    """A goal for each cell: dense shapes by mask and heads, then packs and sequences with BAGEL's heads."""
+    for work in ("bwd", "fwd"):
+        for heads in GRID_HEADS:
+            for mask in ("full", "causal"):
+                for shape in GRID_SHAPES:
+                    yield _cell(work, f"{mask}/{shape}", heads, (f"{mask}/{shape}",), DENSE_PEERS)
+    for work in ("bwd", "fwd"):
+        for heads in ("28/4/128", "14/2/64"):
+            for name in (*GRID_PACKS, *GRID_SEQUENCES):
+                rivals = ("cudnn-flex",) if name in GRID_PACKS else ("fa3", "fa4", "cudnn-flex")
+                yield _cell(work, name, heads, tuple(f"{name}/{seed}" for seed in range(SEEDS)), rivals)
+
+
+def _cell(work: str, name: str, heads: str, packs: tuple[str, ...], rivals: tuple[str, ...]) -> Goal:
+    cases = tuple((pack, heads) for pack in packs)
+    return Goal(f"{heads} {name}", work, cases, rivals, deterministic=work == "bwd")
+
+
+GOALS = {"forward": FORWARD, "backward": BACKWARD, "step": STEPS, "grid": tuple(grid())}

@@ -22,6 +22,7 @@ from attnforge.runtime.search.verify import distances, make_check
 
 MATMUL = "matmul"
 LAYER = "/layer"  # suffix in `step`: the same with an existing mask
+DETERMINISTIC = f"{OURS}-det"  # ours with deterministic gradients
 Call = Callable[[int], Any]
 
 
@@ -83,7 +84,7 @@ def run_goal(goal: Goal, case: Case, seconds: float = 0.6, most: int = 40, error
 
 
 def _names(goal: Goal) -> list[str]:
-    names = [OURS, *goal.peers]
+    names = [OURS, *([DETERMINISTIC] if goal.deterministic else []), *goal.peers]
     if goal.work == STEP:
         names += [name + LAYER for name in names]
     return [*names, MATMUL]
@@ -124,7 +125,9 @@ def _ready(goal: Goal, case: Case, entries: dict[str, Entry]) -> tuple[dict[str,
 
 def _half(name: str, direction: Direction, case: Case, sets: Sequence[Inputs]) -> Call:
     """Forward alone or backward alone."""
-    return ours(case, direction, sets) if name == OURS else peers.contestant(name, case, direction, sets)
+    if name in (OURS, DETERMINISTIC):
+        return ours(case, direction, sets, deterministic=name == DETERMINISTIC)
+    return peers.contestant(name, case, direction, sets)
 
 
 def _step(name: str, case: Case, sets: Sequence[Inputs]) -> Call:

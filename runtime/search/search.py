@@ -219,8 +219,8 @@ class _Run:
             done, _ = wait(compiling, return_when=ALL_COMPLETED if self.batches else FIRST_COMPLETED)
             for future in done:
                 source = compiling.pop(future)
-                if self.expired():
-                    continue
+                if self.expired() and source.spec != self.incumbent:
+                    continue  # a winner is never kept without a comparison with what runs today
                 result = self.trial(source, future)
                 self.results.append(result)
                 self.journal.add(source_key(source.text), result)

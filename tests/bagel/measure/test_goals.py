@@ -15,11 +15,11 @@ from torch import Tensor
 
 from attnforge.bagel.measure import fa4, interleaved, peers
 from attnforge.bagel.measure.bench import OURS
-from attnforge.bagel.measure.cases import IMAGE_TOKENS, make_case
+from attnforge.bagel.measure.cases import TOKENS, make_case
 from attnforge.bagel.measure.fa4 import Attention
 from attnforge.bagel.measure.goal_report import error_ratios, markdown, missed, rates, ratio
 from attnforge.bagel.measure.goals import GOALS, STEP, WORKS, Goal
-from attnforge.bagel.measure.interleaved import LAYER, MATMUL, Entry, Line, run_goal
+from attnforge.bagel.measure.interleaved import DETERMINISTIC, LAYER, MATMUL, Entry, Line, run_goal
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.search.case import Case
@@ -49,13 +49,15 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("work", ["fwd", "bwd"])
 def test_contestants_are_timed_and_checked(work: str) -> None:
-    goal = Goal("tiny", work, (TINY,), ("sdpa-flash", "rough", "broken"))
+    backward = work == "bwd"
+    goal = Goal("tiny", work, (TINY,), ("sdpa-flash", "rough", "broken"), deterministic=backward)
     case = make_case(*TINY, DType.FLOAT32, CPU)
     line = run_goal(goal, case, seconds=0.01, errors=True)
-    assert list(line.entries) == [OURS, "sdpa-flash", "rough", "broken", MATMUL]
+    own = [OURS, DETERMINISTIC] if backward else [OURS]
+    assert list(line.entries) == [*own, "sdpa-flash", "rough", "broken", MATMUL]
     assert line.entries["broken"] == Entry(note="RuntimeError: no kernel")
     tensors = ("out",) if work == "fwd" else ("dq", "dk", "dv")
-    for name in (OURS, "sdpa-flash", "rough"):
+    for name in (*own, "sdpa-flash", "rough"):
         entry = line.entries[name]
         assert entry.ms is not None
         assert entry.repeats >= 3
@@ -155,22 +157,27 @@ def test_a_step_is_shown_for_one_layer_and_for_all() -> None:
 
 def test_goals_name_real_cases() -> None:
     known = {*peers.NAMES["cuda"], "triton", "flex-bagel"}
+    cases = set()
     for goals in GOALS.values():
         assert len({(goal.label, goal.work) for goal in goals}) == len(goals)
         for goal in goals:
             assert goal.work in WORKS
             assert {*goal.peers, *dict(goal.ratios)} <= known
-            for pack, model in goal.cases:
-                assert make_case(pack, model, DType.BFLOAT16, CPU).pairs > 0
+            cases.update(goal.cases)
+    for pack, model in cases:
+        assert make_case(pack, model, DType.BFLOAT16, CPU).pairs > 0
 
 
 def test_images_and_heads_by_number() -> None:
     case = make_case("images/1", "vit", DType.BFLOAT16, CPU)
     lengths, causal = fa4.documents(case.mask)
-    assert sum(lengths) == case.seq_q == IMAGE_TOKENS
+    assert sum(lengths) == case.seq_q == TOKENS
     assert not causal
     assert case.pairs == sum(length**2 for length in lengths)
     assert max(lengths) <= 4900
+    lengths, causal = fa4.documents(make_case("documents/1", "vit", DType.BFLOAT16, CPU).mask)
+    assert sum(lengths) == TOKENS
+    assert causal
     assert (case.heads_q, case.heads_kv, case.head_dim) == (16, 16, 72)
     small = make_case("full/16x1024", "8/4/64", DType.BFLOAT16, CPU)
     assert (small.batch, small.heads_q, small.heads_kv, small.head_dim) == (16, 8, 4, 64)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -180,6 +181,31 @@ def test_budget_of_seconds_ends_after_one_that_works() -> None:
     _, measured, finished = run(Budget(seconds=0.0))
     assert [event.result.status for event in measured] == ["wrong", "launch", "ok"]
     assert finished.winner is not None
+
+
+@pytest.mark.usefixtures("fakes")
+def test_what_runs_today_is_measured_even_if_it_compiles_after_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    incumbent, others_done = a_spec(), threading.Event()
+
+    def obtain(source: Source) -> FakeEntry:
+        if source.spec == incumbent:
+            others_done.wait(30)
+        return FakeEntry()
+
+    def trial(self: FakeWorker, spec: Spec, give_up_ms: float, reference: object) -> Outcome:
+        others_done.set()
+        ms = 10.0 if spec == incumbent else 20.0
+        return Outcome("ok", timing=Timing(ms, ms, ms, 3))
+
+    monkeypatch.setattr(engine, "obtain", obtain)
+    monkeypatch.setattr(FakeWorker, "trial", trial)
+    monkeypatch.setattr(FakeWorker, "compare", lambda self, specs: None)
+    *_, finished = engine.search(small_case(), FORWARD, TARGET, Budget(seconds=0.0), workers=4)
+    assert isinstance(finished, Finished)
+    assert finished.winner is not None
+    assert finished.winner.spec == incumbent
 
 
 @pytest.mark.usefixtures("fakes")
