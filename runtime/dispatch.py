@@ -17,7 +17,7 @@ from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import MaskMod, ScoreMod
 from attnforge.codegen.space import candidates, splitting, why_infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.native.launcher import launcher
@@ -87,7 +87,7 @@ def choose_for(
     for spec, reason in _offers(problem, group, size, target, visible_keys):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
-        if strict := _deterministic(spec):
+        if strict := _deterministic(spec, group):
             return Choice(strict, f"{reason}; with deterministic sums")
     dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
@@ -142,11 +142,16 @@ def _by_speed(problem: Problem, group: int, size: int, target: Target, visible_k
     )
 
 
-def _deterministic(spec: Spec) -> Spec | None:
-    """The deterministic variant nearest to `spec`: the same knobs with sums in a fixed order, if that is feasible."""
+def _deterministic(spec: Spec, group: int) -> Spec | None:
+    """The deterministic variant nearest to `spec`: the same knobs with sums in a fixed order, if that is feasible.
+
+    Under a mask a block for all q heads of a kv head would wait too often, so there is one for each q head.
+    """
     knobs = spec.to_json()["tuning"]
     if "deterministic" not in knobs:
         return None
+    if "split_heads" in knobs and group > 1 and spec.problem.mask is not Mask.FULL:
+        knobs |= {"split_heads": 1}
     strict = Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1}))
     try:
         return strict if make_plan(strict).deterministic else None

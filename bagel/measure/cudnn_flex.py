@@ -29,7 +29,7 @@ def attention(case: Case) -> Attention:
     cudnn = importlib.import_module("cudnn")
     ends = endpoints(case)
     x = case.inputs()
-    plan = cudnn.create_mask_plan(ends, *(_bshd(tensor) for tensor in (x.q, x.k, x.v)))
+    plan = cudnn.create_mask_plan(ends, *(_bshd(tensor) for tensor in (x.q, x.k, x.v)), build_backward=True)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = cudnn.flex_attn_func(

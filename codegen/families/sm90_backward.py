@@ -95,11 +95,6 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(f"in_regs {t.in_regs}: must be 0, 1 (K) or 2 (K and V)")
     if t.lag and t.stages_dout < 2:
         raise Infeasible("stages_dout 1: must be at least 2 with lag, which uses two tiles of dO at a time")
-    if t.deterministic and not t.split_heads and p.mask is not Mask.FULL:
-        raise Infeasible(
-            "deterministic: needs split_heads unless the mask is full, "
-            "because one block per kv head waits too long for dq_semaphore"
-        )
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
     _require_knobs(p, t)

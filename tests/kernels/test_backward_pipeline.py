@@ -193,6 +193,8 @@ class Simulated:
         hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 1, 1, 0),
         hopper(64, Mask.FULL, 3, 3, 1, 2, 0, 1, 0),
         hopper(128, Mask.FULL, 3, 2, 0, 0, 0, 1, 0),
+        hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 0, 1, 0),
+        hopper(64, Mask.SPANS, 4, 3, 1, 2, 0, 1, 0),
         hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 0, 0, 0),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, loaders=2, heads_together=2),

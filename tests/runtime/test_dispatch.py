@@ -303,6 +303,20 @@ def test_deterministic_takes_the_nearest_deterministic_variant(monkeypatch: pyte
     assert dispatch.choose_for(problem, 7, 1024, target).spec == loose
 
 
+@pytest.mark.parametrize(
+    ("group", "mask", "split"), [(1, Mask.CAUSAL, 0), (7, Mask.CAUSAL, 1), (7, Mask.FULL, 0)]
+)
+def test_deterministic_blocks_of_several_heads_need_a_full_mask(
+    monkeypatch: pytest.MonkeyPatch, group: int, mask: Mask, split: int
+) -> None:
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=128, mask=mask)
+    loose = next(spec for spec in candidates(problem) if not spec.to_json()["tuning"]["split_heads"])
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    strict = dispatch.choose_for(problem, group, 1024, dispatch.Target("", (Arch.SM90A,)), deterministic=True)
+    changed = {"deterministic": 1, "split_heads": split}
+    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | changed
+
+
 def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the tuned variant itself cannot have deterministic sums: before Hopper a block per q head."""
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM80, head_dim=64)
