@@ -263,13 +263,13 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first, as measured on an H100 and an H200 (docs/experiments.md, 65 and 69)."""
+    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 69 and 74)."""
     single, pairs = _single_blocks(problem), _pairs(problem)
-    yield from chain(single, pairs) if problem.mask is Mask.FULL else chain(pairs, single)
+    yield from chain(single, pairs) if problem.largest_dim > 192 else chain(pairs, single)
 
 
 def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    tiles = (64, 80, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
+    tiles = (80, 64, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
     for deterministic in (False, True):
         for tile_n in tiles:
             for stages_dout in (1, 2):
