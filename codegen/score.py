@@ -349,6 +349,11 @@ class ScoreMod(Formula):
             moved.append(node.value == "score" if node.op == "leaf" else any(moved[i] for i in node.args))
         return tuple(node for node, moves in zip(nodes, moved, strict=True) if moves)
 
+    @property
+    def adds(self) -> bool:
+        """Is it the score plus something that does not depend on it?"""
+        return self.slope_is_one and not any(read.reads_score for read in self.reads)
+
     @cached_property
     def slope_is_finite(self) -> bool:
         """Does the derivative's form show that it is neither infinite nor NaN for any score that is not large?"""

@@ -18,7 +18,7 @@ from attnforge.codegen.families.hopper import (
     require_tiles,
     wgmma_type,
 )
-from attnforge.codegen.families.limits import curved
+from attnforge.codegen.families.limits import curved, require_any_order
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
@@ -73,9 +73,11 @@ def plan(spec: Spec) -> Plan:
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
     require_hopper(p, "backward", 128)
-    if p.score.wanted:
+    require_any_order(spec, t.deterministic)
+    if p.score.wanted and not p.score.adds:
         raise Infeasible(
-            "score: the sm90a backward has no gradients of captured tensors; sm90 takes this call"
+            "score: the sm90a backward has gradients of captured tensors only of a score plus what does not depend on "
+            "it; sm90 takes this call"
         )
     if p.in_planes and not t.split_heads:
         what = "dense mask" if p.mask is Mask.DENSE else "planes of spans"

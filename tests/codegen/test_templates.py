@@ -87,6 +87,8 @@ def test_every_template_is_used(templates: Path, monkeypatch: pytest.MonkeyPatch
             for plain in (Problem(direction, arch, dtype, 64, Mask.DENSE) for direction in Direction)
             for fields in ({}, {"score": score}, {"mask_mod": mod}, {"score": score, "mask_mod": mod})
         ]
+        learned = ScoreMod("bias(t0: float32[1] grad): score + t0[h]")
+        problems.append(Problem(Direction.BACKWARD, arch, dtype, 64, Mask.DENSE, score=learned))
         firsts = [found for problem in problems for found in islice(candidates(problem), 1)]
         items = tuple(Item(spec, 1024, "guess") for spec in firsts)
         for contract in (None, *Contract):

@@ -125,8 +125,14 @@ def test_gradients_of_tensors_are_added_in_any_order() -> None:
         strict = dataclasses.replace(spec.tuning, deterministic=True)  # type: ignore[call-arg]
         with pytest.raises(Infeasible, match="are added in any order"):
             make_plan(Spec(problem, strict))
-    problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=text)
-    assert "no gradients of captured tensors; sm90" in why_infeasible(problem)
+    strict = dataclasses.replace(problem, arch=Arch.SM90A)
+    tuning = dataclasses.replace(next(candidates(strict)).tuning, deterministic=True)  # type: ignore[call-arg]
+    with pytest.raises(Infeasible, match="are added in any order"):
+        make_plan(Spec(strict, tuning))
+    for formula in ("score * t0[q_idx, kv_idx]", "t0[q_idx, kv_idx] + tanh(score)"):
+        text = ScoreMod(f"a(t0: float32[2] grad): {formula}")
+        problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=text)
+        assert "of a score plus what does not depend on it; sm90" in why_infeasible(problem)
 
 
 def test_a_kernel_without_scores_is_no_choice() -> None:
@@ -291,6 +297,56 @@ def test_weights_and_slopes_of_a_warp_of_the_hopper_backward(size: float, tmp_pa
     torch.testing.assert_close(out.double(), exact * (1 - t * t), rtol=5e-5, atol=1e-6)
 
 
+SUMMED = """
+extern "C" void run(const Params* p, const float* weights, const float* dp_, int query0) {
+    launch([=] {
+        float s[kTileM / 2], dp[kTileM / 2];
+        for (int i = 0; i < kTileM / 2; ++i) {
+            s[i] = weights[threadIdx.x * (kTileM / 2) + i];
+            dp[i] = dp_[threadIdx.x * (kTileM / 2) + i];
+        }
+        add_score_gradients(*p, s, dp, 1, 2, query0, 5 + threadIdx.x / 4);
+    }, 1, 32, 0);
+}
+"""
+LEARNED_TILES: dict[str, tuple[str, tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "relative": (
+        "t0[h, minimum(maximum(kv_idx - q_idx, -20), 20) + 20]",
+        (3, 41),
+        lambda t, at: t[2, (at[1] - at[0]).clamp(-20, 20) + 20],
+    ),
+    "slopes": ("t0[h] * abs(q_idx - kv_idx)", (3,), lambda t, at: t[2] * (at[0] - at[1]).abs()),
+    "plane": ("t0[q_idx, kv_idx]", (400, 40), lambda t, at: t[at[0], at[1]]),
+}
+
+
+@pytest.mark.parametrize("query0", [0, 256])
+@pytest.mark.parametrize("name", LEARNED_TILES)
+def test_gradients_of_tensors_in_a_warp_of_the_hopper_backward(
+    name: str, query0: int, tmp_path: Path
+) -> None:
+    formula, shape, function = LEARNED_TILES[name]
+    text = ScoreMod(f"a(t0: float32[{len(shape)}] grad): score + {formula}")
+    problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=text)
+    parts = re.split(
+        r"(?=^// ---- )", full_params(render(next(candidates(problem))).text), flags=re.MULTILINE
+    )
+    kept = "".join(s for s in parts[1:] if s.startswith(("// ---- Specialisation", "// ---- Score")))
+    path = tmp_path / "summed.cpp"
+    path.write_text(HOPPER + parts[0] + kept.replace("#pragma unroll", "//") + SUMMED)
+    library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
+    thread, i = torch.arange(32)[:, None], torch.arange(32)
+    key, query = 5 + thread // 4 + i // 2 % 2 * 8, query0 + i // 4 * 8 + thread % 4 * 2 + i % 2
+    weights, dp = torch.rand(32, 32).where(torch.rand(32, 32) < 0.7, 0), torch.randn(32, 32)
+    tensor, sums = torch.zeros(shape, requires_grad=True), torch.zeros(shape)
+    p = Params(score0=ScoreRef.of(tensor.detach()), dscore0=ScoreRef.of(sums))
+    library.run(ctypes.byref(p), *(ctypes.c_void_p(x.data_ptr()) for x in (weights, dp)), query0)
+    (exact,) = torch.autograd.grad(
+        function(tensor, torch.stack((query, key + 0 * query))), tensor, weights * dp
+    )
+    torch.testing.assert_close(sums, exact, rtol=1e-4, atol=1e-4)
+
+
 def test_scores_of_several_tensors_get_small_tiles() -> None:
     spec = first(FORWARD, Arch.SM90A, DType.BFLOAT16, Mask.CAUSAL, "many", 128)
     assert (spec.tuning.tile_m, spec.tuning.tile_n) == (128, 80)
@@ -309,7 +365,7 @@ CHOSEN = {Arch.SM80: Mask.CAUSAL, Arch.SM90: Mask.SPANS, Arch.SM120: None}
 def nvcc_cases() -> Iterator[ParameterSet]:
     """A target, and what is compiled for it together."""
     # Of "many" the first guess must fit: its four tensors spill 1200 bytes where plain kernels start.
-    hopper = {FORWARD: ("softcap", "alibi", "many"), BACKWARD: ("softcap", "alibi", "relative", "stepped")}
+    hopper = {FORWARD: ("softcap", "alibi", "many"), BACKWARD: ("softcap", "alibi", "relative", "stepped", "learned")}
     for direction, names in hopper.items():
         cases = [(direction, *case) for case in product(names, MASKS)]
         yield pytest.param(Arch.SM90A, cases, id=f"sm90a-{direction.value}")
