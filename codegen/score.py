@@ -400,6 +400,8 @@ class ScoreMod(Formula):
     @cached_property
     def reads(self) -> tuple[Read, ...]:
         """The elements, of tensors whose gradients are wanted, that the formula reads."""
+        if not self.wanted:
+            return ()
         program, result = self.parsed
         loads = [x for x, node in enumerate(program.nodes) if node.op.startswith("load:")]
         return tuple(
@@ -453,6 +455,14 @@ class Read:
     place: Code  # its offset in the gradient's elements
     slope: Code  # the derivative of the formula by it
     shared: bool  # whether all pairs of a head and batch entry read the same element
+    by_distance: bool  # whether all pairs of a head and batch entry with the same kv_idx - q_idx do
+    stepped: bool  # whether pairs that agree in `ScoreMod.steps` do
+    apart: bool  # whether no two pairs of a head and batch entry do
+
+    @property
+    def held(self) -> bool:
+        """Do most tiles read one element, the same one after the other?"""
+        return self.shared or self.stepped
 
     @property
     def reads_score(self) -> bool:
@@ -471,7 +481,12 @@ def _read_of(program: Program, result: int, x: int) -> Read:
         raise ScoreError(
             f"score: the gradient of t{tensor}, of which an index depends on the score, is not supported"
         )
-    return Read(tensor, code, _code(copy, slope), not code.names & {"q_idx", "kv_idx"})
+    shared = not code.names & {"q_idx", "kv_idx"}
+    by_distance = not shared and all(_goes_by_distance(program, a) for a in node.args)
+    stepped = not shared and all(_direction(program, a) is not None for a in node.args)
+    stepped = stepped and bool(_steps(*_tiled(program, result))[1])
+    apart = {"q_idx", "kv_idx"} <= {program.nodes[a].value for a in node.args}
+    return Read(tensor, code, _code(copy, slope), shared, by_distance, stepped, apart)
 
 
 class MaskMod(Formula):
@@ -843,6 +858,17 @@ def _direction(p: Program, x: int) -> int | None:
         found = [(kv > 0) - (kv < 0), *(None if d is None else sign * d for sign, d in rest)]
     moving = {d for d in found if d != 0}
     return 0 if not moving else moving.pop() if len(moving) == 1 else None
+
+
+def _goes_by_distance(p: Program, x: int) -> bool:
+    """Does a value depend on q_idx and kv_idx by their difference only?"""
+    if p.nodes[x].value in ("q_idx", "kv_idx"):
+        return False
+    terms = _terms(p, x, 1)
+    q, kv = (sum(sign for sign, t in terms if p.nodes[t].value == name) for name in ("q_idx", "kv_idx"))
+    others = [t for _, t in terms if p.nodes[t].value not in ("q_idx", "kv_idx")]
+    inner = p.nodes[x].args if others == [x] else others
+    return q == -kv and all(_goes_by_distance(p, t) for t in inner)
 
 
 def _clamps(p: Program, x: int) -> bool:

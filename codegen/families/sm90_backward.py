@@ -24,6 +24,7 @@ from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 CONSUMERS = 2  # warpgroups, 64 keys each
+HELD = 16  # bytes of a sum of the gradient of a captured tensor, and of its place there
 ROW_STATS = 8  # floats of row_stats: lse and delta, as 8 bf16 each
 
 
@@ -161,7 +162,7 @@ def live_registers(t: Sm90Backward, head_dim: int, slopes: bool = False) -> int:
 
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     d, mask = spec.problem.head_dim, spec.problem.mask
-    shared = _shared_bytes(t, d)
+    shared = _shared_bytes(t, d, sum(read.held for read in spec.problem.score.reads))
     require_shared(shared)
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
     live = live_registers(t, d, curved(spec.problem))
@@ -203,8 +204,8 @@ def _dq_by_step(t: Sm90Backward) -> bool:
     return t.deterministic and not t.lag
 
 
-def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
-    """Shared memory of a block, in the order in which it lies there."""
+def _shared_bytes(t: Sm90Backward, head_dim: int, held: int) -> int:
+    """Shared memory of a block, in the order in which it lies there; `held`: sums of a consumer thread."""
     padded = -(-head_dim // 16) * 16
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     require_tiles(q_bytes, kv_bytes)
@@ -214,7 +215,8 @@ def _shared_bytes(t: Sm90Backward, head_dim: int) -> int:
     barriers = 3 + 2 * (t.stages + t.stages_dout)
     barriers += 0 if t.dq_red else (3 if _dq_by_step(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
-    return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + t.stages * stat_bytes + 8 * barriers
+    held_bytes = CONSUMERS * 128 * HELD * held
+    return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + held_bytes + t.stages * stat_bytes + 8 * barriers
 
 
 def _tensor_maps(t: Sm90Backward, head_dim: int) -> tuple[TensorMap, ...]:

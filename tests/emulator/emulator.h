@@ -113,7 +113,10 @@ static std::array<T, 32> exchange(T x) {
 static inline float __shfl_xor_sync(unsigned, float x, int distance) {
     return exchange(x)[threadIdx.x % 32 ^ distance];
 }
-static inline int __shfl_sync(unsigned, int x, int lane) { return exchange(x)[lane]; }
+template <typename T>
+static T __shfl_sync(unsigned, T x, int lane) {
+    return exchange(x)[lane];
+}
 static inline int __shfl_up_sync(unsigned, int x, int distance) {
     return exchange(x)[threadIdx.x % 32 - (threadIdx.x % 32 < distance ? 0 : distance)];
 }

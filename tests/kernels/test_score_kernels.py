@@ -297,26 +297,50 @@ def test_weights_and_slopes_of_a_warp_of_the_hopper_backward(size: float, tmp_pa
     torch.testing.assert_close(out.double(), exact * (1 - t * t), rtol=5e-5, atol=1e-6)
 
 
+# Of a warp of the Hopper backward in three steps: what it adds to the gradients of the score's tensors.
 SUMMED = """
 extern "C" void run(const Params* p, const float* weights, const float* dp_, int query0) {
     launch([=] {
-        float s[kTileM / 2], dp[kTileM / 2];
-        for (int i = 0; i < kTileM / 2; ++i) {
-            s[i] = weights[threadIdx.x * (kTileM / 2) + i];
-            dp[i] = dp_[threadIdx.x * (kTileM / 2) + i];
+        HELD
+        for (int step = 0; step < 3; ++step) {
+            float s[kTileM / 2], dp[kTileM / 2];
+            for (int i = 0; i < kTileM / 2; ++i) {
+                const int at = (step * 32 + threadIdx.x) * (kTileM / 2) + i;
+                s[i] = weights[at];
+                dp[i] = dp_[at];
+            }
+            add_score_gradients(*p, ARGUMENTS s, dp, 1, 2, query0 + step * kTileM, 5 + threadIdx.x / 4);
         }
-        add_score_gradients(*p, s, dp, 1, 2, query0, 5 + threadIdx.x / 4);
+        FLUSH
     }, 1, 32, 0);
 }
 """
-LEARNED_TILES: dict[str, tuple[str, tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+LEARNED_TILES: dict[str, tuple[str, tuple[int, ...], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "relative": (
         "t0[h, minimum(maximum(kv_idx - q_idx, -20), 20) + 20]",
         (3, 41),
-        lambda t, at: t[2, (at[1] - at[0]).clamp(-20, 20) + 20],
+        lambda t, q, k: t[2, (k - q).clamp(-20, 20) + 20],
     ),
-    "slopes": ("t0[h] * abs(q_idx - kv_idx)", (3,), lambda t, at: t[2] * (at[0] - at[1]).abs()),
-    "plane": ("t0[q_idx, kv_idx]", (400, 40), lambda t, at: t[at[0], at[1]]),
+    "wide relative": (
+        "t0[h, 200 - minimum(maximum(q_idx - kv_idx, -200), 200)]",
+        (3, 401),
+        lambda t, q, k: t[2, 200 + (k - q).clamp(-200, 200)],
+    ),
+    "buckets": (
+        "t0[h, int(4 * log(1 + float(abs(q_idx - kv_idx))))]",
+        (3, 30),
+        lambda t, q, k: t[2, (4 * torch.log(1 + (q - k).abs().float())).int()],
+    ),
+    "two tables": (
+        "t0[minimum(maximum(kv_idx - q_idx, -20), 20) + 20] * float(kv_idx) + t0[minimum(abs(q_idx - kv_idx), 40)]",
+        (41,),
+        lambda t, q, k: t[(k - q).clamp(-20, 20) + 20] * k + t[(q - k).abs().clamp(max=40)],
+    ),
+    "slopes": ("t0[h] * abs(q_idx - kv_idx)", (3,), lambda t, q, k: t[2] * (q - k).abs()),
+    "of every pair": ("t0[q_idx, kv_idx]", (500, 40), lambda t, q, k: t[q, k]),
+    "of blocks": ("t0[q_idx // 64, kv_idx // 8]", (8, 5), lambda t, q, k: t[q // 64, k // 8]),
+    "of keys": ("t0[b, kv_idx]", (2, 40), lambda t, q, k: t[1, k]),
+    "of queries": ("t0[b, q_idx] / float(q_idx)", (2, 500), lambda t, q, k: t[1, q] / q),
 }
 
 
@@ -325,6 +349,7 @@ LEARNED_TILES: dict[str, tuple[str, tuple[int, ...], Callable[[Tensor, Tensor], 
 def test_gradients_of_tensors_in_a_warp_of_the_hopper_backward(
     name: str, query0: int, tmp_path: Path
 ) -> None:
+    """Three steps, of which pairs are hidden; the dP of these is NaN where the formula's derivative is not constant."""
     formula, shape, function = LEARNED_TILES[name]
     text = ScoreMod(f"a(t0: float32[{len(shape)}] grad): score + {formula}")
     problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=text)
@@ -332,19 +357,31 @@ def test_gradients_of_tensors_in_a_warp_of_the_hopper_backward(
         r"(?=^// ---- )", full_params(render(next(candidates(problem))).text), flags=re.MULTILINE
     )
     kept = "".join(s for s in parts[1:] if s.startswith(("// ---- Specialisation", "// ---- Score")))
+    held = sum(read.held for read in text.reads)
+    words = {
+        "HELD": f"GradientSum held[{held}] = {{}};",
+        "ARGUMENTS": "held,",
+        "FLUSH": "add_held(*p, held);",
+    }
+    run = SUMMED
+    for word, code in words.items():
+        run = run.replace(word, code if held else "")
     path = tmp_path / "summed.cpp"
-    path.write_text(HOPPER + parts[0] + kept.replace("#pragma unroll", "//") + SUMMED)
+    path.write_text(HOPPER + parts[0] + kept.replace("#pragma unroll", "//") + run)
     library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
-    thread, i = torch.arange(32)[:, None], torch.arange(32)
-    key, query = 5 + thread // 4 + i // 2 % 2 * 8, query0 + i // 4 * 8 + thread % 4 * 2 + i % 2
-    weights, dp = torch.rand(32, 32).where(torch.rand(32, 32) < 0.7, 0), torch.randn(32, 32)
+    step, thread, i = torch.meshgrid(torch.arange(3), torch.arange(32), torch.arange(32), indexing="ij")
+    key = 5 + thread // 4 + i // 2 % 2 * 8
+    query = query0 + step * 64 + i // 4 * 8 + thread % 4 * 2 + i % 2
+    seen = (torch.rand(key.shape) < 0.7) & (query > 0)
+    weights, dp = torch.rand(key.shape).where(seen, 0), torch.randn(key.shape)
+    varying = all(read.slope.names for read in text.reads)
     tensor, sums = torch.zeros(shape, requires_grad=True), torch.zeros(shape)
     p = Params(score0=ScoreRef.of(tensor.detach()), dscore0=ScoreRef.of(sums))
-    library.run(ctypes.byref(p), *(ctypes.c_void_p(x.data_ptr()) for x in (weights, dp)), query0)
-    (exact,) = torch.autograd.grad(
-        function(tensor, torch.stack((query, key + 0 * query))), tensor, weights * dp
-    )
-    torch.testing.assert_close(sums, exact, rtol=1e-4, atol=1e-4)
+    given = dp.where(seen, torch.nan) if varying else dp
+    library.run(ctypes.byref(p), *(ctypes.c_void_p(x.data_ptr()) for x in (weights, given)), query0)
+    changes = function(tensor, query.clamp(min=1), key).double()
+    (exact,) = torch.autograd.grad(changes, tensor, weights.double() * dp)
+    torch.testing.assert_close(sums, exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
 
 
 def test_scores_of_several_tensors_get_small_tiles() -> None:
@@ -365,7 +402,10 @@ CHOSEN = {Arch.SM80: Mask.CAUSAL, Arch.SM90: Mask.SPANS, Arch.SM120: None}
 def nvcc_cases() -> Iterator[ParameterSet]:
     """A target, and what is compiled for it together."""
     # Of "many" the first guess must fit: its four tensors spill 1200 bytes where plain kernels start.
-    hopper = {FORWARD: ("softcap", "alibi", "many"), BACKWARD: ("softcap", "alibi", "relative", "stepped", "learned")}
+    hopper = {
+        FORWARD: ("softcap", "alibi", "many"),
+        BACKWARD: ("softcap", "alibi", "relative", "stepped", "learned"),
+    }
     for direction, names in hopper.items():
         cases = [(direction, *case) for case in product(names, MASKS)]
         yield pytest.param(Arch.SM90A, cases, id=f"sm90a-{direction.value}")
