@@ -110,8 +110,12 @@ def test_wrong_arguments_are_named() -> None:
             )
 
 
-def check_learned(name: str, dtype: torch.dtype, mask: str, device: str, limit: float) -> None:
-    shape = SHAPE
+LEARNED = ["slopes", "plane", "table", "buckets", "keys", "sharpened"]
+
+
+def check_learned(
+    name: str, dtype: torch.dtype, mask: str, device: str, limit: float, shape: Shape = SHAPE
+) -> None:
     x = draw(shape, dtype, device)
     seen = make_mask(mask, shape.seq_q, shape.seq_k, device)
     score, formula, tensors = learned(shape.batch, x.q.shape[1], shape.seq_q, shape.seq_k, device)[name]
@@ -125,19 +129,28 @@ def check_learned(name: str, dtype: torch.dtype, mask: str, device: str, limit: 
 
 
 @pytest.mark.parametrize("mask", ["full", "spans"])
-@pytest.mark.parametrize("name", ["slopes", "plane", "table", "sharpened"])
+@pytest.mark.parametrize("name", LEARNED)
 def test_gradients_of_captured_tensors(name: str, mask: str) -> None:
     check_learned(name, torch.float32, mask, "cpu", 2e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["full", "causal", "spans", "dense"])
-@pytest.mark.parametrize("name", ["slopes", "plane", "table", "sharpened"])
+@pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gradients_of_captured_tensors_on_a_gpu(dtype: torch.dtype, name: str, mask: str) -> None:
     limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[dtype]
     # That of a slope sums dS times distances, which cancels: what rounding of out leaves in delta does not.
     check_learned(name, dtype, mask, "cuda", limit * (4 if name == "slopes" else 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["full", "causal", "spans", "dense"])
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_captured_tensors_of_many_tiles_on_a_gpu(head_dim: int, name: str, mask: str) -> None:
+    """Blocks whose warps go from one element to another and back. Sums of many dS cancel, as above."""
+    check_learned(name, torch.bfloat16, mask, "cuda", 8e-2, Shape(700, 900, head_dim, 1, 2, 2))
 
 
 def test_gradients_of_some_captured_tensors() -> None:

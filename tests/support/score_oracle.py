@@ -124,6 +124,9 @@ def learned(
     def sharpened(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *x: Tensor) -> Tensor:
         return 3 * torch.tanh(score * x[0][h]) + torch.where(kv_idx < 50, x[1][b, q_idx], 0.0)
 
+    def buckets(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *x: Tensor) -> Tensor:
+        return score + x[0][h, (2 * torch.log(1 + (q_idx - kv_idx).abs().float())).int()]
+
     def traced(*x: Tensor) -> scores.Score:
         return scores.score_mod(lambda *at: sharpened(*at, *x))
 
@@ -142,6 +145,16 @@ def learned(
             scores.relative_bias,
             lambda s, b, h, i, j, x: s + x[h, 10 + (j - i).clamp(-10, 10)],
             [tensor(heads, 21, dtype=torch.bfloat16)],
+        ),
+        "buckets": (
+            lambda *x: scores.score_mod(lambda *at: buckets(*at, *x)),
+            buckets,
+            [tensor(heads, 20)],
+        ),
+        "keys": (
+            lambda x: scores.score_mod(lambda s, b, h, i, j: s + x[b, j]),
+            lambda s, b, h, i, j, x: s + x[b, j],
+            [tensor(batch, seq_k)],
         ),
         "sharpened": (traced, sharpened, [tensor(heads), tensor(batch, seq_q)]),
     }
