@@ -49,7 +49,10 @@ class Sm90Backward(Tuning):
     )
     # Knobs that earlier tables and names do not have.
     heads_together: int = knob(
-        "g", "heads in work at least; 0: as many as fit the L2 cache, some more if descending", 0, quiet=True
+        "g",
+        "heads in work at least; 0: as many as fit the L2 cache, more if descending in packs",
+        0,
+        quiet=True,
     )
     loaders: int = knob(
         "w", "warps that load, 1 or 2; 0: 2 with lag or deterministic sums, else 1", 0, quiet=True

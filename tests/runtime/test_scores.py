@@ -119,8 +119,8 @@ def check_learned(
     x = draw(shape, dtype, device)
     seen = make_mask(mask, shape.seq_q, shape.seq_k, device)
     score, formula, tensors = learned(shape.batch, x.q.shape[1], shape.seq_q, shape.seq_k, device)[name]
-    exact = learned_oracle(x.q, x.k, x.v, seen, formula, tensors, x.dout)
     out = attnforge.attention(x.q, x.k, x.v, seen, score=score(*tensors))
+    exact = learned_oracle(x.q, x.k, x.v, seen, formula, tensors, x.dout, out.detach())
     ours = torch.autograd.grad(out, (x.q, x.k, x.v, *tensors), x.dout)
     for got, answer, like in zip(ours, exact, (x.q, x.k, x.v, *tensors), strict=True):
         assert got.dtype == like.dtype
@@ -139,9 +139,8 @@ def test_gradients_of_captured_tensors(name: str, mask: str) -> None:
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gradients_of_captured_tensors_on_a_gpu(dtype: torch.dtype, name: str, mask: str) -> None:
-    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[dtype]
-    # That of a slope sums dS times distances, which cancels: what rounding of out leaves in delta does not.
-    check_learned(name, dtype, mask, "cuda", limit * (4 if name == "slopes" else 1))
+    limit = {torch.bfloat16: 1e-2, torch.float16: 3e-3, torch.float32: 2e-5}[dtype]
+    check_learned(name, dtype, mask, "cuda", limit)
 
 
 @pytest.mark.gpu
@@ -149,8 +148,8 @@ def test_gradients_of_captured_tensors_on_a_gpu(dtype: torch.dtype, name: str, m
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_captured_tensors_of_many_tiles_on_a_gpu(head_dim: int, name: str, mask: str) -> None:
-    """Blocks whose warps go from one element to another and back. Sums of many dS cancel, as above."""
-    check_learned(name, torch.bfloat16, mask, "cuda", 8e-2, Shape(700, 900, head_dim, 1, 2, 2))
+    """Blocks whose warps go from one element to another and back."""
+    check_learned(name, torch.bfloat16, mask, "cuda", 1e-2, Shape(700, 900, head_dim, 1, 2, 2))
 
 
 def test_gradients_of_some_captured_tensors() -> None:

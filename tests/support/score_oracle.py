@@ -161,9 +161,20 @@ def learned(
 
 
 def learned_oracle(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, function: Function, tensors: list[Tensor], dout: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    function: Function,
+    tensors: list[Tensor],
+    dout: Tensor,
+    rounded: Tensor | None = None,
 ) -> list[Tensor]:
-    """[dq, dk, dv, the gradient of each tensor] in float64."""
+    """[dq, dk, dv, the gradient of each tensor] in float64.
+
+    Given `rounded`, the output of a kernel, dS = P (dP - sum(dout * rounded)) as in that kernel's backward: where sums
+    of dS cancel, the rounding of its output would hide other errors.
+    """
     exact = [x.detach().double().requires_grad_() for x in (q, k, v, *tensors)]
     queries, keys, values = exact[:3]
     group = q.shape[1] // k.shape[1]
@@ -177,4 +188,10 @@ def learned_oracle(
     else:
         weights = torch.softmax(score, -1)
     out = weights @ values.repeat_interleave(group, 1)
-    return list(torch.autograd.grad(out, exact, dout.double()))
+    # d lse / d S = P
+    dlse = (
+        torch.zeros_like(out[..., 0])
+        if rounded is None
+        else (dout.double() * (out - rounded)).sum(-1).detach()
+    )
+    return list(torch.autograd.grad([out, score.logsumexp(-1)], exact, [dout.double(), dlse]))

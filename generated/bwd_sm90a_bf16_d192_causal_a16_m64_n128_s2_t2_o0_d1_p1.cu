@@ -1,15 +1,15 @@
-// attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1
+// attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1
 // Generated from templates/sm90a/backward_pair.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 256 --mask spans --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=1
-//     --set deterministic=0 --set descending=0 --set pair=1
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 192 --mask causal --align
+//     16 --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2
+//     --set deterministic=0 --set descending=1 --set pair=1
 //
 //   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n         128   keys per block, a multiple of 16; each consumer computes S and dP of half of them
 //   stages           2   shared-memory buffers for Q
-//   stages_dout      1   shared-memory buffers for dO
+//   stages_dout      2   shared-memory buffers for dO
 //   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
-//   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
+//   descending       1   blocks start with the last key tile, not that with most work (deterministic ones always do)
 //   pair             1   two blocks share a key tile and dQ
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
@@ -64,15 +64,10 @@ struct Params {
     TensorRef dq;  // gradients, shaped as q, k, v
     TensorRef dk;
     TensorRef dv;
-    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
-    const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
     float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
-    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -80,7 +75,6 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
-    int list_stride;  // entries per row of tile_list
     int padded_q;  // tiles_m * tile_m
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
@@ -97,12 +91,12 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 256;
+constexpr int kHeadDim = 192;
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSwizzleBytes.
 constexpr int kColumns = 64;
 constexpr int kSwizzleBytes = kColumns * 2;
 constexpr unsigned kSwizzle = 1;  // wgmma's code for it
-constexpr int kPanels = 4;
+constexpr int kPanels = 3;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
@@ -116,7 +110,7 @@ constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
 constexpr int kStagesQ = 2;  // buffers of Q
-constexpr int kStagesDo = 1;  // buffers of dO
+constexpr int kStagesDo = 2;  // buffers of dO
 // Columns of dQ: the first block computes the first half of them, its first consumer the first kDqOfFirst. In the other
 // block it is the other way round, so that no consumer's columns cross a panel's edge.
 constexpr int kDqColumns = kHeadDim / 2;
@@ -145,8 +139,7 @@ constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesQ;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesDo;
 constexpr int kOffsetP = kOffsetDs + kBuffersDs * kCluster * kScoreBytes;
 constexpr int kOffsetRowStats = kOffsetP + kBytesP;
-constexpr int kOffsetSpans = kOffsetRowStats + kStagesQ * kRowStatsBytes;  // of the block's keys
-constexpr int kOffsetVisit = kOffsetSpans + kKeys * 8;
+constexpr int kOffsetVisit = kOffsetRowStats + kStagesQ * kRowStatsBytes;
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;  // a visit, and its query tile's number among all planes'
 // Barriers: full = the data is there, empty = its readers have finished. Copies complete a full barrier with the bytes
 // that were announced; other barriers count warps. K and V stay.
@@ -161,7 +154,7 @@ constexpr int kFullDs = kFullP + 8;  // the block's own
 constexpr int kFullPeerDs = kFullDs + 8 * kBuffersDs;
 constexpr int kEmptyDs = kFullPeerDs + 8 * kBuffersDs;  // the block's own, in both blocks; so it has been sent, too
 constexpr int kSharedBytes = kEmptyDs + 8 * kBuffersDs;
-static_assert(kSharedBytes == 231048, "the plan of this kernel disagrees");
+static_assert(kSharedBytes == 214168, "the plan of this kernel disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTilesRead = 1, kStoreOfFirst = 2 };
@@ -353,13 +346,6 @@ __device__ __forceinline__ float2 load_pair(unsigned address) {
     return x;
 }
 
-// Thread: a span of shared memory.
-__device__ __forceinline__ int2 load_span(unsigned address) {
-    int2 x;
-    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
-    return x;
-}
-
 // Thread: a float of shared memory.
 __device__ __forceinline__ float load_float(unsigned address) {
     float x;
@@ -410,12 +396,12 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[kTileM / 2], unsigned lo
 }
 
 // Warpgroup: dK or dV (64 keys x columns) = or += A B over 16 queries.
-__device__ __forceinline__ void wgmma_sums(float (&d)[128], const unsigned (&a)[4], unsigned long long b,
+__device__ __forceinline__ void wgmma_sums(float (&d)[96], const unsigned (&a)[4], unsigned long long b,
                                            int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %133, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %101, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, {%96, %97, %98, %99}, %100, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
@@ -431,26 +417,43 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[32], unsigned long long a, u
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------------------------------
-
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+__device__ __forceinline__ void wgmma_dq(float (&d)[16], unsigned long long a, unsigned long long b,
+                                         int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+                 : "l"(a), "l"(b), "r"(add));
+    // clang-format on
 }
 
-// The key tile of the block with this rank; tiles with most work have the lowest rank.
+// ---- Mask: causal --------------------------------------------------------------------------------------------------
+
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+}
+
+// The key tile of the block with this rank; the last tile has the lowest.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+    return p.tiles_n - 1 - rank;
+}
+
+// The first query tile that sees key tile `tile`.
+__device__ __forceinline__ int first_visit(const Params& p, int tile) {
+    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
 }
 
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_m - first_visit(p, tile);
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+    const int query_tile = first_visit(p, tile) + index;
+    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
+    return query_tile * 2 + ((tile + 1) * kTileN > keys);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -459,7 +462,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // sections gain: docs/experiments.md, 11.
 constexpr long long kCacheBytes = 40 << 20;
 
-// Which tile of which head; rank 0 is the tile with most work.
+// Which tile of which head; rank 0 is the tile that starts first.
 struct Place {
     int rank, head, batch;
 };
@@ -478,164 +481,6 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int rest = index - first * p.tiles_n;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
-}
-
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-constexpr int kRowGroups = 1;  // row groups of a query tile
-constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
-
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
-__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
-    const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
-    const unsigned own = __ballot_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0) {
-        votes[warp] = own;
-    }
-    __syncthreads();
-    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < kScheduleThreads / 32; ++w) {
-        before += w < warp ? __popc(votes[w]) : 0;
-        total += __popc(votes[w]);
-    }
-    return before;
-}
-
-constexpr int kUnit = kTileM / kRowGroups;  // query rows of a row group
-constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
-
-// The keys of a tile, as the threads of a block hold them.
-struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
-};
-
-// Block: the keys of a tile.
-__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
-    __shared__ int latest[kScheduleThreads / 32];
-    __shared__ int earliest[kScheduleThreads / 32];
-    Keys keys;
-    keys.latest = 0;
-    keys.earliest = p.seq_q;
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const int in_tile = i * kScheduleThreads + threadIdx.x;
-        keys.units[i] = make_int2(0, 0);
-        if (in_tile < kTileN) {
-            const int2 span = span_of(p, key_tile * kTileN + in_tile);
-            keys.latest = max(keys.latest, span.x);
-            keys.earliest = min(keys.earliest, span.y);
-            const int first = max(span.x, 0);
-            const int last = min(span.y, p.seq_q);
-            if (first < last) {
-                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
-            }
-        }
-    }
-    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
-    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
-    __syncthreads();
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        keys.latest = max(keys.latest, latest[warp]);
-        keys.earliest = min(keys.earliest, earliest[warp]);
-    }
-    return keys;
-}
-
-// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
-__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kRowGroups;
-    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
-    __shared__ int sums[kScheduleThreads / 32];
-    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
-        changes[i] = 0;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kRowGroups;
-        const unsigned last = keys.units[i].y - base * kRowGroups;
-        if (first < units && first != last) {
-            atomicAdd(&changes[first], 1);
-        }
-        if (last < units && first != last) {
-            atomicAdd(&changes[last], -1);
-        }
-    }
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    int sum = 0;
-    int group_keys[kRowGroups];
-#pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-        sum += changes[threadIdx.x * kRowGroups + group];
-        group_keys[group] = sum;
-    }
-    int before = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, before, distance);
-        before += lane >= distance ? other : 0;
-    }
-    if (lane == 31) {
-        sums[threadIdx.x / 32] = before;
-    }
-    __syncthreads();
-    before += seen - sum;
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
-        seen += sums[warp];
-    }
-    unsigned kind = 0;
-#pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-        const int first = (base + threadIdx.x) * kTileM + group * kUnit;
-        const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + group_keys[group] > 0) << group;
-        kind |= (keys.latest > first || keys.earliest < last) << kRowGroups + group;
-    }
-    return kind & kSomeRowGroups ? kind : 0;
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned votes[kScheduleThreads / 32];
-    const int tile = blockIdx.x;
-    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
-    const Keys keys = load_keys(p, tile);
-    int seen = 0;
-    int total = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int visited = base + threadIdx.x;
-        const unsigned kind = find_kind(p, keys, base, seen);
-        const int slot = count_before(kind != 0, votes, total);
-        if (kind != 0) {
-            list[slot] = visited << kRowGroups | kind >> kRowGroups;
-        }
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-}
-
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
-    }
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -839,15 +684,11 @@ __device__ __forceinline__ int first_row() { return thread() / 32 % 4 * 16 + thr
 
 // ---- Softmax and where its results go ------------------------------------------------------------------------------
 
-// Warpgroup: P = 0 where the mask hides; `query` is the thread's first, `spans` where those of its first key lie.
-__device__ __forceinline__ void apply_mask(float (&x)[kTileM / 2], int query, unsigned spans) {
+// Warpgroup: P = 0 where the mask hides; `query` and `key` are the thread's first.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&x)[kTileM / 2], int query, int key) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        const int2 span = load_span(spans + row * 64);
-#pragma unroll
-        for (int i = row * 2; i < kTileM / 2; i += i % 2 ? 3 : 1) {
-            x[i] = query + i / 4 * 8 + i % 2 >= span.x && query + i / 4 * 8 + i % 2 < span.y ? x[i] : 0.0f;
-        }
+    for (int i = 0; i < kTileM / 2; ++i) {
+        x[i] = visible(p, query + i / 4 * 8 + i % 2, key + i / 2 % 2 * 8) ? x[i] : 0.0f;
     }
 }
 
@@ -959,7 +800,7 @@ struct Consumer {
             if constexpr (kOfKeys) {
                 multiply_scores(step);
             } else {
-                softmax(step, visit);
+                softmax(step, visit, work.tile);
                 wait_for_dout(step);
             }
             accumulator_fence(sums);
@@ -1010,14 +851,14 @@ struct Consumer {
     }
 
     // From S to P, for this warpgroup and for the other one.
-    __device__ __forceinline__ void softmax(int step, int visit) {
+    __device__ __forceinline__ void softmax(int step, int visit, int key_tile) {
 #pragma unroll
         for (int i = 0; i < kTileM / 2; ++i) {
             x[i] = exp2_approx(x[i] * p.scale_log2);
         }
         if (visit & 1) {
             const int query = (visit >> 1) * kTileM + thread() % 4 * 2;
-            apply_mask(x, query, base + kOffsetSpans + first_row() * 8);
+            apply_mask(p, x, query, key_tile * kTileN + rank() * kKeys + first_row());
         }
         // The buffer is empty: the last P has become the dS for which dQ has waited.
         const unsigned place = base + kOffsetP + thread() % 128 * 16;
@@ -1185,7 +1026,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 32;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1228,7 +1069,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1269,7 +1110,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_kv clusters of two blocks.
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1(
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -1287,20 +1128,16 @@ attnforge_bwd_sm90a_bf16_d256_spans_a16_m64_n128_s2_t1_o0_d0_p1(
     if (threadIdx.x == 0) {
         init_barriers(base);
     }
-    int2* spans = reinterpret_cast<int2*>(shared + kOffsetSpans);
-    for (int i = threadIdx.x; i < kKeys; i += kThreads) {
-        spans[i] = span_of(p, first_key(work, rank()) + i);
-    }
     cluster_sync();
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x < 32) {
             produce(p, maps, base, work);
         } else if (threadIdx.x < 64) {
             send(base, work.visits * work.heads);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         if (group == 1) {
             Consumer<false>(p, maps, base).run(work);
         } else {
