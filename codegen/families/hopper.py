@@ -14,6 +14,7 @@ REGISTERS_BUSY = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # Registers of a consumer thread beyond its tiles: addresses, loop counters, row_stats, operands in flight. An
 # estimate; tests/kernels/test_nvcc.py compiles the first guesses and asserts that none spills.
 REGISTERS_BESIDES = 28
+HELPER_THREADS = 256  # of a block of a backward's _preprocess and _postprocess
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
 SWIZZLE_CODE = {128: 1, 64: 2, 32: 3}
 ALIGNMENT = 1024  # of every tile: the period of the widest swizzle

@@ -51,9 +51,6 @@ class Sm90Forward(Tuning):
     )
     # Knobs that earlier tables and names do not have.
     stages_v: int = knob("v", "shared-memory buffers for V alone; 0: as many as for K", 0, quiet=True)
-    q_buffers: int = knob(
-        "b", "buffers for Q: 0 two where they fit, so that O leaves beside the next S; 1 one", 0, quiet=True
-    )
     hand_over: int = knob(
         "h",
         "the ordering barrier is passed on 0 behind both products, 1 behind Q K^T, 2 once S is there",
@@ -62,9 +59,6 @@ class Sm90Forward(Tuning):
     )
     exact_visits: int = knob(
         "e", "first visits of a work tile with exact row maxima, later ones if P grows; 0: all", 3, quiet=True
-    )
-    polynomial: int = knob(
-        "x", "one of so many powers of two by a polynomial on FP32 cores; 0: none", 0, quiet=True
     )
     order: int = knob(
         "o", "work tiles start with 0 those with most work, 1 the first ones, 2 the last ones", 0, quiet=True
@@ -108,16 +102,10 @@ def _require_knobs(p: Problem, t: Sm90Forward) -> None:
     """Infeasible for values of a knob that mean nothing here, or the same as another value."""
     if t.stages_v and (t.stages_v == t.stages or not 1 <= t.stages_v <= 4):
         raise Infeasible(f"stages_v {t.stages_v}: must be 1 to 4, and 0 where it is that of K ({t.stages})")
-    if t.q_buffers not in (0, 1) or (t.q_buffers and not t.persistent):
-        raise Infeasible(
-            f"q_buffers {t.q_buffers}: must be 0, or 1 if persistent; other blocks have one anyway"
-        )
     if not 0 <= t.hand_over <= 2 or (t.hand_over and not t.ping_pong):
         raise Infeasible(f"hand_over {t.hand_over}: must be 0 to 2, and 0 without ping_pong")
     if not 0 <= t.exact_visits <= 9:
         raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
-    if t.polynomial not in (0, 2, 4, 8, 16, 32):
-        raise Infeasible(f"polynomial {t.polynomial}: must be 0, 2, 4, 8, 16 or 32")
     if not 0 <= t.order <= 2 or (t.order and not p.mask.listed):
         raise Infeasible(
             f"order {t.order}: must be 0 to 2, and 0 for mask {p.mask.value}, whose order is fixed"
@@ -234,10 +222,6 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool
     shared = t.stages * k_bytes + stages_v * v_bytes + bounds + 8 * 2 * (t.stages + stages_v)
     # With two buffers, Q of the next work tile arrives before O of this one is stored.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
-    if t.q_buffers:
-        if q_buffers == 1:
-            raise Infeasible("q_buffers 1: is what 0 chooses here, as two buffers of Q do not fit")
-        q_buffers = 1
     shared += q_buffers * (q_bytes + 16)
     if t.dynamic and (q_buffers < 2 or mask is not Mask.SPANS):
         raise Infeasible("dynamic: needs mask spans, persistent, and shared memory for two tiles of Q")
@@ -416,8 +400,6 @@ SOFTMAX: tuple[dict[str, Any], ...] = ({}, {"exact_visits": 1}, {"exact_visits":
 SCHEDULE: tuple[dict[str, Any], ...] = ({}, {"heads_together": 2}, {"order": 1}, {"order": 2})
 NARROW_TILES = [*product((192,), (128, 112, 96)), *product((128,), (128, 96))]
 WIDE_TILES = [*product((192,), (80, 64)), *product((128,), (176, 160, 144, 128, 112, 96))]
-# One of 8 lost on an H200 (docs/experiments.md, 16), so fewer, and with nothing else.
-POLYNOMIAL: dict[str, Any] = {"polynomial": 16}
 
 
 def _wider(problem: Problem) -> Iterator[Sm90Forward]:
@@ -425,13 +407,12 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     tiles = NARROW_TILES if problem.head_dim <= 96 else WIDE_TILES
     buffers = ((3, 0), (2, 0), (3, 2), (2, 3), (4, 0))  # of K, of V
     ordering = ((True, 0), (True, 1), (True, 2), (False, 0))  # ping_pong, hand_over
-    walks = ((True, 0), (False, 0), (False, 1))  # dynamic, q_buffers
     schedules = SCHEDULE if problem.mask.listed else SCHEDULE[:2]
-    later = [softmax | schedule for softmax, schedule in product(SOFTMAX, schedules)] + [POLYNOMIAL]
-    for (tile_m, tile_n), (stages, stages_v), (dynamic, q_buffers), q_in_regs in product(
-        tiles, buffers, walks, (False, True)
+    later = [softmax | schedule for softmax, schedule in product(SOFTMAX, schedules)]
+    for (tile_m, tile_n), (stages, stages_v), dynamic, q_in_regs in product(
+        tiles, buffers, (True, False), (False, True)
     ):
-        core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs, 1, stages_v, q_buffers)
+        core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs, 1, stages_v)
         if is_feasible(problem, core, plan):
             for (ping_pong, hand_over), values in product(ordering, later):
                 yield replace(core, ping_pong=ping_pong, hand_over=hand_over, **values)

@@ -8,6 +8,7 @@ from itertools import product
 
 from attnforge.codegen.families.family import Family, is_feasible
 from attnforge.codegen.families.hopper import (
+    HELPER_THREADS,
     REASONS,
     REGISTERS,
     REGISTERS_BESIDES,
@@ -60,7 +61,6 @@ class Sm90Backward(Tuning):
     dq_red: bool = knob(
         "a", "dQ is added to memory from registers, not through shared memory", False, quiet=True
     )
-    helper_threads: int = knob("p", "threads of a block of the pre- and postprocess kernels", 256, quiet=True)
 
 
 # ---- Plan
@@ -115,8 +115,6 @@ def _require_knobs(p: Problem, t: Sm90Backward) -> None:
         raise Infeasible(f"loaders {t.loaders}: must be 1 or 2, or 0, which chooses")
     if t.loaders == _loaders(replace(t, loaders=0)):
         raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here; set it to 0")
-    if t.helper_threads not in (128, 256, 512):
-        raise Infeasible(f"helper_threads {t.helper_threads}: must be 128, 256 or 512")
     if t.dq_red and (t.lag or t.deterministic):
         raise Infeasible(
             "dq_red: needs lag 0 (registers do not suffice) and deterministic 0 (its sums need a warp that waits)"
@@ -255,20 +253,20 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "arrives_named": False,
         "columns_of_out": "kHeadDim",
         "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
-        "helper_threads": t.helper_threads,
+        "helper_threads": HELPER_THREADS,
     }
 
 
 def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     launches = [
-        Launch(f"{spec.symbol}_preprocess", queries, t.helper_threads),
+        Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
         Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
-        Launch(f"{spec.symbol}_postprocess", queries, t.helper_threads, overlaps=True),
+        Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
     ]
     if t.split_heads:
         keys = ("tiles_n", "batch", "heads_kv")
-        launches.append(Launch(f"{spec.symbol}_postprocess_dkv", keys, t.helper_threads, overlaps=True))
+        launches.append(Launch(f"{spec.symbol}_postprocess_dkv", keys, HELPER_THREADS, overlaps=True))
     return tuple(launches)
 
 
@@ -309,8 +307,8 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
             64, 128, of_q, of_dout, lag, in_regs, split, False, descending, 0, loaders, dq_red
         )
         if is_feasible(problem, core, plan):
-            for heads, threads in product((0, 2, 4, 8), (256, 128, 512)):
-                yield replace(core, heads_together=heads, helper_threads=threads)
+            for heads in (0, 2, 4, 8):
+                yield replace(core, heads_together=heads)
 
 
 BACKWARD = Family(

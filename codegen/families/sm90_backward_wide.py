@@ -16,6 +16,7 @@ from itertools import chain
 
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
+    HELPER_THREADS,
     REASONS,
     REGISTERS,
     REGISTERS_BUSY,
@@ -32,7 +33,6 @@ from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 CONSUMERS = 2  # warpgroups: the first sums dV, the second dK
 COLUMNS = 64  # of a panel: 128 bytes, the widest swizzle; and the rows of a transposed product
 ROW_STATS = 2  # floats of row_stats: lse and delta
-HELPER_THREADS = 256  # of a block of _preprocess and _postprocess
 # Registers of a consumer thread beyond its tiles: addresses, counters, row_stats. An estimate; the tests compile the
 # first guesses and assert that none spills.
 REGISTERS_BESIDES = 28

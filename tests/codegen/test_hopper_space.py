@@ -26,7 +26,7 @@ def kind(plan: Plan) -> tuple[object, ...]:
     tuning = plan.spec.tuning
     assert isinstance(tuning, Sm90Forward)
     knobs = tuning.ping_pong, tuning.persistent, tuning.dynamic, tuning.q_in_regs, tuning.cluster
-    later = tuning.hand_over, tuning.exact_visits > 0, tuning.polynomial, tuning.order, tuning.heads_together
+    later = tuning.hand_over, tuning.exact_visits > 0, tuning.order, tuning.heads_together
     orders = (
         plan.row_groups,
         plan.short_last,

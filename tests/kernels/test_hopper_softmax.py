@@ -137,7 +137,7 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     return gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
 
-@pytest.fixture(scope="module", params=[{}, {"exact_visits": 0}, {"polynomial": 2}, None], ids=str)
+@pytest.fixture(scope="module", params=[{}, {"exact_visits": 0}, None], ids=str)
 def forward(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[ctypes.CDLL, int]:
