@@ -157,7 +157,7 @@ def test_a_step_is_shown_for_one_layer_and_for_all() -> None:
 
 def test_goals_name_real_cases() -> None:
     known = {*peers.NAMES["cuda"], "triton", "flex-bagel"}
-    cases = set()
+    cases: set[tuple[str, str]] = set()
     for goals in GOALS.values():
         assert len({(goal.label, goal.work) for goal in goals}) == len(goals)
         for goal in goals:
