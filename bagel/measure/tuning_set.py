@@ -15,7 +15,10 @@ from attnforge.runtime import kernels, tables
 
 # Packs of `tune` by kind of device; a pack of "vit" stands for its images.
 PACKS = {
-    "cuda": ("pretrain/0", "finetune/0", "t2i_lowres/0", "full/4x8192", "causal/4x8192"),
+    "cuda": (
+        *("pretrain/0", "finetune/0", "t2i_lowres/0"),
+        *("full/4x8192", "causal/4x8192", "full/16x1024", "causal/16x1024"),
+    ),
     "cpu": ("finetune/0", "causal/1024"),
 }
 IMAGES = {"cuda": ("pretrain/0", "full/8x4096"), "cpu": ("full/1024",)}
