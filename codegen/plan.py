@@ -26,7 +26,6 @@ class Launch:
     threads: int
     shared_bytes: int = 0
     persistent: bool = False  # at most one block per multiprocessor
-    cluster: int = 1  # blocks that run together: the first size of `grid` is rounded up to a multiple
     # May start before the launch before it has ended (programmatic stream serialisation), where the driver can do so:
     # its blocks wait themselves, with griddepcontrol.wait. Never the first launch of a plan.
     overlaps: bool = False
@@ -77,7 +76,6 @@ class Plan:
     from_end: bool = False  # the last query tile ends with the last query; the first may begin before query 0
     staggered: bool = False  # warpgroups begin with the first key tile, from the end, that their own rows see
     alternating: bool = False  # every other section of the work starts with its smallest tiles (schedule.cuh)
-    cluster: int = 1  # blocks that take neighbouring tiles of a head and share their loads
     bounds: bool = False  # its schedule has bounds and pieces
     bits: str = (
         ""  # its schedule has the dense mask in words of 32: "k" keys of a query, "q" queries of a key

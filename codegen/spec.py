@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from attnforge.codegen.score import MAX_TENSORS, Formula, MaskMod, ScoreMod
 
@@ -321,6 +321,9 @@ def knob(code: str, text: str, default: Any = MISSING, was: str = "", quiet: boo
 @dataclass(frozen=True)
 class Tuning:
     """Base of the knobs of every family and pass (codegen/families/): what a search may choose."""
+
+    # Knobs that tables and logs may still have, with the only value that is left.
+    retired: ClassVar[Mapping[str, int]] = {}
 
     tile_m: int  # query rows of a tile
     tile_n: int  # keys of a tile

@@ -110,15 +110,10 @@ VARIANT: tuple[Field, ...] = (
 # Of a codegen.plan.Launch.
 LAUNCH: tuple[Field, ...] = (
     _same("std::string", "symbol", ""),
-    _same(
-        "std::vector<std::string>",
-        "grid",
-        "sizes whose product it is, the first rounded up to whole clusters",
-    ),
+    _same("std::vector<std::string>", "grid", "sizes whose product it is"),
     _same("unsigned", "threads", ""),
     _same("unsigned", "shared_bytes", ""),
     _same("bool", "persistent", "at most one block per multiprocessor"),
-    _same("int64_t", "cluster", "blocks that run together"),
     _same("bool", "overlaps", "may start before the launch before it has ended, if the driver can do so"),
     _same("int64_t", "per_tile", "blocks that share a tile: the grid is so many times the product"),
 )

@@ -115,7 +115,7 @@ def _shape(case: Case, plan: Plan, gpu: Gpu | None, registers: int) -> tuple[flo
     t = plan.spec.tuning
     direction = plan.spec.problem.direction
     use, visits = _visited(case, t.tile_m, t.tile_n)
-    together = plan.cluster * getattr(t, "heads", 1)  # blocks or heads that share a load
+    together = getattr(t, "heads", 1)  # heads that share a load
     loaded = step_bytes(plan) * visits * case.batch * case.heads_q / together
     balance = 1.0
     if gpu is not None and not isinstance(case.mask, DenseMask):

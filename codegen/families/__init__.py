@@ -81,14 +81,14 @@ def make_plan(spec: Spec) -> Plan:
 def make_tuning(problem: Problem, values: Mapping[str, int]) -> Tuning:
     """The tuning of `problem`'s family from whole numbers by knob, also by the name that a knob had before.
 
-    ValueError names knobs that are unknown, and missing ones that have no default.
+    Knobs that are gone may have the value that is left (`Tuning.retired`). ValueError names knobs that are unknown, and missing ones that have no default.
     """
     cls = family_of(problem).tuning
     fields = {f.name: f for f in dataclasses.fields(cls)}
     renamed = {f.metadata["was"]: f.name for f in fields.values() if f.metadata["was"]}
     # An old name beside the new one is kept: it is unknown.
     names = {name: name if renamed.get(name) in values else renamed.get(name, name) for name in values}
-    values = {names[name]: value for name, value in values.items()}
+    values = {names[name]: value for name, value in values.items() if cls.retired.get(name) != value}
     required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
     unknown, missing = values.keys() - fields.keys(), required - values.keys()
     if unknown or missing:

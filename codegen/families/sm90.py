@@ -35,6 +35,7 @@ SCORE_REGISTERS = 80
 class Sm90Forward(Tuning):
     """Tuning of the Hopper forward kernel (TMA, wgmma, a producer warpgroup)."""
 
+    retired = {"cluster": 1}  # noqa: RUF012
     tile_m: int = knob("m", "query rows per tile, 64 for each consumer warpgroup")
     tile_n: int = knob("n", "keys per step of the main loop")
     stages: int = knob("s", "shared-memory buffers for K and for V")
@@ -46,9 +47,6 @@ class Sm90Forward(Tuning):
         "k", "dynamic tile scheduler: a block takes its next work tile from tile_counter", was="counter"
     )
     q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
-    cluster: int = knob(
-        "c", "blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V", 1
-    )
     # Knobs that earlier tables and names do not have.
     stages_v: int = knob("v", "shared-memory buffers for V alone; 0: as many as for K", 0, quiet=True)
     hand_over: int = knob(
@@ -78,12 +76,6 @@ def plan(spec: Spec) -> Plan:
     require_hopper(p, "forward", 256)
     require_words(spec)
     consumers = consumer_warpgroups(t.tile_m, t.tile_n, t.stages, t.ping_pong)
-    if t.cluster not in (1, 2):
-        raise Infeasible(f"cluster {t.cluster}: must be 1 or 2")
-    if t.cluster > 1 and p.mask is not Mask.FULL:
-        raise Infeasible(
-            f"cluster {t.cluster}: must be 1 with a {p.mask.value} mask; blocks of a cluster load the same key tiles"
-        )
     if p.intervals > 2 and consumers > 2:
         raise Infeasible(
             f"intervals {p.intervals}: their bounds do not fit in the registers of {consumers} consumer warpgroups; "
@@ -157,7 +149,7 @@ def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
     consumers, causal = t.tile_m // 64, mask is Mask.CAUSAL
     return {
         "row_groups": consumers if mask.listed else 1,
-        "short_last": mask is Mask.FULL and consumers > 1 and t.cluster == 1,
+        "short_last": mask is Mask.FULL and consumers > 1,
         "from_end": causal,
         # Hidden tiles are released while the last P V of the previous work tile still holds its buffer: the first
         # visible tile needs another one.
@@ -171,8 +163,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     p, mask = spec.problem, spec.problem.mask
     order = _order(mask, t)
     shared, q_buffers, broadcast = _shared(spec, t, order["row_groups"])
-    busy = broadcast or t.cluster > 1
-    producer_registers, consumer_registers = (REGISTERS_BUSY if busy else REGISTERS)[consumers]
+    producer_registers, consumer_registers = (REGISTERS_BUSY if broadcast else REGISTERS)[consumers]
     live = (
         t.tile_n // 2 + t.tile_n // 4 + p.head_dim_v // 2 + (-(-p.head_dim // 16) * 4 if t.q_in_regs else 0)
     )
@@ -187,11 +178,10 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         spec=spec,
         template="sm90a/forward.cu.jinja",
         suffix=".cu",
-        launches=(Launch(spec.symbol, grid, threads, shared, t.persistent, t.cluster),),
+        launches=(Launch(spec.symbol, grid, threads, shared, t.persistent),),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         **order,
-        cluster=t.cluster,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=mask is Mask.SPANS,
@@ -254,14 +244,13 @@ def _in_one_copy(p: Problem) -> bool:
 
 def _forward_maps(t: Sm90Forward, p: Problem) -> tuple[TensorMap, ...]:
     panels, panels_v = _panels(p)
-    # Neither the 64 rows of O that a warpgroup stores nor the rows of K and V that a block of a cluster loads are a
-    # whole tile: their panels are not adjacent, so each takes a copy of its own.
+    # The 64 rows of O that a warpgroup stores are no whole tile: their panels are not adjacent, so each takes a copy of
+    # its own.
     whole = _in_one_copy(p)
-    share = whole and t.cluster == 1
     tiles = (
         ("q", panels, t.tile_m, whole),
-        ("k", panels, t.tile_n // t.cluster, share),
-        ("v", panels_v, t.tile_n // t.cluster, share),
+        ("k", panels, t.tile_n, whole),
+        ("v", panels_v, t.tile_n, whole),
         ("out", panels_v, 64, False),
     )
     return sum((_tensor_maps(*tile) for tile in tiles), ())
@@ -284,7 +273,7 @@ def _panel_constants(p: Problem) -> dict[str, int | str]:
 # ---- Space
 
 # What won on an H200 (docs/performance.md), up to 96 columns and beyond. Without a table, the first that fits is taken.
-# tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs, cluster
+# tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs
 NARROW = (
     Sm90Forward(192, 96, 3, True, True, True, True),
     Sm90Forward(192, 128, 3, True, True, False, False),
@@ -325,17 +314,6 @@ OWN_LONG = (
 )
 # A third buffer lets warpgroups begin at their own diagonals (`staggered`).
 CAUSAL_WIDE = Sm90Forward(192, 80, 3, True, True, False, False)
-# Without a mask, blocks may share their loads of K and V: behind the guesses, among the eight of a short search.
-CLUSTERS = {
-    True: (
-        Sm90Forward(192, 128, 3, True, True, False, False, 2),
-        Sm90Forward(192, 128, 2, True, True, False, False, 2),
-    ),
-    False: (
-        Sm90Forward(192, 64, 3, False, True, False, False, 2),
-        Sm90Forward(192, 80, 2, True, True, False, False, 2),
-    ),
-}
 # Dense masks often come in blocks of 64 or 128: tiles that such blocks fill are seen whole or not at all.
 # The first two are the winners of blocks of 128 on an H200, half and nine tenths hidden (docs/performance.md).
 DENSE = (
@@ -377,13 +355,9 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     if problem.mask is Mask.CAUSAL and not narrow:
         yield CAUSAL_WIDE
     yield from NARROW if narrow else WIDE
-    clusters = problem.mask is Mask.FULL  # other masks have none
-    if clusters:
-        yield from CLUSTERS[narrow]
     tiles = (192, 128, 64) if narrow else (128, 192, 64)
     blocks = ((True, True), (True, False), (False, False))  # persistent, dynamic
-    for cluster, tile_m, tile_n, stages, (persistent, dynamic), ping_pong, q_in_regs in product(
-        (1, 2) if clusters else (1,),
+    for tile_m, tile_n, stages, (persistent, dynamic), ping_pong, q_in_regs in product(
         tiles,
         (128, 160, 144, 112, 96, 80, 64),
         (2, 3),
@@ -391,7 +365,7 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
         (True, False),
         (True, False),
     ):
-        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs, cluster)
+        yield Sm90Forward(tile_m, tile_n, stages, ping_pong, persistent, dynamic, q_in_regs)
     yield from _wider(problem)
 
 
@@ -412,7 +386,7 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     for (tile_m, tile_n), (stages, stages_v), dynamic, q_in_regs in product(
         tiles, buffers, (True, False), (False, True)
     ):
-        core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs, 1, stages_v)
+        core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs, stages_v)
         if is_feasible(problem, core, plan):
             for (ping_pong, hand_over), values in product(ordering, later):
                 yield replace(core, ping_pong=ping_pong, hand_over=hand_over, **values)

@@ -54,19 +54,16 @@ private:
     alignas(Params) unsigned char bytes_[sizeof(Params)];
 };
 
-// Blocks of a launch. A persistent one has at most as many as there are multiprocessors, in whole clusters.
+// Blocks of a launch. A persistent one has at most as many as there are multiprocessors.
 inline unsigned blocks_of(const Launch& launch, const Params& params, int multiprocessors) {
     int64_t blocks = launch.per_tile;
     for (const auto size : launch.sizes) {
         blocks *= params.*size;
-        if (size == launch.sizes.front()) {
-            blocks = (blocks + launch.cluster - 1) / launch.cluster * launch.cluster;
-        }
     }
     TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "attnforge: ", launch.symbol, " would need ", blocks,
                       " blocks, more than a grid can hold; split the batch");
     if (launch.persistent) {
-        blocks = std::min<int64_t>(blocks, multiprocessors / launch.cluster * launch.cluster);
+        blocks = std::min<int64_t>(blocks, multiprocessors);
     }
     return static_cast<unsigned>(blocks);
 }

@@ -16,7 +16,7 @@
 
 namespace attnforge {
 
-// One kernel launch: the grid is the product of `sizes`, the first rounded up to whole clusters, times `per_tile`.
+// One kernel launch: the grid is the product of `sizes`, times `per_tile`.
 struct Launch : LaunchFields {
     std::vector<int Params::*> sizes;  // of `grid`
     void* function = nullptr;          // a CUfunction on the variant's device; on the CPU void (*)(const Params*)

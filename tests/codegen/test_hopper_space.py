@@ -25,7 +25,7 @@ def kind(plan: Plan) -> tuple[object, ...]:
     """What decides which parts of the templates a kernel is made of."""
     tuning = plan.spec.tuning
     assert isinstance(tuning, Sm90Forward)
-    knobs = tuning.ping_pong, tuning.persistent, tuning.dynamic, tuning.q_in_regs, tuning.cluster
+    knobs = tuning.ping_pong, tuning.persistent, tuning.dynamic, tuning.q_in_regs
     later = tuning.hand_over, tuning.exact_visits > 0, tuning.order, tuning.heads_together
     orders = (
         plan.row_groups,

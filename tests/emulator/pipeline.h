@@ -49,7 +49,6 @@ static int broken;  // number of the break of the protocol that is on, or 0
 #include "turns.h"
 
 static std::map<std::tuple<int, int, int, int>, int> stored;  // batch, head, tile, warpgroup: how often
-static Named everyone[1 << 10];  // by cluster
 
 static void barrier_arrive_if(bool condition, unsigned barrier) {
     if (condition) {
@@ -153,40 +152,8 @@ static void tma_store(const Box& map, unsigned, int, int, int, int, int) {
 static void tma_store_commit() { here().written[consumer()] = 0; }
 static void tma_store_wait() { give_way(); }
 
-// Which threads of a warpgroup there are: the first, and one of another warp, or the one that arrives at another block.
-#ifdef CLUSTER
-constexpr int kSecond = 1;
-#else
+// Which threads of a warpgroup there are: the first, and one of another warp.
 constexpr int kSecond = 32;
-#endif
-
-// ---- Clusters -------------------------------------------------------------------------------------------------------
-
-#ifdef CLUSTER
-static unsigned member(unsigned rank) { return blockIdx.x / CLUSTER * CLUSTER + rank; }
-static void barrier_arrive_at(unsigned barrier, unsigned rank) {
-    give_way();
-    const unsigned block = member(rank);
-    Fiber* sender = current;
-    ++sender->sent;
-    later([=] {
-        arrive(block, barrier, 0);
-        --sender->sent;
-    });
-}
-static void cluster_sync() {
-    Fiber* self = current;
-    wait_for([=] { return self->sent == 0; });  // it releases: what this thread has sent is there
-    meet(everyone[blockIdx.x / CLUSTER], 1, CLUSTER * (1 + 2 * kConsumers), true);
-}
-template <class Box>
-static void tma_multicast(unsigned to, const Box& map, unsigned barrier, int column, int row, int, int head, int batch) {
-    give_way();
-    for (unsigned rank = 0; rank < CLUSTER; ++rank) {
-        copy(member(rank), to, map, barrier, {static_cast<int>(map.words[0]), column, row, head, batch});
-    }
-}
-#endif
 
 #include "pipeline_products.h"
 
@@ -202,7 +169,6 @@ static std::string run_blocks(const Params& p, int count, unsigned seed) {
     failure.clear();
     all_bounds = p.bounds;
     padded_keys = p.padded_k, planes_of_mask = max(1, p.mask_planes), heads_of_q = p.heads_q;
-    std::fill(std::begin(everyone), std::end(everyone), Named{});
     gridDim.x = count;
     for (size_t i = 0; i < fibers.size(); ++i) {
         const unsigned actor = i % (1 + 2 * kConsumers);

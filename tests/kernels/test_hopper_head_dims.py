@@ -25,11 +25,11 @@ SHAPES = (
     Shape(1000, 257, group=2, batch=3),
     Shape(901, 1300, group=7, batch=5),
 )
-# Of the first pair, beside its first guesses: one to three consumers, buffers of Q, clusters, Q in registers or not.
+# Of the first pair, beside its first guesses: one to three consumers, buffers of Q, Q in registers or not.
 VARIANTS = (
     (Mask.FULL, Sm90Forward(64, 128, 2, False, False, False, False)),
-    (Mask.FULL, Sm90Forward(128, 96, 2, True, True, False, False, 2)),
-    (Mask.FULL, Sm90Forward(192, 64, 3, False, True, False, False, 2)),
+    (Mask.FULL, Sm90Forward(128, 96, 2, True, True, False, False)),
+    (Mask.FULL, Sm90Forward(192, 64, 3, False, True, False, False)),
     (Mask.CAUSAL, Sm90Forward(128, 128, 2, True, True, False, False)),
     (Mask.CAUSAL, Sm90Forward(192, 64, 3, True, True, False, False)),
     (Mask.SPANS, Sm90Forward(192, 64, 3, False, True, False, False)),

@@ -98,23 +98,6 @@ def check_hopper(specs: list[Spec], directory: Path) -> None:
     assert not any(used["spill_bytes"] for used in resources.values()), resources
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_clusters_compile_cleanly(persistent: bool, tmp_path: Path) -> None:
-    specs = [
-        Spec(
-            Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL),
-            Sm90Forward(tile_m, tile_n, stages, head_dim < 128, persistent, False, False, 2),
-        )
-        for head_dim, tile_m, tile_n, stages in (
-            (64, 192, 128, 3),
-            (72, 192, 128, 3),
-            (128, 192, 64, 3),
-            (128, 128, 128, 2),
-        )
-    ]
-    check_hopper(specs, tmp_path)
-
-
 def test_causal_tiles_compile_cleanly(tmp_path: Path) -> None:
     tiles = [
         (64, 192, 128, 3, 1, 1),

@@ -100,9 +100,8 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
             assert old in text, name
             text = text.replace(old, re.sub(r"(?<=broken [=!]= )n\b", str(n), new))
     path.write_text(text)
-    words = [f"-DCLUSTER={plan.cluster}"] if plan.cluster > 1 else []
     listed = source.spec.problem.mask.listed
-    words += [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
+    words = [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
     words.append(f"-DINTERVALS={source.spec.problem.intervals}")
     words += [f"-DHEAD_DIM_V={source.spec.problem.head_dim_v}", f"-DPANELS_V={plan.constants['panels_v']}"]
     library = gxx.library(path, *FLAGS, *words, header="cuda_words.h")
@@ -126,7 +125,7 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
         lse = (ctypes.c_float * (p.batch * p.heads_q * p.seq_q))()
         row = (ctypes.c_char * 1024)()  # what all rows that see nothing are written to
         p.lse, p.out.data = ctypes.addressof(lse), ctypes.addressof(row)
-        count = -(-p.tiles_m // launch.cluster) * launch.cluster * p.batch * p.heads_q
+        count = p.tiles_m * p.batch * p.heads_q
         count = min(count, 4) if launch.persistent else count
         at = ctypes.c_void_p(ctypes.addressof(boxes) + start * 8)
         return str(library.run(ctypes.byref(p), at, count, seed, broken).decode())
@@ -183,9 +182,9 @@ def hopper(
     dim_v: int = 0,
     **more: Any,
 ) -> Source:
-    tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, cluster, *counter = knobs
+    tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, *counter = knobs
     flags = (bool(ping_pong), bool(persistent), bool(counter), bool(q_in_regs))
-    tuning = Sm90Forward(tile_m, tile_n, stages, *flags, cluster, **more)
+    tuning = Sm90Forward(tile_m, tile_n, stages, *flags, **more)
     problem = Problem(
         Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, 16, dim_v, intervals, planes
     )
@@ -196,48 +195,47 @@ def hopper(
 @pytest.mark.parametrize(
     "source",
     [
-        hopper(128, 192, 64, 3, 0, 1, 0, 2),
-        hopper(64, 128, 128, 2, 1, 0, 1, 2),
-        hopper(72, 192, 128, 3, 1, 1, 0, 2),
-        hopper(72, 64, 64, 1, 0, 0, 0, 2),
-        hopper(128, 192, 80, 2, 1, 1, 0, 1),
-        hopper(128, 192, 64, 3, 0, 1, 0, 1),
-        hopper(64, 192, 128, 3, 1, 0, 0, 1),
+        hopper(64, 128, 128, 2, 1, 0, 1),
+        hopper(72, 192, 128, 3, 1, 1, 0),
+        hopper(72, 64, 64, 1, 0, 0, 0),
+        hopper(128, 192, 80, 2, 1, 1, 0),
+        hopper(128, 192, 64, 3, 0, 1, 0),
+        hopper(64, 192, 128, 3, 1, 0, 0),
         *(
             hopper(head_dim, *knobs, mask=Mask.CAUSAL)
             for head_dim, *knobs in (
-                (128, 192, 80, 3, 1, 1, 0, 1),
-                (128, 192, 64, 3, 0, 1, 0, 1),
-                (64, 128, 128, 2, 1, 1, 1, 1),
-                (64, 192, 128, 2, 1, 0, 0, 1),
-                (128, 128, 176, 2, 0, 1, 0, 1),
+                (128, 192, 80, 3, 1, 1, 0),
+                (128, 192, 64, 3, 0, 1, 0),
+                (64, 128, 128, 2, 1, 1, 1),
+                (64, 192, 128, 2, 1, 0, 0),
+                (128, 128, 176, 2, 0, 1, 0),
             )
         ),
         *(
             hopper(head_dim, *knobs, mask=mask)
             for mask, head_dim, *knobs in (
-                (Mask.SPANS, 128, 192, 80, 3, 1, 1, 0, 1, 1),
-                (Mask.SPANS, 128, 128, 128, 2, 0, 1, 1, 1, 1),
-                (Mask.SPANS, 128, 192, 80, 2, 1, 1, 0, 1),
-                (Mask.SPANS, 64, 192, 128, 2, 1, 0, 0, 1),
-                (Mask.DENSE, 128, 128, 128, 2, 1, 1, 1, 1),
-                (Mask.DENSE, 128, 128, 64, 3, 0, 1, 0, 1),
-                (Mask.DENSE, 64, 64, 64, 3, 0, 0, 0, 1),
+                (Mask.SPANS, 128, 192, 80, 3, 1, 1, 0, 1),
+                (Mask.SPANS, 128, 128, 128, 2, 0, 1, 1, 1),
+                (Mask.SPANS, 128, 192, 80, 2, 1, 1, 0),
+                (Mask.SPANS, 64, 192, 128, 2, 1, 0, 0),
+                (Mask.DENSE, 128, 128, 128, 2, 1, 1, 1),
+                (Mask.DENSE, 128, 128, 64, 3, 0, 1, 0),
+                (Mask.DENSE, 64, 64, 64, 3, 0, 0, 0),
             )
         ),
-        hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, intervals=2),
-        hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, planes=1),
-        hopper(64, 128, 128, 2, 0, 1, 1, 1, mask=Mask.SPANS, intervals=3, planes=1),
-        hopper(128, 192, 80, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS, stages_v=2, hand_over=1, order=1),
-        hopper(64, 192, 96, 2, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=3, hand_over=2, order=2),
-        hopper(128, 128, 112, 3, 0, 1, 0, 1, mask=Mask.FULL, stages_v=2, heads_together=2),
-        hopper(64, 192, 128, 3, 1, 1, 0, 1, mask=Mask.CAUSAL, stages_v=2, hand_over=2),
-        hopper(64, 192, 64, 4, 1, 0, 0, 1, mask=Mask.CAUSAL, stages_v=3, hand_over=1, exact_visits=0),
-        hopper(64, 128, 64, 2, 1, 1, 1, 2, mask=Mask.FULL, stages_v=1, hand_over=1),
-        hopper(192, 128, 96, 2, 0, 1, 0, 1, 1, mask=Mask.SPANS, dim_v=128),
-        hopper(192, 128, 128, 2, 0, 1, 1, 1, mask=Mask.CAUSAL, dim_v=128),
-        hopper(64, 192, 80, 3, 1, 1, 0, 1, mask=Mask.CAUSAL, dim_v=128),
-        hopper(40, 192, 64, 2, 0, 1, 1, 2, dim_v=136),
+        hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, intervals=2),
+        hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, planes=1),
+        hopper(64, 128, 128, 2, 0, 1, 1, mask=Mask.SPANS, intervals=3, planes=1),
+        hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=2, hand_over=1, order=1),
+        hopper(64, 192, 96, 2, 1, 1, 0, mask=Mask.SPANS, stages_v=3, hand_over=2, order=2),
+        hopper(128, 128, 112, 3, 0, 1, 0, mask=Mask.FULL, stages_v=2, heads_together=2),
+        hopper(64, 192, 128, 3, 1, 1, 0, mask=Mask.CAUSAL, stages_v=2, hand_over=2),
+        hopper(64, 192, 64, 4, 1, 0, 0, mask=Mask.CAUSAL, stages_v=3, hand_over=1, exact_visits=0),
+        hopper(64, 128, 64, 2, 1, 1, 1, mask=Mask.FULL, stages_v=1, hand_over=1),
+        hopper(192, 128, 96, 2, 0, 1, 0, 1, mask=Mask.SPANS, dim_v=128),
+        hopper(192, 128, 128, 2, 0, 1, 1, mask=Mask.CAUSAL, dim_v=128),
+        hopper(64, 192, 80, 3, 1, 1, 0, mask=Mask.CAUSAL, dim_v=128),
+        hopper(40, 192, 64, 2, 0, 1, 1, dim_v=136),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -247,21 +245,6 @@ def test_nothing_hangs_and_nothing_is_overwritten(source: Source, tmp_path: Path
         assert run(*case) == "", case
 
 
-OF_CLUSTERS: dict[str, Break] = {
-    "count": (
-        {"kConsumers * kCluster)": "kConsumers * (broken == n ? 1 : kCluster))"},
-        "more arrivals than a barrier takes",
-    ),
-    "own-block": (
-        {"(barrier, threadIdx.x % 128": "(barrier, broken == n ? blockIdx.x % kCluster : threadIdx.x % 128"},
-        "a copy overwrites",
-    ),
-    "leaves": (
-        {"    }\n    cluster_sync();": "    }\n    if (broken != n) cluster_sync();"},
-        "a block that has left",
-    ),
-    "rows": ({"row + from, 0": "row + (broken == n ? 0 : from), 0"}, "reads what is not there"),
-}
 OF_CAUSAL: dict[str, Break] = {
     "releases-v": ({"arrives, smem + kEmptyV": "broken != n && arrives, smem + kEmptyV"}, "it hangs"),
     "order": (
@@ -363,13 +346,12 @@ OF_OWN_HEAD_DIM: dict[str, Break] = {
 @pytest.mark.parametrize(
     ("source", "breaks"),
     [
-        (hopper(64, 128, 64, 1, 1, 1, 0, 2), OF_CLUSTERS),
-        (hopper(64, 192, 128, 2, 1, 1, 0, 1, mask=Mask.CAUSAL), OF_CAUSAL),
-        (hopper(64, 192, 96, 3, 1, 1, 0, 1, 1, mask=Mask.SPANS), OF_SPANS),
-        (hopper(64, 192, 96, 2, 1, 1, 0, 1, 1, mask=Mask.SPANS, stages_v=3), OF_V_APART),
-        (hopper(40, 192, 64, 2, 0, 1, 0, 1, dim_v=104), OF_OWN_HEAD_DIM),
+        (hopper(64, 192, 128, 2, 1, 1, 0, mask=Mask.CAUSAL), OF_CAUSAL),
+        (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS), OF_SPANS),
+        (hopper(64, 192, 96, 2, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=3), OF_V_APART),
+        (hopper(40, 192, 64, 2, 0, 1, 0, dim_v=104), OF_OWN_HEAD_DIM),
     ],
-    ids=["clusters", "causal", "spans", "v-apart", "own-head-dim"],
+    ids=["causal", "spans", "v-apart", "own-head-dim"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""
@@ -383,7 +365,7 @@ def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tm
 
 def test_causal_sections_of_heads_meet_at_tiles_of_one_size(tmp_path: Path) -> None:
     """With a small cache heads fall into several sections, by turns from the largest tiles and from the smallest."""
-    source = hopper(64, 192, 128, 2, 1, 1, 0, 1, mask=Mask.CAUSAL)
+    source = hopper(64, 192, 128, 2, 1, 1, 0, mask=Mask.CAUSAL)
     small = {"small cache": ({"kCacheBytes = 32 << 20": "kCacheBytes = 1 << 18"}, "")}
     run = build(source, tmp_path, small)
     for case in product([(2, 4, 2, 5, 5), (3, 3, 3, 4, 6), (1, 7, 1, 3, 3)], range(SEEDS), MISSING):
@@ -392,7 +374,7 @@ def test_causal_sections_of_heads_meet_at_tiles_of_one_size(tmp_path: Path) -> N
 
 def test_a_causal_tile_that_just_misses_being_whole(tmp_path: Path) -> None:
     """Rows from one on that sees all keys of a tile but the last: seq_k - seq_q is -2 modulo tile_n."""
-    source, sizes = hopper(128, 192, 64, 3, 0, 1, 0, 1, mask=Mask.CAUSAL), (1, 2, 2, 5, 7)
+    source, sizes = hopper(128, 192, 64, 3, 0, 1, 0, mask=Mask.CAUSAL), (1, 2, 2, 5, 7)
     first_row = "query + 1 + p.seq_k - p.seq_q)) / kTileN"
     one_more: dict[str, Break] = {
         "one more": ({first_row: f"(broken == n) + {first_row}"}, "hidden pairs are not masked")

@@ -102,10 +102,7 @@ def test_a_wrong_field_is_named(program: Path, old: str, new: str, said: str) ->
     ("grid", "sizes", "blocks"),
     [
         (("tiles_m", "heads_q"), {}, 35),
-        (("tiles_m", "heads_q"), {"cluster": 2}, 40),  # 7 tiles are 4 clusters
-        (("heads_q", "tiles_m"), {"cluster": 2}, 42),
         (("tiles_m", "heads_q"), {"persistent": True}, 9),
-        (("tiles_m", "heads_q"), {"persistent": True, "cluster": 2}, 8),  # 9 multiprocessors hold 4 clusters
         (("tiles_n",), {"persistent": True}, 3),
         (("tiles_m", "heads_q"), {"per_tile": 2}, 70),
     ],

@@ -1,17 +1,16 @@
-// attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_c1
+// attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
-//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0
-//     --set persistent=1 --set dynamic=0 --set q_in_regs=0 --set cluster=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
+//     16 --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=1
+//     --set persistent=1 --set dynamic=0 --set q_in_regs=0
 //
 //   tile_m      192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       80   keys per step of the main loop
 //   stages        3   shared-memory buffers for K and for V
-//   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   ping_pong     1   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent    1   one block per multiprocessor walks many tiles
 //   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs     0   keep the fragments of Q in registers
-//   cluster       1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //
 // Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
 //
@@ -25,14 +24,21 @@
 //   row_sum   64                    row sum of P
 //   lse       64                    ln(sum exp(scale S)) = scale row_max + ln(row_sum)
 //   work tile                       one query tile of one head
-//   visit     0 to visit_count - 1  one key tile of a work tile
+//   visit     0 to visit_count - 1  one key tile of a work tile, from the diagonal down to key tile 0
 //   kv_range  [begin, end)          the visits in which a warpgroup's rows see a key
 //
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
+// A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
+struct TensorRef {
+    void* data;
+    long long batch, head, row;
+};
+
 struct Params {
+    TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     int batch;
     int heads_q;
@@ -68,6 +74,7 @@ constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_d
 constexpr int kTileM = 192;  // query rows of a work tile
 constexpr int kTileN = 80;  // keys of a visit
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
+constexpr int kHiddenVisits = 2;  // of a work tile before the first that its first 64 rows see, at most
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
 // 1 at most. Elsewhere they are updated only when the average of P over a thread's columns passes 1.25. P is rounded:
@@ -102,6 +109,7 @@ constexpr int kSharedBytes = kBroadcast + kBroadcastBytes * kBuffersQ;
 static_assert(kSharedBytes == 221344, "codegen/families/sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
+//   kOrderBarrier      orders warpgroups: one syncs before it issues products, the one before it arrives after its own
 //   kWarpgroupBarrier  the four warps of the warpgroup
 enum NamedBarrier { kOrderBarrier = 1, kWarpgroupBarrier = 1 + kConsumers };
 
@@ -173,6 +181,21 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         : "memory");
 }
 
+// Thread: wait as `barrier_wait` does if `condition`, without a branch around it.
+__device__ __forceinline__ void barrier_wait_if(bool condition, unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        ".reg .pred done;\n"
+        "setp.ne.b32 p, %2, 0;\n"
+        "again:\n"
+        "setp.eq.b32 done, 0, 0;\n"
+        "@p mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity), "r"(static_cast<int>(condition))
+        : "memory");
+}
+
 // Thread: write, read 16 bytes of shared memory.
 __device__ __forceinline__ void shared_store(unsigned address, int4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
@@ -231,9 +254,24 @@ __device__ __forceinline__ void wgmma_wait_all_but_one() {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
-// Warps: named barrier `id` for `threads` threads: wait for all.
+// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Warps: the same if `condition`.
+__device__ __forceinline__ void named_sync_if(bool condition, int id, int threads) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p bar.sync %0, %1;\n}" ::"r"(id), "r"(threads),
+                 "r"(static_cast<int>(condition))
+                 : "memory");
+}
+__device__ __forceinline__ void named_arrive_if(bool condition, int id, int threads) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p bar.arrive %0, %1;\n}" ::"r"(id), "r"(threads),
+                 "r"(static_cast<int>(condition))
+                 : "memory");
 }
 
 // Thread: 2^x, about 2 ulp.
@@ -269,24 +307,38 @@ __device__ __forceinline__ void pin(Word& x) {
     asm volatile("" : "+r"(x));
 }
 
-// ---- Mask: full ----------------------------------------------------------------------------------------------------
+// ---- Mask: causal --------------------------------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`?
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+}
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return rank;
+    return p.tiles_m - 1 - rank;
 }
 
-// How many key tiles query tile `tile` visits.
+// The first query of query tile `tile`. The last tile ends with the last query, since it visits most keys and should be
+// full; the first one may begin before query 0. Whole groups of 64 rows do, a warpgroup's: copies to shared memory may
+// begin at a negative row (and fill it with zeros), copies from there may not.
+__device__ __forceinline__ int first_query(const Params& p, int tile) {
+    return tile * kTileM - (p.tiles_m * kTileM - p.seq_q) / 64 * 64;
+}
+
+// How many key tiles are visible to some query before `query`, and how many of them as a whole to `query`, too.
+__device__ __forceinline__ int tiles_before(const Params& p, int query) {
+    const int keys = query + p.seq_k - p.seq_q;
+    return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
+}
+__device__ __forceinline__ int whole_tiles(const Params& p, int query) {
+    return max(0, min(p.seq_k, query + 1 + p.seq_k - p.seq_q)) / kTileN;
+}
+
+// How many key tiles query tile `tile` visits: those before the last query's diagonal, the nearest one first, as masked
+// visits should be among the first ones, in which row maxima are updated anyway.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_n;
-}
-
-// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
-__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return index * 2 + ((index + 1) * kTileN > p.seq_k);
+    return tiles_before(p, first_query(p, tile) + kTileM);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -302,24 +354,22 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
-// Last tiles that are not full come after all others.
+// Every other section begins with its smallest tiles, so that where two meet in a round, all blocks get work tiles of
+// about the same size; the last section ends with its smallest ones.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
-    const int whole = p.seq_q / kTileM;
-    const int last = index - whole * heads * p.batch;
-    if (last >= 0) {
-        return {whole, last % heads, last / heads};
-    }
     const int together = heads / p.heads_kv;  // q heads with the same K and V
     const long long bytes = 4LL * kHeadDim * p.seq_k;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
     const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
-    const int first = index / (section * whole) * section;
+    const int first = index / (section * p.tiles_m) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
-    const int rest = index - first * whole;
+    const int rest = index - first * p.tiles_m;
     const int plane = first + rest % width;
-    return {rest / width, plane % heads, plane / heads};
+    const bool ascends = (heads * p.batch - 1 - first) / section & 1;  // an odd number of sections follows
+    const int rank = ascends ? p.tiles_m - 1 - rest / width : rest / width;
+    return {rank, plane % heads, plane / heads};
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -451,17 +501,12 @@ __device__ __forceinline__ int work_index(const Params& p, int round) {
 
 // The first query row of a work tile.
 __device__ __forceinline__ int first_row(const Params& p, const Work& work) {
-    return work.tile * kTileM;
+    return first_query(p, work.tile);
 }
 
 // How many key tiles a work tile visits.
 __device__ __forceinline__ int visits_of(const Params& p, const Work& work) {
     return visits(p, work.tile);
-}
-
-// Visit `index` of a work tile: its key tile, and whether it is masked (`visit` says how the two are packed).
-__device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
-    return visit(p, work.tile, index);
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
@@ -632,13 +677,9 @@ struct Producer {
             wait_empty_q();
             broadcast(work, count);
             load_q(work);
-            int entry = visit_of(p, work, 0);
 #pragma unroll 1  // registers are few
             for (int i = 0; i < count; ++i) {
-                const int key0 = (entry >> 1) * kTileN;
-                if (i + 1 < count) {
-                    entry = visit_of(p, work, i + 1);
-                }
+                const int key0 = (count - 1 - i) * kTileN;
                 load_k(key0, head_kv, work.batch);
                 load_v(key0, head_kv, work.batch);
             }
@@ -673,7 +714,7 @@ __device__ __forceinline__ void store_out(const Params& p, const TensorMaps& map
         sum += __shfl_xor_sync(~0u, sum, 2);
         inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = query0 + warp * 16 + lane / 4 + half * 8;
-        if (lane % 4 == 0 && row < p.seq_q) {
+        if (lane % 4 == 0 && row < p.seq_q && row >= 0) {
             const float ln2 = 0.6931471805599453f;
             const float empty = __int_as_float(0xff800000);
             lse[row] = sum == 0.0f ? empty : stats.row_max[half] * p.scale + log2_approx(sum) * ln2;
@@ -689,8 +730,41 @@ __device__ __forceinline__ void store_out(const Params& p, const TensorMaps& map
     named_sync(kWarpgroupBarrier + warpgroup, 128);
     if (threadIdx.x % 128 == 0) {
         proxy_fence();  // before TMA reads the buffer, and, where no row is stored, before it loads the next Q there
-        if (query0 < p.seq_q) {
+        if (query0 >= 0) {
             store_rows(maps.out, q, warpgroup * 64, query0, work.head, work.batch, kTileM);
+        }
+    }
+}
+
+// ---- Rows that see no key ------------------------------------------------------------------------------------------
+
+// Thread `thread` of `threads`: out = 0 and lse = -inf for `rows` rows, from `query0` on, that see no key.
+__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
+                                            int threads) {
+    element* out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + work.head * p.out.head;
+    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
+    rows = min(rows, p.seq_q - query0);
+    const int before = max(-query0, 0);
+    query0 += before;
+    rows -= before;
+#pragma unroll 1
+    for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
+        element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out.row + i % (kHeadDim / 8) * 8;
+        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (int i = thread; i < rows; i += threads) {
+        lse[query0 + i] = __int_as_float(0xff800000);
+    }
+}
+
+// Warp: the results of all work tiles without visits, which the producer does not broadcast.
+__device__ __forceinline__ void fill_empty(const Params& p) {
+#pragma unroll 1
+    for (int index = blockIdx.x; index < count_work(p); index += gridDim.x) {
+        const Work work = work_at(p, index);
+        if (visits_of(p, work) == 0) {
+            store_empty(p, work, first_row(p, work), kTileM, threadIdx.x % 32, 32);
         }
     }
 }
@@ -741,7 +815,9 @@ struct Consumer {
     int visit_count;  // of the work tile; 0: none is left
     Range kv_range;   // the visits that show these rows anything
     int row;          // the thread's first query row; its other one is 8 further down
-    int entry;        // of this visit: its key tile, and whether it is masked
+    int key_tile;     // of this visit
+    int whole;        // key tiles that all these rows see all of
+    int ordered;      // key tiles whose visits the ordering barrier orders: as many as the first warpgroup makes
 
     unsigned q;  // the buffer of Q
     float s[kTileN / 2];
@@ -751,7 +827,6 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(const Params& p, const TensorMaps& maps, unsigned smem, int warpgroup)
         : p(p), maps(maps), smem(smem), warpgroup(warpgroup), leader(threadIdx.x % 128 == 0) {
-        pin(this->smem);  // else the main loop reads it anew (S2UR)
     }
 
     // ---- Barriers ----
@@ -777,15 +852,24 @@ struct Consumer {
         barrier_arrive_if(stored && leader, smem + kEmptyQ + stage * 8);
     }
 
+    // Warpgroup ordering barrier: one warpgroup issues its products while the others are at their softmax.
+    __device__ __forceinline__ void order_sync() const {
+        named_sync_if(key_tile < ordered, kOrderBarrier + warpgroup, 256);
+    }
+
+    __device__ __forceinline__ void order_arrive() const {
+        named_arrive_if(key_tile < ordered, kOrderBarrier + (warpgroup + 1) % kConsumers, 256);
+    }
+
     // ---- Steps of a visit ----
 
     __device__ __forceinline__ void set_visit(int i) {
-        entry = visit_of(p, work, i);
+        key_tile = kv_range.end - 1 - i;
     }
 
     // Whether the mask hides any of the visit's pairs from these rows.
     __device__ __forceinline__ bool masked() const {
-        return entry & 1;
+        return key_tile >= whole;
     }
 
     // Start S = Q K^T.
@@ -806,7 +890,7 @@ struct Consumer {
     __device__ __forceinline__ void apply_mask_and_release_k() {
         accumulator_fence(s);
         if (masked()) {
-            const int key0 = (entry >> 1) * kTileN;
+            const int key0 = key_tile * kTileN;
             apply_mask(p, s, row, key0);
         }
         release(smem + kEmptyK + kv_pipe.stage * 8);
@@ -815,45 +899,49 @@ struct Consumer {
     // ---- Work tiles ----
 
     // The work tile that the producer has broadcast. All warps have read it before they release the buffer of Q: the
-    // warpgroup's named barrier lies in between, in store_out or skip_visits.
+    // warpgroup's named barrier lies in between, in store_out.
     __device__ __forceinline__ void fetch_tile() {
         wait_q();
         const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
         const int4 tile = shared_load(words);
         work = {__shfl_sync(~0u, tile.x, 0), __shfl_sync(~0u, tile.y, 0), __shfl_sync(~0u, tile.z, 0)};
         visit_count = __shfl_sync(~0u, tile.w, 0);
-        kv_range = {visit_count};
     }
 
-    // Release K and V of `count` visits that show these rows nothing. No wgmma may be in flight.
-    __device__ __forceinline__ void skip_visits(int count) {
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            wait_k();  // to arrive earlier would count for the visit before
-            named_sync(kWarpgroupBarrier + warpgroup, 128);  // all warps have seen this phase: it may end
-            barrier_arrive_if(threadIdx.x % 128 == 0, smem + kEmptyK + kv_pipe.stage * 8);
-            wait_v(kv_pipe);
-            named_sync(kWarpgroupBarrier + warpgroup, 128);
-            barrier_arrive_if(leader, smem + kEmptyV + kv_pipe.stage * 8);
-            kv_pipe.advance();
-        }
+    // Number the visits from the diagonal of these rows on, at least one, so that every warpgroup stores its rows.
+    // Returns how many visits come before, which show these rows nothing.
+    __device__ __forceinline__ int find_range() {
+        const int query0 = first_row(p, work) + warpgroup * 64;
+        kv_range = {max(1, tiles_before(p, query0 + 64))};
+        whole = whole_tiles(p, query0);
+        ordered = max(1, tiles_before(p, first_row(p, work) + 64)) - 1;
+        return visit_count - kv_range.end;
     }
 
-    // Skip a work tile, and fetch the next.
-    __device__ __forceinline__ void skip_tile() {
-        skip_visits(visit_count);
-        barrier_arrive_if(leader, smem + kEmptyQ + q_pipe.stage * 8);
-        q_pipe.advance();
-        fetch_tile();
+    // Skip a visit if `hidden`; P V may be in flight. Only the first warp waits for its K and V. The other warps must
+    // meet the first one before they wait for these buffers again, or they could take this phase for the next.
+    __device__ __forceinline__ void skip_visit_if(bool hidden) {
+        const bool waits = hidden && __shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0;
+        const bool arrives = hidden && threadIdx.x % 128 == 0;
+        barrier_wait_if(waits, smem + kFullK + kv_pipe.stage * 8, kv_pipe.phase);
+        barrier_arrive_if(arrives, smem + kEmptyK + kv_pipe.stage * 8);
+        barrier_wait_if(waits, smem + kFullV + kv_pipe.stage * 8, kv_pipe.phase);
+        barrier_arrive_if(arrives, smem + kEmptyV + kv_pipe.stage * 8);
+        const bool wraps = hidden && kv_pipe.stage == kStages - 1;
+        kv_pipe.stage = wraps ? 0 : kv_pipe.stage + hidden;
+        kv_pipe.phase ^= wraps;
     }
 
-    // Whether a work tile is left. The first one without rows of this warpgroup is followed only by others like it.
-    __device__ __forceinline__ bool next_visible_tile() const {
-        return first_row(p, work) + warpgroup * 64 < p.seq_q && visit_count > 0;
-    }
+    // Whether a work tile is left.
+    __device__ __forceinline__ bool next_visible_tile() const { return visit_count > 0; }
 
     // Start S of the work tile's first visit.
     __device__ __forceinline__ void begin_tile() {
+        const int hidden = find_range();
+#pragma unroll
+        for (int i = 0; i < kHiddenVisits; ++i) {
+            skip_visit_if(hidden > i);
+        }
         set_visit(kv_range.begin);
         q = smem + kOffsetQ + q_pipe.stage * kTileBytesM;
         wait_k();
@@ -893,14 +981,19 @@ struct Consumer {
     // ---- The loop over work tiles and visits ----
 
     __device__ __forceinline__ void run() {
+        if (warpgroup == kConsumers - 1) {
+            named_arrive(kOrderBarrier, 256);  // the first warpgroup begins
+        }
         fetch_tile();
         if (next_visible_tile()) {
             begin_tile();
             wgmma_wait_all();
+            named_sync(kWarpgroupBarrier + warpgroup, 128);  // the first warp has waited for skipped visits
             TileTail tail = {};
             do {
                 // The first visit.
                 row = first_row(p, work) + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+                pin(row);  // else computed anew in each masked visit
                 stats.reset();
                 float2 rescale;
                 apply_mask_and_release_k();
@@ -909,13 +1002,16 @@ struct Consumer {
 
                 // The others: S of visit i together with P V of visit i - 1.
                 for (int i = kv_range.begin + 1; i < kv_range.end; ++i) {
+                    smem ^= p.batch >> 31;  // by 0; else S2UR, and with `pin` 64-bit additions in halves
                     set_visit(i);
                     const PipelineState<kStages> v_pipe = kv_pipe;
                     kv_pipe.advance();
                     wait_k();
+                    order_sync();
                     issue_qk();
                     wait_v(v_pipe);
                     issue_pv(v_pipe.stage, i > kv_range.begin + 1);
+                    order_arrive();
                     wgmma_wait_all_but_one();  // S is complete, P V may still run
                     apply_mask_and_release_k();
                     wgmma_wait_all();
@@ -935,9 +1031,6 @@ struct Consumer {
             finish_tile<false>(tail);
             release_q(tail.q_stage, true);
         }
-        while (visit_count > 0) {
-            skip_tile();
-        }
     }
 };
 
@@ -945,7 +1038,7 @@ struct Consumer {
 
 // Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_c1(
+attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
@@ -964,11 +1057,13 @@ attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_c1(
         barrier_init_fence();
     }
     __syncthreads();
-    // All warps of a warpgroup take part in setmaxnreg; then one thread of the first goes on.
+    // All warps of a warpgroup take part in setmaxnreg; then one thread and one warp of the first go on.
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
             Producer{p, maps, smem}.run();
+        } else if (p.seq_q > p.seq_k && threadIdx.x / 32 == 1) {
+            fill_empty(p);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");

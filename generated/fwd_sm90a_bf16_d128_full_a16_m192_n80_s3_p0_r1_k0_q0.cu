@@ -1,19 +1,18 @@
-// attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1
+// attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask dense --align 16
-//     --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0
-//     --set persistent=1 --set dynamic=0 --set q_in_regs=1 --set cluster=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
+//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0
+//     --set persistent=1 --set dynamic=0 --set q_in_regs=0
 //
-//   tile_m      128   query rows per tile, 64 for each consumer warpgroup
-//   tile_n      128   keys per step of the main loop
-//   stages        2   shared-memory buffers for K and for V
+//   tile_m      192   query rows per tile, 64 for each consumer warpgroup
+//   tile_n       80   keys per step of the main loop
+//   stages        3   shared-memory buffers for K and for V
 //   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent    1   one block per multiprocessor walks many tiles
 //   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs     1   keep the fragments of Q in registers
-//   cluster       1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
+//   q_in_regs     0   keep the fragments of Q in registers
 //
-// Attention forward. A producer thread loads tiles with TMA; 2 consumer warpgroups multiply them with wgmma.
+// Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
 //
 // symbol      shape                 meaning
 //   Q         kTileM x kHeadDim     query tile of a work tile; each consumer warpgroup owns 64 of its rows
@@ -32,28 +31,8 @@
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
-// A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
-struct TensorRef {
-    void* data;
-    long long batch, head, row;
-};
-
-// A bool mask (batch, heads_q, seq_q, seq_k): its address, and strides, 0 where an axis is expanded.
-struct MaskRef {
-    const unsigned char* data;
-    long long batch, head, row, col;
-};
-
 struct Params {
-    TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
-    MaskRef dense;  // dense mask as bytes, 1 where query i sees key j; or mask_bits
-    const unsigned* mask_bits;  // (mask_planes, seq_q, mask_words) dense mask as bits; or dense
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
-    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
-    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
-    int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -61,12 +40,6 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
-    int list_stride;  // entries per row of tile_list
-    int mask_batches;  // batch if each entry has a plane of its own, else 1
-    int mask_heads;  // heads if each q head (of spans also: kv head) has a plane of its own, else 1
-    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
-    int bits_row;  // words per row of bits
-    int padded_q;  // tiles_m * tile_m
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
 };
@@ -91,17 +64,16 @@ constexpr int kPanels = 2;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
-constexpr int kTileM = 128;  // query rows of a work tile
-constexpr int kTileN = 128;  // keys of a visit
-constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
-constexpr int kRowGroups = kConsumers;  // row groups of a query tile, each with a kv_range of its own
+constexpr int kTileM = 192;  // query rows of a work tile
+constexpr int kTileN = 80;  // keys of a visit
+constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
 // 1 at most. Elsewhere they are updated only when the average of P over a thread's columns passes 1.25. P is rounded:
 // a row whose largest P is not 1 loses accuracy. What these two numbers cost: docs/experiments.md, 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
-constexpr int kStages = 2;  // buffers of K and of V
+constexpr int kStages = 3;  // buffers of K and of V
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
 constexpr int kBuffersQ = 2;  // O is stored through the buffer of its Q
@@ -120,8 +92,13 @@ constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
 constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
-constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 196704, "codegen/families/sm90.py disagrees");
+// The work tile of each buffer of Q, which the producer broadcasts: tile, head, batch, visit_count (0: none is left).
+// 16 bytes each.
+constexpr int kBroadcast = kEmptyV + 8 * kStages;
+constexpr int kBroadcastBytes = 16;
+static_assert(kBroadcast % 16 == 0, "read and written 16 bytes at a time");
+constexpr int kSharedBytes = kBroadcast + kBroadcastBytes * kBuffersQ;
+static_assert(kSharedBytes == 221344, "codegen/families/sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 //   kWarpgroupBarrier  the four warps of the warpgroup
@@ -195,6 +172,21 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         : "memory");
 }
 
+// Thread: write, read 16 bytes of shared memory.
+__device__ __forceinline__ void shared_store(unsigned address, int4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
+}
+__device__ __forceinline__ int4 shared_load(unsigned address) {
+    int4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
 // Thread: start copying a box to shared memory; its bytes count towards `barrier`.
 __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
                                          int panel, int head, int batch) {
@@ -264,14 +256,6 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
-// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
@@ -284,41 +268,24 @@ __device__ __forceinline__ void pin(Word& x) {
     asm volatile("" : "+r"(x));
 }
 
-// ---- Mask: dense ---------------------------------------------------------------------------------------------------
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
 
-// The plane of the mask that q head `head` looks at.
-__device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
-    return (p.mask_batches > 1 ? batch * p.mask_heads : 0) + (p.mask_heads > 1 ? head : 0);
-}
-
-// Bit i: does query `query` (below padded_q) see key `key0 + i`? `key0` is a multiple of 32 below padded_k.
-__device__ __forceinline__ unsigned seen_keys(const Params& p, int plane, int query, int key0) {
-    return __ldg(p.bits + (static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32);
-}
-
-// Where the tables of the schedule hold owned tile `tile`.
-__device__ __forceinline__ long long entry_of(const Params& p, int plane, int tile) {
-    return static_cast<long long>(plane) * p.tiles_m + tile;
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
-__device__ __forceinline__ int owned_tile(const Params& p, int plane, int rank) {
-    return __ldg(p.tile_order + entry_of(p, plane, rank));
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return rank;
 }
 
 // How many key tiles query tile `tile` visits.
-__device__ __forceinline__ int visits(const Params& p, int plane, int tile) {
-    return __ldg(p.tile_count + entry_of(p, plane, tile));
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    return p.tiles_n;
 }
 
-// Visit number `index`: key tile << kRowGroups, and a bit for each row group of the query tile that misses some pairs.
-__device__ __forceinline__ int visit(const Params& p, int plane, int tile, int index) {
-    return __ldg(p.tile_list + entry_of(p, plane, tile) * p.list_stride + index);
-}
-
-// The visits in which row group `group` of the tile sees some pair: [x, y).
-__device__ __forceinline__ int2 kv_range_of(const Params& p, int plane, int tile, int group) {
-    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + entry_of(p, plane, tile) * 4 + group);
+// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    return index * 2 + ((index + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -334,156 +301,24 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+// Last tiles that are not full come after all others.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
+    const int whole = p.seq_q / kTileM;
+    const int last = index - whole * heads * p.batch;
+    if (last >= 0) {
+        return {whole, last % heads, last / heads};
+    }
     const int together = heads / p.heads_kv;  // q heads with the same K and V
     const long long bytes = 4LL * kHeadDim * p.seq_k;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
     const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
-    const int first = index / (section * p.tiles_m) * section;
+    const int first = index / (section * whole) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
-    const int rest = index - first * p.tiles_m;
+    const int rest = index - first * whole;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
-}
-
-// ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
-
-constexpr int kScheduleThreads = 128;
-constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
-
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
-__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
-    const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
-    const unsigned own = __ballot_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0) {
-        votes[warp] = own;
-    }
-    __syncthreads();
-    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < kScheduleThreads / 32; ++w) {
-        before += w < warp ? __popc(votes[w]) : 0;
-        total += __popc(votes[w]);
-    }
-    return before;
-}
-
-// Thread: is key `key` visible to query `query` in plane `plane`? False outside of the mask.
-__device__ __forceinline__ bool pair_of(const Params& p, int plane, int query, int key) {
-    if (query >= p.seq_q || key >= p.seq_k) {
-        return false;
-    }
-    if (p.mask_bits != nullptr) {
-        const long long row = static_cast<long long>(plane) * p.seq_q + query;
-        return __ldg(p.mask_bits + row * p.mask_words + key / 32) >> key % 32 & 1;
-    }
-    const unsigned char* mask =
-        p.dense.data + plane / p.mask_heads * p.dense.batch + plane % p.mask_heads * p.dense.head;
-    return mask[query * p.dense.row + key * p.dense.col] != 0;
-}
-
-// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
-// place of the list a bit for each row group that sees some pair, then for each that misses some; or 0.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_pack(const __grid_constant__ Params p) {
-    const int key_tile = blockIdx.x % p.tiles_n;
-    const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
-    const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    unsigned found = 0;
-    constexpr int words = kTileN / 32;
-#pragma unroll 8
-    for (int i = warp; i < kTileM * words; i += kScheduleThreads / 32) {
-        const int query = query_tile * kTileM + i / words;
-        const int key0 = key_tile * kTileN + i % words * 32;
-        const unsigned word = __ballot_sync(~0u, pair_of(p, plane, query, key0 + lane));
-        if (lane == 0) {
-            p.bits[(static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32] = word;
-        }
-        const int group = i / words / (kTileM / kRowGroups);
-        found |= (word != 0) << group | (word != ~0u && query < p.seq_q) << kRowGroups + group;
-    }
-    unsigned kind = 0;
-#pragma unroll
-    for (int i = 0; i < kRowGroups * 2; ++i) {
-        kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
-    }
-    if (threadIdx.x == 0) {
-        const long long row = entry_of(p, plane, query_tile);
-        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeRowGroups ? kind : 0;
-    }
-}
-
-// One block per owned tile and plane: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned votes[kScheduleThreads / 32];
-    __shared__ int2 kv_range[kRowGroups];
-    if (threadIdx.x < kRowGroups) {
-        kv_range[threadIdx.x] = make_int2(p.tiles_n, 0);
-    }
-    const int tile = blockIdx.x;  // of all planes: plane * tiles_m + tile
-    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
-    int total = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        const int visited = base + threadIdx.x;
-        // What _pack wrote to the list. It is overwritten only where every thread has read.
-        const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
-        const int slot = count_before(kind != 0, votes, total);
-        if (kind != 0) {
-            list[slot] = visited << kRowGroups | kind >> kRowGroups;
-        }
-        // The visits of a warp lie side by side: take the first and the last in which a row group sees some pair.
-#pragma unroll
-        for (int group = 0; group < kRowGroups; ++group) {
-            const unsigned shows = __ballot_sync(~0u, kind >> group & 1);
-            const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
-            const bool last = shows >> threadIdx.x % 32 == 1;
-            if (first) {
-                atomicMin(&kv_range[group].x, slot);
-            }
-            if (last) {
-                atomicMax(&kv_range[group].y, slot + 1);
-            }
-        }
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-    __syncthreads();
-    if (threadIdx.x < kRowGroups) {
-        const int2 found = kv_range[threadIdx.x];
-        reinterpret_cast<int2*>(p.kv_range)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
-    }
-}
-
-// Work of the blocks that own `tile` for the q heads with plane `plane`.
-__device__ __forceinline__ int work_of(const Params& p, int plane, int tile) {
-    int work = 0;
-    for (int i = 0; i < 1; ++i) {
-        work += p.tile_count[entry_of(p, plane + i, tile)];
-    }
-    return work;
-}
-
-// One block per owned tile and plane: its rank is the number of tiles with more work, earlier tiles winning ties.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x % p.tiles_m;
-    const int plane = blockIdx.x / p.tiles_m;
-    const int work = work_of(p, plane, tile);
-    int rank = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_m ? work_of(p, plane, other) : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
-    }
-    if (threadIdx.x == 0) {
-        p.tile_order[entry_of(p, plane, rank)] = tile;
-    }
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -531,14 +366,14 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, unsigned tile, 
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, Q from registers.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], const unsigned (&a)[4], unsigned long long b,
+// Warpgroup: S (64 x 80) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+                 : "l"(a), "l"(b), "r"(add));
     // clang-format on
 }
 
@@ -553,22 +388,13 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// Warp: load its 16 rows of Q, from row `row` of the tile on, as fragments of wgmma's A operand.
-__device__ __forceinline__ void load_q(unsigned (&fragments)[kSteps][4], unsigned q, int row) {
-    const int lane = threadIdx.x % 32;
-    row += threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        ldmatrix(fragments[step], q + chunk_at(row, step * 2 + lane / 16, kTileM));
-    }
-}
-
-// Warpgroup: S = Q K^T, asynchronously.
-__device__ __forceinline__ void multiply_qk(float (&s)[kTileN / 2], const unsigned (&q)[kSteps][4], unsigned k) {
+// Warpgroup: S = Q K^T for the 64 rows of Q from row `row` of its tile on, asynchronously.
+__device__ __forceinline__ void multiply_qk(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
+    const unsigned long long a = panels_at(q, kTileM, row);
     const unsigned long long b = panels_at(k, kTileN, 0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        wgmma_scores(s, q[step], b + step_at(step, kTileN), step > 0);
+        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
     }
 }
 
@@ -601,14 +427,12 @@ struct PipelineState {
 // A work tile: a query tile of a head.
 struct Work {
     int tile, head, batch;
-    int plane;  // of the mask
 };
 
 // Work number `index`.
 __device__ __forceinline__ Work work_at(const Params& p, int index) {
     const Place place = place_of(p, index);
-    const int plane = mask_plane(p, place.batch, place.head);
-    return {owned_tile(p, plane, place.rank), place.head, place.batch, plane};
+    return {owned_tile(p, place.rank), place.head, place.batch};
 }
 
 // Work tiles, those that see nothing included.
@@ -631,34 +455,26 @@ __device__ __forceinline__ int first_row(const Params& p, const Work& work) {
 
 // How many key tiles a work tile visits.
 __device__ __forceinline__ int visits_of(const Params& p, const Work& work) {
-    return visits(p, work.plane, work.tile);
+    return visits(p, work.tile);
 }
 
 // Visit `index` of a work tile: its key tile, and whether it is masked (`visit` says how the two are packed).
 __device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
-    return visit(p, work.plane, work.tile, index);
-}
-
-// The visits that show the 64 rows of warpgroup `warpgroup` anything: [x, y).
-__device__ __forceinline__ int2 kv_range_of(const Params& p, const Work& work, int warpgroup) {
-    return kv_range_of(p, work.plane, work.tile, warpgroup);
+    return visit(p, work.tile, index);
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
 // Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
-__device__ __forceinline__ void apply_mask(const Params& p, int plane, float (&s)[kTileN / 2], int row, int key0) {
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 2], int row, int key0) {
     const float hidden = __int_as_float(0xff800000);
 #pragma unroll
-    for (int word = 0; word < kTileN / 32; ++word) {
+    for (int i = 0; i < kTileN / 2; i += 4) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const unsigned seen = seen_keys(p, plane, row + half * 8, key0 + word * 32) >> threadIdx.x % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                float& value = s[word * 16 + i / 2 * 4 + half * 2 + i % 2];
-                value = seen >> (i / 2 * 8 + i % 2) & 1 ? value : hidden;
-            }
+        for (int c = 0; c < 2; ++c) {
+            const int key = key0 + i * 2 + threadIdx.x % 4 * 2 + c;
+            s[i + c] = visible(p, row, key) ? s[i + c] : hidden;
+            s[i + 2 + c] = visible(p, row + 8, key) ? s[i + 2 + c] : hidden;
         }
     }
 }
@@ -790,25 +606,44 @@ struct Producer {
         kv_pipe.advance();
     }
 
+    // Consumers read this once Q is full: the arrival that announces Q releases these writes.
+    __device__ __forceinline__ void broadcast(const Work& work, int count) const {
+        const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
+        shared_store(words, make_int4(work.tile, work.head, work.batch, count));
+    }
+
+    // No visits: the work has ended.
+    __device__ __forceinline__ void broadcast_end() const {
+        for (int i = 0; i < kBroadcastBytes; i += 16) {
+            shared_store(smem + kBroadcast + q_pipe.stage * kBroadcastBytes + i, make_int4(0, 0, 0, 0));
+        }
+        barrier_arrive(smem + kFullQ + q_pipe.stage * 8);
+    }
+
     __device__ __forceinline__ void run() {
         for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
             const Work work = work_at(p, index);
             const int head_kv = work.head / (p.heads_q / p.heads_kv);
             const int count = visits_of(p, work);
-            int entry = count == 0 ? 0 : visit_of(p, work, 0);
+            if (count == 0) {
+                continue;
+            }
+            wait_empty_q();
+            broadcast(work, count);
+            load_q(work);
+            int entry = visit_of(p, work, 0);
+#pragma unroll 1  // registers are few
             for (int i = 0; i < count; ++i) {
-                const int key0 = (entry >> kRowGroups) * kTileN;
+                const int key0 = (entry >> 1) * kTileN;
                 if (i + 1 < count) {
                     entry = visit_of(p, work, i + 1);
                 }
                 load_k(key0, head_kv, work.batch);
-                if (i == 0) {
-                    wait_empty_q();
-                    load_q(work);
-                }
                 load_v(key0, head_kv, work.batch);
             }
         }
+        wait_empty_q();
+        broadcast_end();
     }
 };
 
@@ -859,30 +694,12 @@ __device__ __forceinline__ void store_out(const Params& p, const TensorMaps& map
     }
 }
 
-// ---- Rows that see no key ------------------------------------------------------------------------------------------
-
-// Thread `thread` of `threads`: out = 0 and lse = -inf for `rows` rows, from `query0` on, that see no key.
-__device__ __forceinline__ void store_empty(const Params& p, const Work& work, int query0, int rows, int thread,
-                                            int threads) {
-    element* out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + work.head * p.out.head;
-    float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
-    rows = min(rows, p.seq_q - query0);
-#pragma unroll 1
-    for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
-        element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out.row + i % (kHeadDim / 8) * 8;
-        *reinterpret_cast<uint4*>(chunk) = make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll 1
-    for (int i = thread; i < rows; i += threads) {
-        lse[query0 + i] = __int_as_float(0xff800000);
-    }
-}
-
 // ---- Consumer ------------------------------------------------------------------------------------------------------
 
-// Visits of a work tile, by their numbers.
+// Visits of a work tile, by their numbers: from the first on.
 struct Range {
-    int begin, end;
+    static constexpr int begin = 0;
+    int end;
 };
 
 // What is left of a work tile after its last softmax: its last P V, and to store O.
@@ -892,7 +709,6 @@ struct TileTail {
     unsigned v_stage;  // of the last P V
     bool accumulate;   // whether there was a P V before it
     bool overlap;      // whether S of the next work tile is issued with the last P V
-    int hidden_visits;  // after the end of kv_range
 };
 
 // One consumer warpgroup, which owns 64 query rows of every work tile. Its visit i is
@@ -919,7 +735,6 @@ struct Consumer {
 
     PipelineState<kBuffersQ> q_pipe;
     PipelineState<kStages> kv_pipe;  // of K; V is used one visit later
-    int round = 0;  // of the block's walk over work tiles
 
     Work work;        // the work tile
     int visit_count;  // of the work tile; 0: none is left
@@ -927,7 +742,7 @@ struct Consumer {
     int row;          // the thread's first query row; its other one is 8 further down
     int entry;        // of this visit: its key tile, and whether it is masked
 
-    unsigned q[kSteps][4];  // fragments of Q
+    unsigned q;  // the buffer of Q
     float s[kTileN / 2];
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
@@ -969,13 +784,13 @@ struct Consumer {
 
     // Whether the mask hides any of the visit's pairs from these rows.
     __device__ __forceinline__ bool masked() const {
-        return entry >> warpgroup & 1;
+        return entry & 1;
     }
 
     // Start S = Q K^T.
     __device__ __forceinline__ void issue_qk() {
         wgmma_fence();
-        multiply_qk(s, q, smem + kOffsetK + kv_pipe.stage * kTileBytesN);
+        multiply_qk(s, q, warpgroup * 64, smem + kOffsetK + kv_pipe.stage * kTileBytesN);
         wgmma_commit();
     }
 
@@ -990,26 +805,23 @@ struct Consumer {
     __device__ __forceinline__ void apply_mask_and_release_k() {
         accumulator_fence(s);
         if (masked()) {
-            const int key0 = (entry >> kRowGroups) * kTileN;
-            apply_mask(p, work.plane, s, row, key0);
+            const int key0 = (entry >> 1) * kTileN;
+            apply_mask(p, s, row, key0);
         }
         release(smem + kEmptyK + kv_pipe.stage * 8);
     }
 
     // ---- Work tiles ----
 
-    // The block's next work tile with visits; those without are stored at once.
+    // The work tile that the producer has broadcast. All warps have read it before they release the buffer of Q: the
+    // warpgroup's named barrier lies in between, in store_out or skip_visits.
     __device__ __forceinline__ void fetch_tile() {
-        visit_count = 0;
-        for (int index; visit_count == 0 && (index = work_index(p, round)) >= 0; ++round) {
-            work = work_at(p, index);
-            visit_count = visits_of(p, work);
-            if (visit_count == 0) {
-                store_empty(p, work, first_row(p, work) + warpgroup * 64, 64, threadIdx.x % 128, 128);
-            }
-        }
-        const int2 range = visit_count > 0 ? kv_range_of(p, work, warpgroup) : make_int2(0, 0);
-        kv_range = {range.x, range.y};
+        wait_q();
+        const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
+        const int4 tile = shared_load(words);
+        work = {__shfl_sync(~0u, tile.x, 0), __shfl_sync(~0u, tile.y, 0), __shfl_sync(~0u, tile.z, 0)};
+        visit_count = __shfl_sync(~0u, tile.w, 0);
+        kv_range = {visit_count};
     }
 
     // Release K and V of `count` visits that show these rows nothing. No wgmma may be in flight.
@@ -1028,47 +840,33 @@ struct Consumer {
 
     // Skip a work tile, and fetch the next.
     __device__ __forceinline__ void skip_tile() {
-        wait_q();
         skip_visits(visit_count);
-        store_empty(p, work, first_row(p, work) + warpgroup * 64, 64, threadIdx.x % 128, 128);
         barrier_arrive_if(leader, smem + kEmptyQ + q_pipe.stage * 8);
         q_pipe.advance();
         fetch_tile();
     }
 
-    // Skip the work tiles that show these rows nothing, and the visits before kv_range. False: no work tile is left.
-    // That is found out before skip_visits: ptxas takes a condition computed across its loop for divergent.
-    __device__ __forceinline__ bool next_visible_tile() {
-        while (visit_count > 0 && kv_range.begin == kv_range.end) {
-            skip_tile();
-        }
-        if (visit_count == 0) {
-            return false;
-        }
-        skip_visits(kv_range.begin);
-        return true;
+    // Whether a work tile is left. The first one without rows of this warpgroup is followed only by others like it.
+    __device__ __forceinline__ bool next_visible_tile() const {
+        return first_row(p, work) + warpgroup * 64 < p.seq_q && visit_count > 0;
     }
 
     // Start S of the work tile's first visit.
     __device__ __forceinline__ void begin_tile() {
         set_visit(kv_range.begin);
-        wait_q();
-        load_q(q, smem + kOffsetQ + q_pipe.stage * kTileBytesM, warpgroup * 64);
+        q = smem + kOffsetQ + q_pipe.stage * kTileBytesM;
         wait_k();
         issue_qk();
     }
 
-    // Go on to the next work tile, which is known unless hidden visits have to be skipped first.
+    // Go on to the next work tile.
     __device__ __forceinline__ TileTail leave_tile() {
         TileTail tail = {work, q_pipe.stage, kv_pipe.stage, kv_range.end - kv_range.begin > 1, false};
         wait_v(kv_pipe);
         kv_pipe.advance();
         q_pipe.advance();
-        tail.hidden_visits = visit_count - kv_range.end;
-        if (tail.hidden_visits == 0) {
-            fetch_tile();
-            tail.overlap = kv_range.begin == 0 && kv_range.end > 0;
-        }
+        fetch_tile();
+        tail.overlap = next_visible_tile();
         return tail;
     }
 
@@ -1095,14 +893,13 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         fetch_tile();
-        while (next_visible_tile()) {
+        if (next_visible_tile()) {
             begin_tile();
             wgmma_wait_all();
             TileTail tail = {};
             do {
                 // The first visit.
                 row = first_row(p, work) + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-                pin(row);  // else computed anew in each masked visit
                 stats.reset();
                 float2 rescale;
                 apply_mask_and_release_k();
@@ -1135,11 +932,10 @@ struct Consumer {
                 }
             } while (tail.overlap);
             finish_tile<false>(tail);
-            if (tail.hidden_visits > 0) {
-                skip_visits(tail.hidden_visits);
-                fetch_tile();
-            }
             release_q(tail.q_stage, true);
+        }
+        while (visit_count > 0) {
+            skip_tile();
         }
     }
 };
@@ -1148,7 +944,7 @@ struct Consumer {
 
 // Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1(
+attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
@@ -1169,12 +965,12 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_c1(
     __syncthreads();
     // All warps of a warpgroup take part in setmaxnreg; then one thread of the first goes on.
     if (warpgroup == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
             Producer{p, maps, smem}.run();
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
         Consumer(p, maps, smem, warpgroup - 1).run();
     }
 }

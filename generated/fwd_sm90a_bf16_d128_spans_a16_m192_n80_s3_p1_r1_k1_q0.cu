@@ -1,17 +1,16 @@
-// attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0_c1
+// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
-//     16 --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=1
-//     --set persistent=1 --set dynamic=0 --set q_in_regs=0 --set cluster=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
+//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=1
+//     --set persistent=1 --set dynamic=1 --set q_in_regs=0
 //
 //   tile_m      192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       80   keys per step of the main loop
 //   stages        3   shared-memory buffers for K and for V
 //   ping_pong     1   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent    1   one block per multiprocessor walks many tiles
-//   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   dynamic       1   dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs     0   keep the fragments of Q in registers
-//   cluster       1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
 //
 // Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
 //
@@ -25,7 +24,7 @@
 //   row_sum   64                    row sum of P
 //   lse       64                    ln(sum exp(scale S)) = scale row_max + ln(row_sum)
 //   work tile                       one query tile of one head
-//   visit     0 to visit_count - 1  one key tile of a work tile, from the diagonal down to key tile 0
+//   visit     0 to visit_count - 1  one key tile of a work tile
 //   kv_range  [begin, end)          the visits in which a warpgroup's rows see a key
 //
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
@@ -40,7 +39,15 @@ struct TensorRef {
 
 struct Params {
     TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
+    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
+    const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
+    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
+    int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
+    int* tile_counter;  // (2) work tiles handed out, blocks that found none left; 0 between launches
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -48,6 +55,7 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
+    int list_stride;  // entries per row of tile_list
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
 };
@@ -75,7 +83,7 @@ constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_d
 constexpr int kTileM = 192;  // query rows of a work tile
 constexpr int kTileN = 80;  // keys of a visit
 constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
-constexpr int kHiddenVisits = 2;  // of a work tile before the first that its first 64 rows see, at most
+constexpr int kRowGroups = kConsumers;  // row groups of a query tile, each with a kv_range of its own
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
 // 1 at most. Elsewhere they are updated only when the average of P over a thread's columns passes 1.25. P is rounded:
@@ -90,10 +98,12 @@ constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
-constexpr int kOffsetBarriers = kOffsetBounds;
+constexpr int kBoundsBytes = kTileN * 8;  // starts and ends of the keys of a masked visit
+constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
 // Barriers in shared memory, one of each kind a buffer. Full: the tile has landed, that is the producer has arrived and
 // the bytes that it announced are there. Empty: all consumers have released the buffer. One thread arrives for its
 // warpgroup, after it has waited for a wgmma, which is one operation of all four warps.
+// At empty K each warp arrives for itself, as it reads the bounds beside K on its own.
 // Empty Q: O has been stored through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
@@ -102,12 +112,12 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 // The work tile of each buffer of Q, which the producer broadcasts: tile, head, batch, visit_count (0: none is left).
-// 16 bytes each.
+// After it the kv_range of each row group. 16 bytes each.
 constexpr int kBroadcast = kEmptyV + 8 * kStages;
-constexpr int kBroadcastBytes = 16;
+constexpr int kBroadcastBytes = 16 + 16 * kRowGroups;
 static_assert(kBroadcast % 16 == 0, "read and written 16 bytes at a time");
 constexpr int kSharedBytes = kBroadcast + kBroadcastBytes * kBuffersQ;
-static_assert(kSharedBytes == 221344, "codegen/families/sm90.py disagrees");
+static_assert(kSharedBytes == 223360, "codegen/families/sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
 //   kOrderBarrier      orders warpgroups: one syncs before it issues products, the one before it arrives after its own
@@ -182,21 +192,6 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         : "memory");
 }
 
-// Thread: wait as `barrier_wait` does if `condition`, without a branch around it.
-__device__ __forceinline__ void barrier_wait_if(bool condition, unsigned barrier, unsigned parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        ".reg .pred done;\n"
-        "setp.ne.b32 p, %2, 0;\n"
-        "again:\n"
-        "setp.eq.b32 done, 0, 0;\n"
-        "@p mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(barrier), "r"(parity), "r"(static_cast<int>(condition))
-        : "memory");
-}
-
 // Thread: write, read 16 bytes of shared memory.
 __device__ __forceinline__ void shared_store(unsigned address, int4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
@@ -219,6 +214,14 @@ __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, uns
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
+__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -263,18 +266,6 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Warps: the same if `condition`.
-__device__ __forceinline__ void named_sync_if(bool condition, int id, int threads) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p bar.sync %0, %1;\n}" ::"r"(id), "r"(threads),
-                 "r"(static_cast<int>(condition))
-                 : "memory");
-}
-__device__ __forceinline__ void named_arrive_if(bool condition, int id, int threads) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p bar.arrive %0, %1;\n}" ::"r"(id), "r"(threads),
-                 "r"(static_cast<int>(condition))
-                 : "memory");
-}
-
 // Thread: 2^x, about 2 ulp.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -308,38 +299,31 @@ __device__ __forceinline__ void pin(Word& x) {
     asm volatile("" : "+r"(x));
 }
 
-// ---- Mask: causal --------------------------------------------------------------------------------------------------
+// ---- Mask: spans ---------------------------------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
-    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+// The queries that see key `key` are [x, y).
+__device__ __forceinline__ int2 span_of(const Params& p, int key) {
+    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
 }
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return p.tiles_m - 1 - rank;
+    return __ldg(p.tile_order + rank);
 }
 
-// The first query of query tile `tile`. The last tile ends with the last query, since it visits most keys and should be
-// full; the first one may begin before query 0. Whole groups of 64 rows do, a warpgroup's: copies to shared memory may
-// begin at a negative row (and fill it with zeros), copies from there may not.
-__device__ __forceinline__ int first_query(const Params& p, int tile) {
-    return tile * kTileM - (p.tiles_m * kTileM - p.seq_q) / 64 * 64;
-}
-
-// How many key tiles are visible to some query before `query`, and how many of them as a whole to `query`, too.
-__device__ __forceinline__ int tiles_before(const Params& p, int query) {
-    const int keys = query + p.seq_k - p.seq_q;
-    return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
-}
-__device__ __forceinline__ int whole_tiles(const Params& p, int query) {
-    return max(0, min(p.seq_k, query + 1 + p.seq_k - p.seq_q)) / kTileN;
-}
-
-// How many key tiles query tile `tile` visits: those before the last query's diagonal, the nearest one first, as masked
-// visits should be among the first ones, in which row maxima are updated anyway.
+// How many key tiles query tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return tiles_before(p, first_query(p, tile) + kTileM);
+    return __ldg(p.tile_count + tile);
+}
+
+// Visit number `index`: key tile << kRowGroups, and a bit for each row group of the query tile that misses some pairs.
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+}
+
+// The visits in which row group `group` of the tile sees some pair: [x, y).
+__device__ __forceinline__ int2 kv_range_of(const Params& p, int tile, int group) {
+    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + tile * 4 + group);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -355,8 +339,6 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
-// Every other section begins with its smallest tiles, so that where two meet in a round, all blocks get work tiles of
-// about the same size; the last section ends with its smallest ones.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
     const int together = heads / p.heads_kv;  // q heads with the same K and V
@@ -368,9 +350,202 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
     const int rest = index - first * p.tiles_m;
     const int plane = first + rest % width;
-    const bool ascends = (heads * p.batch - 1 - first) / section & 1;  // an odd number of sections follows
-    const int rank = ascends ? p.tiles_m - 1 - rest / width : rest / width;
-    return {rank, plane % heads, plane / heads};
+    return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
+
+constexpr int kScheduleThreads = 128;
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
+
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
+__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // nobody reads the last votes any more
+    const unsigned own = __ballot_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) {
+        votes[warp] = own;
+    }
+    __syncthreads();
+    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < kScheduleThreads / 32; ++w) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        total += __popc(votes[w]);
+    }
+    return before;
+}
+
+constexpr int kUnit = kTileM / kRowGroups;  // query rows of a row group
+constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
+
+// The keys of a tile, as the threads of a block hold them.
+struct Keys {
+    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
+    int latest, earliest;       // start and end of all keys of the tile
+};
+
+// Block: the keys of a tile. Also writes bounds, and clears the tile counters.
+__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
+    __shared__ int latest[kScheduleThreads / 32];
+    __shared__ int earliest[kScheduleThreads / 32];
+    Keys keys;
+    keys.latest = 0;
+    keys.earliest = p.seq_q;
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const int in_tile = i * kScheduleThreads + threadIdx.x;
+        keys.units[i] = make_int2(0, 0);
+        if (in_tile < kTileN) {
+            const int2 span = span_of(p, key_tile * kTileN + in_tile);
+            keys.latest = max(keys.latest, span.x);
+            keys.earliest = min(keys.earliest, span.y);
+            const int first = max(span.x, 0);
+            const int last = min(span.y, p.seq_q);
+            if (first < last) {
+                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
+            }
+            reinterpret_cast<int2*>(p.bounds)[key_tile * kTileN + in_tile] = span;
+        }
+    }
+    if (key_tile == 0 && threadIdx.x < 2) {
+        p.tile_counter[threadIdx.x] = 0;
+    }
+    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
+    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
+    __syncthreads();
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        keys.latest = max(keys.latest, latest[warp]);
+        keys.earliest = min(keys.earliest, earliest[warp]);
+    }
+    return keys;
+}
+
+// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
+// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
+__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
+    constexpr int units = kScheduleThreads * kRowGroups;
+    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
+    __shared__ int sums[kScheduleThreads / 32];
+    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
+        changes[i] = 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kKeysOfThread; ++i) {
+        const unsigned first = keys.units[i].x - base * kRowGroups;
+        const unsigned last = keys.units[i].y - base * kRowGroups;
+        if (first < units && first != last) {
+            atomicAdd(&changes[first], 1);
+        }
+        if (last < units && first != last) {
+            atomicAdd(&changes[last], -1);
+        }
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    int sum = 0;
+    int group_keys[kRowGroups];
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+        sum += changes[threadIdx.x * kRowGroups + group];
+        group_keys[group] = sum;
+    }
+    int before = sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, before, distance);
+        before += lane >= distance ? other : 0;
+    }
+    if (lane == 31) {
+        sums[threadIdx.x / 32] = before;
+    }
+    __syncthreads();
+    before += seen - sum;
+    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
+        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
+        seen += sums[warp];
+    }
+    unsigned kind = 0;
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+        const int first = (base + threadIdx.x) * kTileM + group * kUnit;
+        const int last = min(first + kUnit, p.seq_q);
+        kind |= (before + group_keys[group] > 0) << group;
+        kind |= (keys.latest > first || keys.earliest < last) << kRowGroups + group;
+    }
+    return kind & kSomeRowGroups ? kind : 0;
+}
+
+// One block per key tile: writes to the list of each query tile, at the place of the key tile, how it is seen.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
+    const Keys keys = load_keys(p, blockIdx.x);
+    int seen = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const unsigned kind = find_kind(p, keys, base, seen);
+        if (base + threadIdx.x < p.tiles_m) {
+            p.tile_list[static_cast<long long>(base + threadIdx.x) * p.list_stride + blockIdx.x] = kind;
+        }
+    }
+}
+
+// One block per owned tile: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned votes[kScheduleThreads / 32];
+    __shared__ int2 kv_range[kRowGroups];
+    if (threadIdx.x < kRowGroups) {
+        kv_range[threadIdx.x] = make_int2(p.tiles_n, 0);
+    }
+    const int tile = blockIdx.x;
+    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
+    int total = 0;
+    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
+        const int visited = base + threadIdx.x;
+        // What _kinds wrote to the list. It is overwritten only where every thread has read.
+        const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
+        const int slot = count_before(kind != 0, votes, total);
+        if (kind != 0) {
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
+        }
+        // The visits of a warp lie side by side: take the first and the last in which a row group sees some pair.
+#pragma unroll
+        for (int group = 0; group < kRowGroups; ++group) {
+            const unsigned shows = __ballot_sync(~0u, kind >> group & 1);
+            const bool first = (shows & ((2u << threadIdx.x % 32) - 1)) == 1u << threadIdx.x % 32;
+            const bool last = shows >> threadIdx.x % 32 == 1;
+            if (first) {
+                atomicMin(&kv_range[group].x, slot);
+            }
+            if (last) {
+                atomicMax(&kv_range[group].y, slot + 1);
+            }
+        }
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+    __syncthreads();
+    if (threadIdx.x < kRowGroups) {
+        const int2 found = kv_range[threadIdx.x];
+        reinterpret_cast<int2*>(p.kv_range)[tile * 4 + threadIdx.x] = found.y > 0 ? found : make_int2(0, 0);
+    }
+}
+
+// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x;
+    const int work = p.tile_count[tile];
+    int rank = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const int other = base + threadIdx.x;
+        const int theirs = other < p.tiles_m ? p.tile_count[other] : -1;
+        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    }
+    if (threadIdx.x == 0) {
+        p.tile_order[rank] = tile;
+    }
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -492,17 +667,9 @@ __device__ __forceinline__ int count_work(const Params& p) {
     return p.tiles_m * p.heads_q * p.batch;
 }
 
-// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
-// work tile every time.
-__device__ __forceinline__ int work_index(const Params& p, int round) {
-    const int total = count_work(p);
-    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    return index < total ? index : -1;
-}
-
 // The first query row of a work tile.
 __device__ __forceinline__ int first_row(const Params& p, const Work& work) {
-    return first_query(p, work.tile);
+    return work.tile * kTileM;
 }
 
 // How many key tiles a work tile visits.
@@ -510,18 +677,31 @@ __device__ __forceinline__ int visits_of(const Params& p, const Work& work) {
     return visits(p, work.tile);
 }
 
+// Visit `index` of a work tile: its key tile, and whether it is masked (`visit` says how the two are packed).
+__device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
+    return visit(p, work.tile, index);
+}
+
+// The visits that show the 64 rows of warpgroup `warpgroup` anything: [x, y).
+__device__ __forceinline__ int2 kv_range_of(const Params& p, const Work& work, int warpgroup) {
+    return kv_range_of(p, work.tile, warpgroup);
+}
+
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
-// Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
-__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 2], int row, int key0) {
+// Warpgroup: set hidden scores to -inf; `row` is the thread's first query, `bounds` those of the tile's keys.
+__device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsigned bounds) {
     const float hidden = __int_as_float(0xff800000);
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 4) {
+        int start[2], end[2];
+        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(start[0]), "=r"(end[0]), "=r"(start[1]), "=r"(end[1])
+                     : "r"(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            const int key = key0 + i * 2 + threadIdx.x % 4 * 2 + c;
-            s[i + c] = visible(p, row, key) ? s[i + c] : hidden;
-            s[i + 2 + c] = visible(p, row + 8, key) ? s[i + 2 + c] : hidden;
+            s[i + c] = row >= start[c] && row < end[c] ? s[i + c] : hidden;
+            s[i + 2 + c] = row + 8 >= start[c] && row + 8 < end[c] ? s[i + 2 + c] : hidden;
         }
     }
 }
@@ -638,9 +818,14 @@ struct Producer {
         q_pipe.advance();
     }
 
-    __device__ __forceinline__ void load_k(int key0, int head_kv, int batch) const {
+    // K from key `key0` on; with it, if `masked`, the bounds of its keys.
+    __device__ __forceinline__ void load_k(int key0, int masked, int head_kv, int batch) const {
         barrier_wait(smem + kEmptyK + kv_pipe.stage * 8, kv_pipe.phase ^ 1);
-        barrier_expect(smem + kFullK + kv_pipe.stage * 8, kTileBytesN);
+        barrier_expect(smem + kFullK + kv_pipe.stage * 8, kTileBytesN + masked * kBoundsBytes);
+        if (masked) {
+            bulk_load(smem + kOffsetBounds + kv_pipe.stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
+                      smem + kFullK + kv_pipe.stage * 8);
+        }
         load_tile(smem + kOffsetK + kv_pipe.stage * kTileBytesN, maps.k, smem + kFullK + kv_pipe.stage * 8, key0,
                   head_kv, batch, kTileN);
     }
@@ -657,6 +842,10 @@ struct Producer {
     __device__ __forceinline__ void broadcast(const Work& work, int count) const {
         const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
         shared_store(words, make_int4(work.tile, work.head, work.batch, count));
+        for (int group = 0; group < kRowGroups; ++group) {
+            const int2 range = kv_range_of(p, work, group);
+            shared_store(words + 16 + group * 16, make_int4(range.x, range.y, 0, 0));
+        }
     }
 
     // No visits: the work has ended.
@@ -667,26 +856,47 @@ struct Producer {
         barrier_arrive(smem + kFullQ + q_pipe.stage * 8);
     }
 
+    // The dynamic scheduler: blocks count work tiles up together. The last block to find none left resets the counter.
+    __device__ __forceinline__ int next_index() const { return gridDim.x + atomicAdd(p.tile_counter, 1); }
+
+    __device__ __forceinline__ void reset_scheduler() const {
+        if (atomicAdd(p.tile_counter + 1, 1) == gridDim.x - 1) {
+            p.tile_counter[0] = 0;
+            p.tile_counter[1] = 0;
+        }
+    }
+
     __device__ __forceinline__ void run() {
-        for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
+        int index = blockIdx.x;
+        while (index < count_work(p)) {
             const Work work = work_at(p, index);
             const int head_kv = work.head / (p.heads_q / p.heads_kv);
             const int count = visits_of(p, work);
             if (count == 0) {
+                index = next_index();
                 continue;
             }
             wait_empty_q();
             broadcast(work, count);
             load_q(work);
+            int entry = visit_of(p, work, 0);
 #pragma unroll 1  // registers are few
             for (int i = 0; i < count; ++i) {
-                const int key0 = (count - 1 - i) * kTileN;
-                load_k(key0, head_kv, work.batch);
+                if (i + 1 == count) {
+                    index = next_index();  // early, to hide the latency of the atomic
+                }
+                const int key0 = (entry >> kRowGroups) * kTileN;
+                const int masked = (entry & (1 << kRowGroups) - 1) != 0;
+                if (i + 1 < count) {
+                    entry = visit_of(p, work, i + 1);
+                }
+                load_k(key0, masked, head_kv, work.batch);
                 load_v(key0, head_kv, work.batch);
             }
         }
         wait_empty_q();
         broadcast_end();
+        reset_scheduler();
     }
 };
 
@@ -715,7 +925,7 @@ __device__ __forceinline__ void store_out(const Params& p, const TensorMaps& map
         sum += __shfl_xor_sync(~0u, sum, 2);
         inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = query0 + warp * 16 + lane / 4 + half * 8;
-        if (lane % 4 == 0 && row < p.seq_q && row >= 0) {
+        if (lane % 4 == 0 && row < p.seq_q) {
             const float ln2 = 0.6931471805599453f;
             const float empty = __int_as_float(0xff800000);
             lse[row] = sum == 0.0f ? empty : stats.row_max[half] * p.scale + log2_approx(sum) * ln2;
@@ -731,7 +941,7 @@ __device__ __forceinline__ void store_out(const Params& p, const TensorMaps& map
     named_sync(kWarpgroupBarrier + warpgroup, 128);
     if (threadIdx.x % 128 == 0) {
         proxy_fence();  // before TMA reads the buffer, and, where no row is stored, before it loads the next Q there
-        if (query0 >= 0) {
+        if (query0 < p.seq_q) {
             store_rows(maps.out, q, warpgroup * 64, query0, work.head, work.batch, kTileM);
         }
     }
@@ -745,9 +955,6 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
     element* out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + work.head * p.out.head;
     float* lse = p.lse + (static_cast<long long>(work.batch) * p.heads_q + work.head) * p.seq_q;
     rows = min(rows, p.seq_q - query0);
-    const int before = max(-query0, 0);
-    query0 += before;
-    rows -= before;
 #pragma unroll 1
     for (int i = thread; i < rows * (kHeadDim / 8); i += threads) {
         element* chunk = out + (query0 + i / (kHeadDim / 8)) * p.out.row + i % (kHeadDim / 8) * 8;
@@ -772,10 +979,9 @@ __device__ __forceinline__ void fill_empty(const Params& p) {
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------
 
-// Visits of a work tile, by their numbers: from the first on.
+// Visits of a work tile, by their numbers.
 struct Range {
-    static constexpr int begin = 0;
-    int end;
+    int begin, end;
 };
 
 // What is left of a work tile after its last softmax: its last P V, and to store O.
@@ -785,6 +991,7 @@ struct TileTail {
     unsigned v_stage;  // of the last P V
     bool accumulate;   // whether there was a P V before it
     bool overlap;      // whether S of the next work tile is issued with the last P V
+    int hidden_visits;  // after the end of kv_range
 };
 
 // One consumer warpgroup, which owns 64 query rows of every work tile. Its visit i is
@@ -816,9 +1023,7 @@ struct Consumer {
     int visit_count;  // of the work tile; 0: none is left
     Range kv_range;   // the visits that show these rows anything
     int row;          // the thread's first query row; its other one is 8 further down
-    int key_tile;     // of this visit
-    int whole;        // key tiles that all these rows see all of
-    int ordered;      // key tiles whose visits the ordering barrier orders: as many as the first warpgroup makes
+    int entry;        // of this visit: its key tile, and whether it is masked
 
     unsigned q;  // the buffer of Q
     float s[kTileN / 2];
@@ -828,6 +1033,7 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(const Params& p, const TensorMaps& maps, unsigned smem, int warpgroup)
         : p(p), maps(maps), smem(smem), warpgroup(warpgroup), leader(threadIdx.x % 128 == 0) {
+        pin(this->smem);  // else the main loop reads it anew (S2UR)
     }
 
     // ---- Barriers ----
@@ -855,22 +1061,22 @@ struct Consumer {
 
     // Warpgroup ordering barrier: one warpgroup issues its products while the others are at their softmax.
     __device__ __forceinline__ void order_sync() const {
-        named_sync_if(key_tile < ordered, kOrderBarrier + warpgroup, 256);
+        named_sync(kOrderBarrier + warpgroup, 256);
     }
 
     __device__ __forceinline__ void order_arrive() const {
-        named_arrive_if(key_tile < ordered, kOrderBarrier + (warpgroup + 1) % kConsumers, 256);
+        named_arrive(kOrderBarrier + (warpgroup + 1) % kConsumers, 256);
     }
 
     // ---- Steps of a visit ----
 
     __device__ __forceinline__ void set_visit(int i) {
-        key_tile = kv_range.end - 1 - i;
+        entry = visit_of(p, work, i);
     }
 
     // Whether the mask hides any of the visit's pairs from these rows.
     __device__ __forceinline__ bool masked() const {
-        return key_tile >= whole;
+        return entry >> warpgroup & 1;
     }
 
     // Start S = Q K^T.
@@ -891,72 +1097,88 @@ struct Consumer {
     __device__ __forceinline__ void apply_mask_and_release_k() {
         accumulator_fence(s);
         if (masked()) {
-            const int key0 = key_tile * kTileN;
-            apply_mask(p, s, row, key0);
+            apply_mask(s, row, smem + kOffsetBounds + kv_pipe.stage * kBoundsBytes);
+            __syncwarp();
         }
-        release(smem + kEmptyK + kv_pipe.stage * 8);
+        if (threadIdx.x % 32 == 0) {  // each warp for itself, as it has read the bounds on its own
+            barrier_arrive(smem + kEmptyK + kv_pipe.stage * 8);
+        }
     }
 
     // ---- Work tiles ----
 
     // The work tile that the producer has broadcast. All warps have read it before they release the buffer of Q: the
-    // warpgroup's named barrier lies in between, in store_out.
+    // warpgroup's named barrier lies in between, in store_out or skip_visits.
     __device__ __forceinline__ void fetch_tile() {
         wait_q();
         const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
         const int4 tile = shared_load(words);
+        const int4 range = shared_load(words + 16 + warpgroup * 16);
+        kv_range = {__shfl_sync(~0u, range.x, 0), __shfl_sync(~0u, range.y, 0)};
         work = {__shfl_sync(~0u, tile.x, 0), __shfl_sync(~0u, tile.y, 0), __shfl_sync(~0u, tile.z, 0)};
         visit_count = __shfl_sync(~0u, tile.w, 0);
     }
 
-    // Number the visits from the diagonal of these rows on, at least one, so that every warpgroup stores its rows.
-    // Returns how many visits come before, which show these rows nothing.
-    __device__ __forceinline__ int find_range() {
-        const int query0 = first_row(p, work) + warpgroup * 64;
-        kv_range = {max(1, tiles_before(p, query0 + 64))};
-        whole = whole_tiles(p, query0);
-        ordered = max(1, tiles_before(p, first_row(p, work) + 64)) - 1;
-        return visit_count - kv_range.end;
+    // Release K and V of `count` visits that show these rows nothing. No wgmma may be in flight.
+    // The other warpgroups take the first `ordered` of them through the ordering barrier.
+    __device__ __forceinline__ void skip_visits(int count, int ordered) {
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            wait_k();  // to arrive earlier would count for the visit before
+            named_sync(kWarpgroupBarrier + warpgroup, 128);  // all warps have seen this phase: it may end
+            barrier_arrive_if(threadIdx.x % 32 == 0, smem + kEmptyK + kv_pipe.stage * 8);
+            if (i < ordered) {
+                order_sync();
+                order_arrive();
+            }
+            wait_v(kv_pipe);
+            named_sync(kWarpgroupBarrier + warpgroup, 128);
+            barrier_arrive_if(leader, smem + kEmptyV + kv_pipe.stage * 8);
+            kv_pipe.advance();
+        }
     }
 
-    // Skip a visit if `hidden`; P V may be in flight. Only the first warp waits for its K and V. The other warps must
-    // meet the first one before they wait for these buffers again, or they could take this phase for the next.
-    __device__ __forceinline__ void skip_visit_if(bool hidden) {
-        const bool waits = hidden && __shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0;
-        const bool arrives = hidden && threadIdx.x % 128 == 0;
-        barrier_wait_if(waits, smem + kFullK + kv_pipe.stage * 8, kv_pipe.phase);
-        barrier_arrive_if(arrives, smem + kEmptyK + kv_pipe.stage * 8);
-        barrier_wait_if(waits, smem + kFullV + kv_pipe.stage * 8, kv_pipe.phase);
-        barrier_arrive_if(arrives, smem + kEmptyV + kv_pipe.stage * 8);
-        const bool wraps = hidden && kv_pipe.stage == kStages - 1;
-        kv_pipe.stage = wraps ? 0 : kv_pipe.stage + hidden;
-        kv_pipe.phase ^= wraps;
+    // Skip a work tile, and fetch the next.
+    __device__ __forceinline__ void skip_tile() {
+        skip_visits(visit_count, visit_count - 1);
+        store_empty(p, work, first_row(p, work) + warpgroup * 64, 64, threadIdx.x % 128, 128);
+        barrier_arrive_if(leader, smem + kEmptyQ + q_pipe.stage * 8);
+        q_pipe.advance();
+        fetch_tile();
     }
 
-    // Whether a work tile is left.
-    __device__ __forceinline__ bool next_visible_tile() const { return visit_count > 0; }
+    // Skip the work tiles that show these rows nothing, and the visits before kv_range. False: no work tile is left.
+    // That is found out before skip_visits: ptxas takes a condition computed across its loop for divergent.
+    __device__ __forceinline__ bool next_visible_tile() {
+        while (visit_count > 0 && kv_range.begin == kv_range.end) {
+            skip_tile();
+        }
+        if (visit_count == 0) {
+            return false;
+        }
+        skip_visits(kv_range.begin, kv_range.begin);
+        return true;
+    }
 
     // Start S of the work tile's first visit.
     __device__ __forceinline__ void begin_tile() {
-        const int hidden = find_range();
-#pragma unroll
-        for (int i = 0; i < kHiddenVisits; ++i) {
-            skip_visit_if(hidden > i);
-        }
         set_visit(kv_range.begin);
         q = smem + kOffsetQ + q_pipe.stage * kTileBytesM;
         wait_k();
         issue_qk();
     }
 
-    // Go on to the next work tile.
+    // Go on to the next work tile, which is known unless hidden visits have to be skipped first.
     __device__ __forceinline__ TileTail leave_tile() {
         TileTail tail = {work, q_pipe.stage, kv_pipe.stage, kv_range.end - kv_range.begin > 1, false};
         wait_v(kv_pipe);
         kv_pipe.advance();
         q_pipe.advance();
-        fetch_tile();
-        tail.overlap = next_visible_tile();
+        tail.hidden_visits = visit_count - kv_range.end;
+        if (tail.hidden_visits == 0) {
+            fetch_tile();
+            tail.overlap = kv_range.begin == 0 && kv_range.end > 0;
+        }
         return tail;
     }
 
@@ -986,10 +1208,9 @@ struct Consumer {
             named_arrive(kOrderBarrier, 256);  // the first warpgroup begins
         }
         fetch_tile();
-        if (next_visible_tile()) {
+        while (next_visible_tile()) {
             begin_tile();
             wgmma_wait_all();
-            named_sync(kWarpgroupBarrier + warpgroup, 128);  // the first warp has waited for skipped visits
             TileTail tail = {};
             do {
                 // The first visit.
@@ -1003,7 +1224,6 @@ struct Consumer {
 
                 // The others: S of visit i together with P V of visit i - 1.
                 for (int i = kv_range.begin + 1; i < kv_range.end; ++i) {
-                    smem ^= p.batch >> 31;  // by 0; else S2UR, and with `pin` 64-bit additions in halves
                     set_visit(i);
                     const PipelineState<kStages> v_pipe = kv_pipe;
                     kv_pipe.advance();
@@ -1030,6 +1250,10 @@ struct Consumer {
                 }
             } while (tail.overlap);
             finish_tile<false>(tail);
+            if (tail.hidden_visits > 0) {
+                skip_visits(tail.hidden_visits, tail.hidden_visits);
+                fetch_tile();
+            }
             release_q(tail.q_stage, true);
         }
     }
@@ -1039,7 +1263,7 @@ struct Consumer {
 
 // Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0_c1(
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
@@ -1051,7 +1275,7 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0_c1(
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(smem + kFullK + i * 8, 1);
-            barrier_init(smem + kEmptyK + i * 8, kConsumers);
+            barrier_init(smem + kEmptyK + i * 8, kConsumers * 4);
             barrier_init(smem + kFullV + i * 8, 1);
             barrier_init(smem + kEmptyV + i * 8, kConsumers);
         }
@@ -1063,7 +1287,7 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0_c1(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
             Producer{p, maps, smem}.run();
-        } else if (p.seq_q > p.seq_k && threadIdx.x / 32 == 1) {
+        } else if (threadIdx.x / 32 == 1) {
             fill_empty(p);
         }
     } else {

@@ -1,19 +1,18 @@
-// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1
+// attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=1
-//     --set persistent=1 --set dynamic=1 --set q_in_regs=0 --set cluster=1
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask dense --align 16
+//     --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0
+//     --set persistent=1 --set dynamic=0 --set q_in_regs=1
 //
-//   tile_m      192   query rows per tile, 64 for each consumer warpgroup
-//   tile_n       80   keys per step of the main loop
-//   stages        3   shared-memory buffers for K and for V
-//   ping_pong     1   warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   tile_m      128   query rows per tile, 64 for each consumer warpgroup
+//   tile_n      128   keys per step of the main loop
+//   stages        2   shared-memory buffers for K and for V
+//   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent    1   one block per multiprocessor walks many tiles
-//   dynamic       1   dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs     0   keep the fragments of Q in registers
-//   cluster       1   blocks, 1 or 2, of neighbouring query tiles that share their loads of K and V
+//   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs     1   keep the fragments of Q in registers
 //
-// Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
+// Attention forward. A producer thread loads tiles with TMA; 2 consumer warpgroups multiply them with wgmma.
 //
 // symbol      shape                 meaning
 //   Q         kTileM x kHeadDim     query tile of a work tile; each consumer warpgroup owns 64 of its rows
@@ -38,17 +37,22 @@ struct TensorRef {
     long long batch, head, row;
 };
 
+// A bool mask (batch, heads_q, seq_q, seq_k): its address, and strides, 0 where an axis is expanded.
+struct MaskRef {
+    const unsigned char* data;
+    long long batch, head, row, col;
+};
+
 struct Params {
     TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
-    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
-    const int* ends;  // (seq_k)
+    MaskRef dense;  // dense mask as bytes, 1 where query i sees key j; or mask_bits
+    const unsigned* mask_bits;  // (mask_planes, seq_q, mask_words) dense mask as bits; or dense
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
-    int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
-    int* tile_counter;  // (2) work tiles handed out, blocks that found none left; 0 between launches
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -57,6 +61,11 @@ struct Params {
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
     int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has a plane of its own, else 1
+    int mask_heads;  // heads if each q head (of spans also: kv head) has a plane of its own, else 1
+    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
+    int bits_row;  // words per row of bits
+    int padded_q;  // tiles_m * tile_m
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
 };
@@ -81,9 +90,9 @@ constexpr int kPanels = 2;
 constexpr int kMain = kColumns * kPanels;  // columns of a stored row
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
-constexpr int kTileM = 192;  // query rows of a work tile
-constexpr int kTileN = 80;  // keys of a visit
-constexpr int kConsumers = 3;  // warpgroups, 64 query rows each
+constexpr int kTileM = 128;  // query rows of a work tile
+constexpr int kTileN = 128;  // keys of a visit
+constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
 constexpr int kRowGroups = kConsumers;  // row groups of a query tile, each with a kv_range of its own
 constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
@@ -91,7 +100,7 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 // a row whose largest P is not 1 loses accuracy. What these two numbers cost: docs/experiments.md, 24.
 constexpr int kExact = 3;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
-constexpr int kStages = 3;  // buffers of K and of V
+constexpr int kStages = 2;  // buffers of K and of V
 constexpr int kTileBytesM = kTileM * kRowBytes;
 constexpr int kTileBytesN = kTileN * kRowBytes;
 constexpr int kBuffersQ = 2;  // O is stored through the buffer of its Q
@@ -99,12 +108,10 @@ constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kOffsetQ + kBuffersQ * kTileBytesM;
 constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
 constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
-constexpr int kBoundsBytes = kTileN * 8;  // starts and ends of the keys of a masked visit
-constexpr int kOffsetBarriers = kOffsetBounds + kStages * kBoundsBytes;
+constexpr int kOffsetBarriers = kOffsetBounds;
 // Barriers in shared memory, one of each kind a buffer. Full: the tile has landed, that is the producer has arrived and
 // the bytes that it announced are there. Empty: all consumers have released the buffer. One thread arrives for its
 // warpgroup, after it has waited for a wgmma, which is one operation of all four warps.
-// At empty K each warp arrives for itself, as it reads the bounds beside K on its own.
 // Empty Q: O has been stored through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
@@ -112,16 +119,10 @@ constexpr int kFullK = kEmptyQ + 8 * kBuffersQ;
 constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
-// The work tile of each buffer of Q, which the producer broadcasts: tile, head, batch, visit_count (0: none is left).
-// After it the kv_range of each row group. 16 bytes each.
-constexpr int kBroadcast = kEmptyV + 8 * kStages;
-constexpr int kBroadcastBytes = 16 + 16 * kRowGroups;
-static_assert(kBroadcast % 16 == 0, "read and written 16 bytes at a time");
-constexpr int kSharedBytes = kBroadcast + kBroadcastBytes * kBuffersQ;
-static_assert(kSharedBytes == 223360, "codegen/families/sm90.py disagrees");
+constexpr int kSharedBytes = kEmptyV + 8 * kStages;
+static_assert(kSharedBytes == 196704, "codegen/families/sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
-//   kOrderBarrier      orders warpgroups: one syncs before it issues products, the one before it arrives after its own
 //   kWarpgroupBarrier  the four warps of the warpgroup
 enum NamedBarrier { kOrderBarrier = 1, kWarpgroupBarrier = 1 + kConsumers };
 
@@ -193,21 +194,6 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         : "memory");
 }
 
-// Thread: write, read 16 bytes of shared memory.
-__device__ __forceinline__ void shared_store(unsigned address, int4 x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
-                 "r"(x.w)
-                 : "memory");
-}
-__device__ __forceinline__ int4 shared_load(unsigned address) {
-    int4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(address)
-                 : "memory");
-    return x;
-}
-
 // Thread: start copying a box to shared memory; its bytes count towards `barrier`.
 __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
                                          int panel, int head, int batch) {
@@ -215,14 +201,6 @@ __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, uns
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
-        : "memory");
-}
-
-// Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
-__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-        "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -259,12 +237,9 @@ __device__ __forceinline__ void wgmma_wait_all_but_one() {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
-// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
+// Warps: named barrier `id` for `threads` threads: wait for all.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp.
@@ -288,6 +263,14 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
+// Warp: read four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Warp: write four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
@@ -300,31 +283,41 @@ __device__ __forceinline__ void pin(Word& x) {
     asm volatile("" : "+r"(x));
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------------------------------
+// ---- Mask: dense ---------------------------------------------------------------------------------------------------
 
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+// The plane of the mask that q head `head` looks at.
+__device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
+    return (p.mask_batches > 1 ? batch * p.mask_heads : 0) + (p.mask_heads > 1 ? head : 0);
+}
+
+// Bit i: does query `query` (below padded_q) see key `key0 + i`? `key0` is a multiple of 32 below padded_k.
+__device__ __forceinline__ unsigned seen_keys(const Params& p, int plane, int query, int key0) {
+    return __ldg(p.bits + (static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32);
+}
+
+// Where the tables of the schedule hold owned tile `tile`.
+__device__ __forceinline__ long long entry_of(const Params& p, int plane, int tile) {
+    return static_cast<long long>(plane) * p.tiles_m + tile;
 }
 
 // The query tile of the block with this rank; tiles with most work have the lowest rank.
-__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
+__device__ __forceinline__ int owned_tile(const Params& p, int plane, int rank) {
+    return __ldg(p.tile_order + entry_of(p, plane, rank));
 }
 
 // How many key tiles query tile `tile` visits.
-__device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+__device__ __forceinline__ int visits(const Params& p, int plane, int tile) {
+    return __ldg(p.tile_count + entry_of(p, plane, tile));
 }
 
 // Visit number `index`: key tile << kRowGroups, and a bit for each row group of the query tile that misses some pairs.
-__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+__device__ __forceinline__ int visit(const Params& p, int plane, int tile, int index) {
+    return __ldg(p.tile_list + entry_of(p, plane, tile) * p.list_stride + index);
 }
 
 // The visits in which row group `group` of the tile sees some pair: [x, y).
-__device__ __forceinline__ int2 kv_range_of(const Params& p, int tile, int group) {
-    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + tile * 4 + group);
+__device__ __forceinline__ int2 kv_range_of(const Params& p, int plane, int tile, int group) {
+    return __ldg(reinterpret_cast<const int2*>(p.kv_range) + entry_of(p, plane, tile) * 4 + group);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -354,7 +347,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     return {rest / width, plane % heads, plane / heads};
 }
 
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
+// ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
 
 constexpr int kScheduleThreads = 128;
 constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
@@ -376,134 +369,67 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-constexpr int kUnit = kTileM / kRowGroups;  // query rows of a row group
-constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
-
-// The keys of a tile, as the threads of a block hold them.
-struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
-};
-
-// Block: the keys of a tile. Also writes bounds, and clears the tile counters.
-__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
-    __shared__ int latest[kScheduleThreads / 32];
-    __shared__ int earliest[kScheduleThreads / 32];
-    Keys keys;
-    keys.latest = 0;
-    keys.earliest = p.seq_q;
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const int in_tile = i * kScheduleThreads + threadIdx.x;
-        keys.units[i] = make_int2(0, 0);
-        if (in_tile < kTileN) {
-            const int2 span = span_of(p, key_tile * kTileN + in_tile);
-            keys.latest = max(keys.latest, span.x);
-            keys.earliest = min(keys.earliest, span.y);
-            const int first = max(span.x, 0);
-            const int last = min(span.y, p.seq_q);
-            if (first < last) {
-                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
-            }
-            reinterpret_cast<int2*>(p.bounds)[key_tile * kTileN + in_tile] = span;
-        }
+// Thread: is key `key` visible to query `query` in plane `plane`? False outside of the mask.
+__device__ __forceinline__ bool pair_of(const Params& p, int plane, int query, int key) {
+    if (query >= p.seq_q || key >= p.seq_k) {
+        return false;
     }
-    if (key_tile == 0 && threadIdx.x < 2) {
-        p.tile_counter[threadIdx.x] = 0;
+    if (p.mask_bits != nullptr) {
+        const long long row = static_cast<long long>(plane) * p.seq_q + query;
+        return __ldg(p.mask_bits + row * p.mask_words + key / 32) >> key % 32 & 1;
     }
-    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
-    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
-    __syncthreads();
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        keys.latest = max(keys.latest, latest[warp]);
-        keys.earliest = min(keys.earliest, earliest[warp]);
-    }
-    return keys;
+    const unsigned char* mask =
+        p.dense.data + plane / p.mask_heads * p.dense.batch + plane % p.mask_heads * p.dense.head;
+    return mask[query * p.dense.row + key * p.dense.col] != 0;
 }
 
-// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
-__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kRowGroups;
-    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
-    __shared__ int sums[kScheduleThreads / 32];
-    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
-        changes[i] = 0;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kRowGroups;
-        const unsigned last = keys.units[i].y - base * kRowGroups;
-        if (first < units && first != last) {
-            atomicAdd(&changes[first], 1);
-        }
-        if (last < units && first != last) {
-            atomicAdd(&changes[last], -1);
-        }
-    }
-    __syncthreads();
+// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
+// place of the list a bit for each row group that sees some pair, then for each that misses some; or 0.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_pack(const __grid_constant__ Params p) {
+    const int key_tile = blockIdx.x % p.tiles_n;
+    const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
+    const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
+    const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    int sum = 0;
-    int group_keys[kRowGroups];
-#pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-        sum += changes[threadIdx.x * kRowGroups + group];
-        group_keys[group] = sum;
-    }
-    int before = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, before, distance);
-        before += lane >= distance ? other : 0;
-    }
-    if (lane == 31) {
-        sums[threadIdx.x / 32] = before;
-    }
-    __syncthreads();
-    before += seen - sum;
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
-        seen += sums[warp];
+    unsigned found = 0;
+    constexpr int words = kTileN / 32;
+#pragma unroll 8
+    for (int i = warp; i < kTileM * words; i += kScheduleThreads / 32) {
+        const int query = query_tile * kTileM + i / words;
+        const int key0 = key_tile * kTileN + i % words * 32;
+        const unsigned word = __ballot_sync(~0u, pair_of(p, plane, query, key0 + lane));
+        if (lane == 0) {
+            p.bits[(static_cast<long long>(plane) * p.padded_q + query) * p.bits_row + key0 / 32] = word;
+        }
+        const int group = i / words / (kTileM / kRowGroups);
+        found |= (word != 0) << group | (word != ~0u && query < p.seq_q) << kRowGroups + group;
     }
     unsigned kind = 0;
 #pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-        const int first = (base + threadIdx.x) * kTileM + group * kUnit;
-        const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + group_keys[group] > 0) << group;
-        kind |= (keys.latest > first || keys.earliest < last) << kRowGroups + group;
+    for (int i = 0; i < kRowGroups * 2; ++i) {
+        kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
     }
-    return kind & kSomeRowGroups ? kind : 0;
-}
-
-// One block per key tile: writes to the list of each query tile, at the place of the key tile, how it is seen.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_kinds(const __grid_constant__ Params p) {
-    const Keys keys = load_keys(p, blockIdx.x);
-    int seen = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const unsigned kind = find_kind(p, keys, base, seen);
-        if (base + threadIdx.x < p.tiles_m) {
-            p.tile_list[static_cast<long long>(base + threadIdx.x) * p.list_stride + blockIdx.x] = kind;
-        }
+    if (threadIdx.x == 0) {
+        const long long row = entry_of(p, plane, query_tile);
+        p.tile_list[row * p.list_stride + key_tile] = kind & kSomeRowGroups ? kind : 0;
     }
 }
 
-// One block per owned tile: list the tiles it must visit, in ascending order.
+// One block per owned tile and plane: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     __shared__ int2 kv_range[kRowGroups];
     if (threadIdx.x < kRowGroups) {
         kv_range[threadIdx.x] = make_int2(p.tiles_n, 0);
     }
-    const int tile = blockIdx.x;
+    const int tile = blockIdx.x;  // of all planes: plane * tiles_m + tile
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _kinds wrote to the list. It is overwritten only where every thread has read.
+        // What _pack wrote to the list. It is overwritten only where every thread has read.
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
@@ -533,19 +459,29 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_schedule(cons
     }
 }
 
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+// Work of the blocks that own `tile` for the q heads with plane `plane`.
+__device__ __forceinline__ int work_of(const Params& p, int plane, int tile) {
+    int work = 0;
+    for (int i = 0; i < 1; ++i) {
+        work += p.tile_count[entry_of(p, plane + i, tile)];
+    }
+    return work;
+}
+
+// One block per owned tile and plane: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
+attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x % p.tiles_m;
+    const int plane = blockIdx.x / p.tiles_m;
+    const int work = work_of(p, plane, tile);
     int rank = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
         const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_m ? p.tile_count[other] : -1;
+        const int theirs = other < p.tiles_m ? work_of(p, plane, other) : -1;
         rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
     }
     if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
+        p.tile_order[entry_of(p, plane, rank)] = tile;
     }
 }
 
@@ -594,14 +530,14 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, unsigned tile, 
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Warpgroup: S (64 x 80) = or += Q K^T over 16 columns of head_dim, both from shared memory.
-__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
+// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, Q from registers.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], const unsigned (&a)[4], unsigned long long b,
                                              int add) {
     // clang-format off
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %42, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, add, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-                 : "l"(a), "l"(b), "r"(add));
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     // clang-format on
 }
 
@@ -616,13 +552,22 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsign
     // clang-format on
 }
 
-// Warpgroup: S = Q K^T for the 64 rows of Q from row `row` of its tile on, asynchronously.
-__device__ __forceinline__ void multiply_qk(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
-    const unsigned long long a = panels_at(q, kTileM, row);
+// Warp: load its 16 rows of Q, from row `row` of the tile on, as fragments of wgmma's A operand.
+__device__ __forceinline__ void load_q(unsigned (&fragments)[kSteps][4], unsigned q, int row) {
+    const int lane = threadIdx.x % 32;
+    row += threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        ldmatrix(fragments[step], q + chunk_at(row, step * 2 + lane / 16, kTileM));
+    }
+}
+
+// Warpgroup: S = Q K^T, asynchronously.
+__device__ __forceinline__ void multiply_qk(float (&s)[kTileN / 2], const unsigned (&q)[kSteps][4], unsigned k) {
     const unsigned long long b = panels_at(k, kTileN, 0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
+        wgmma_scores(s, q[step], b + step_at(step, kTileN), step > 0);
     }
 }
 
@@ -655,17 +600,27 @@ struct PipelineState {
 // A work tile: a query tile of a head.
 struct Work {
     int tile, head, batch;
+    int plane;  // of the mask
 };
 
 // Work number `index`.
 __device__ __forceinline__ Work work_at(const Params& p, int index) {
     const Place place = place_of(p, index);
-    return {owned_tile(p, place.rank), place.head, place.batch};
+    const int plane = mask_plane(p, place.batch, place.head);
+    return {owned_tile(p, plane, place.rank), place.head, place.batch, plane};
 }
 
 // Work tiles, those that see nothing included.
 __device__ __forceinline__ int count_work(const Params& p) {
     return p.tiles_m * p.heads_q * p.batch;
+}
+
+// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
+// work tile every time.
+__device__ __forceinline__ int work_index(const Params& p, int round) {
+    const int total = count_work(p);
+    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return index < total ? index : -1;
 }
 
 // The first query row of a work tile.
@@ -675,34 +630,34 @@ __device__ __forceinline__ int first_row(const Params& p, const Work& work) {
 
 // How many key tiles a work tile visits.
 __device__ __forceinline__ int visits_of(const Params& p, const Work& work) {
-    return visits(p, work.tile);
+    return visits(p, work.plane, work.tile);
 }
 
 // Visit `index` of a work tile: its key tile, and whether it is masked (`visit` says how the two are packed).
 __device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
-    return visit(p, work.tile, index);
+    return visit(p, work.plane, work.tile, index);
 }
 
 // The visits that show the 64 rows of warpgroup `warpgroup` anything: [x, y).
 __device__ __forceinline__ int2 kv_range_of(const Params& p, const Work& work, int warpgroup) {
-    return kv_range_of(p, work.tile, warpgroup);
+    return kv_range_of(p, work.plane, work.tile, warpgroup);
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
-// Warpgroup: set hidden scores to -inf; `row` is the thread's first query, `bounds` those of the tile's keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], int row, unsigned bounds) {
+// Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row` is the thread's first query.
+__device__ __forceinline__ void apply_mask(const Params& p, int plane, float (&s)[kTileN / 2], int row, int key0) {
     const float hidden = __int_as_float(0xff800000);
 #pragma unroll
-    for (int i = 0; i < kTileN / 2; i += 4) {
-        int start[2], end[2];
-        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(start[0]), "=r"(end[0]), "=r"(start[1]), "=r"(end[1])
-                     : "r"(bounds + (i * 2 + threadIdx.x % 4 * 2) * 8));
+    for (int word = 0; word < kTileN / 32; ++word) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            s[i + c] = row >= start[c] && row < end[c] ? s[i + c] : hidden;
-            s[i + 2 + c] = row + 8 >= start[c] && row + 8 < end[c] ? s[i + 2 + c] : hidden;
+        for (int half = 0; half < 2; ++half) {
+            const unsigned seen = seen_keys(p, plane, row + half * 8, key0 + word * 32) >> threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float& value = s[word * 16 + i / 2 * 4 + half * 2 + i % 2];
+                value = seen >> (i / 2 * 8 + i % 2) & 1 ? value : hidden;
+            }
         }
     }
 }
@@ -819,14 +774,9 @@ struct Producer {
         q_pipe.advance();
     }
 
-    // K from key `key0` on; with it, if `masked`, the bounds of its keys.
-    __device__ __forceinline__ void load_k(int key0, int masked, int head_kv, int batch) const {
+    __device__ __forceinline__ void load_k(int key0, int head_kv, int batch) const {
         barrier_wait(smem + kEmptyK + kv_pipe.stage * 8, kv_pipe.phase ^ 1);
-        barrier_expect(smem + kFullK + kv_pipe.stage * 8, kTileBytesN + masked * kBoundsBytes);
-        if (masked) {
-            bulk_load(smem + kOffsetBounds + kv_pipe.stage * kBoundsBytes, p.bounds + key0 * 2, kBoundsBytes,
-                      smem + kFullK + kv_pipe.stage * 8);
-        }
+        barrier_expect(smem + kFullK + kv_pipe.stage * 8, kTileBytesN);
         load_tile(smem + kOffsetK + kv_pipe.stage * kTileBytesN, maps.k, smem + kFullK + kv_pipe.stage * 8, key0,
                   head_kv, batch, kTileN);
     }
@@ -839,65 +789,25 @@ struct Producer {
         kv_pipe.advance();
     }
 
-    // Consumers read this once Q is full: the arrival that announces Q releases these writes.
-    __device__ __forceinline__ void broadcast(const Work& work, int count) const {
-        const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
-        shared_store(words, make_int4(work.tile, work.head, work.batch, count));
-        for (int group = 0; group < kRowGroups; ++group) {
-            const int2 range = kv_range_of(p, work, group);
-            shared_store(words + 16 + group * 16, make_int4(range.x, range.y, 0, 0));
-        }
-    }
-
-    // No visits: the work has ended.
-    __device__ __forceinline__ void broadcast_end() const {
-        for (int i = 0; i < kBroadcastBytes; i += 16) {
-            shared_store(smem + kBroadcast + q_pipe.stage * kBroadcastBytes + i, make_int4(0, 0, 0, 0));
-        }
-        barrier_arrive(smem + kFullQ + q_pipe.stage * 8);
-    }
-
-    // The dynamic scheduler: blocks count work tiles up together. The last block to find none left resets the counter.
-    __device__ __forceinline__ int next_index() const { return gridDim.x + atomicAdd(p.tile_counter, 1); }
-
-    __device__ __forceinline__ void reset_scheduler() const {
-        if (atomicAdd(p.tile_counter + 1, 1) == gridDim.x - 1) {
-            p.tile_counter[0] = 0;
-            p.tile_counter[1] = 0;
-        }
-    }
-
     __device__ __forceinline__ void run() {
-        int index = blockIdx.x;
-        while (index < count_work(p)) {
+        for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
             const Work work = work_at(p, index);
             const int head_kv = work.head / (p.heads_q / p.heads_kv);
             const int count = visits_of(p, work);
-            if (count == 0) {
-                index = next_index();
-                continue;
-            }
-            wait_empty_q();
-            broadcast(work, count);
-            load_q(work);
-            int entry = visit_of(p, work, 0);
-#pragma unroll 1  // registers are few
+            int entry = count == 0 ? 0 : visit_of(p, work, 0);
             for (int i = 0; i < count; ++i) {
-                if (i + 1 == count) {
-                    index = next_index();  // early, to hide the latency of the atomic
-                }
                 const int key0 = (entry >> kRowGroups) * kTileN;
-                const int masked = (entry & (1 << kRowGroups) - 1) != 0;
                 if (i + 1 < count) {
                     entry = visit_of(p, work, i + 1);
                 }
-                load_k(key0, masked, head_kv, work.batch);
+                load_k(key0, head_kv, work.batch);
+                if (i == 0) {
+                    wait_empty_q();
+                    load_q(work);
+                }
                 load_v(key0, head_kv, work.batch);
             }
         }
-        wait_empty_q();
-        broadcast_end();
-        reset_scheduler();
     }
 };
 
@@ -967,17 +877,6 @@ __device__ __forceinline__ void store_empty(const Params& p, const Work& work, i
     }
 }
 
-// Warp: the results of all work tiles without visits, which the producer does not broadcast.
-__device__ __forceinline__ void fill_empty(const Params& p) {
-#pragma unroll 1
-    for (int index = blockIdx.x; index < count_work(p); index += gridDim.x) {
-        const Work work = work_at(p, index);
-        if (visits_of(p, work) == 0) {
-            store_empty(p, work, first_row(p, work), kTileM, threadIdx.x % 32, 32);
-        }
-    }
-}
-
 // ---- Consumer ------------------------------------------------------------------------------------------------------
 
 // Visits of a work tile, by their numbers.
@@ -1019,6 +918,7 @@ struct Consumer {
 
     PipelineState<kBuffersQ> q_pipe;
     PipelineState<kStages> kv_pipe;  // of K; V is used one visit later
+    int round = 0;  // of the block's walk over work tiles
 
     Work work;        // the work tile
     int visit_count;  // of the work tile; 0: none is left
@@ -1026,7 +926,7 @@ struct Consumer {
     int row;          // the thread's first query row; its other one is 8 further down
     int entry;        // of this visit: its key tile, and whether it is masked
 
-    unsigned q;  // the buffer of Q
+    unsigned q[kSteps][4];  // fragments of Q
     float s[kTileN / 2];
     float o[kHeadDim / 2];
     unsigned p_frags[kTileN / 16][4];
@@ -1060,15 +960,6 @@ struct Consumer {
         barrier_arrive_if(stored && leader, smem + kEmptyQ + stage * 8);
     }
 
-    // Warpgroup ordering barrier: one warpgroup issues its products while the others are at their softmax.
-    __device__ __forceinline__ void order_sync() const {
-        named_sync(kOrderBarrier + warpgroup, 256);
-    }
-
-    __device__ __forceinline__ void order_arrive() const {
-        named_arrive(kOrderBarrier + (warpgroup + 1) % kConsumers, 256);
-    }
-
     // ---- Steps of a visit ----
 
     __device__ __forceinline__ void set_visit(int i) {
@@ -1083,7 +974,7 @@ struct Consumer {
     // Start S = Q K^T.
     __device__ __forceinline__ void issue_qk() {
         wgmma_fence();
-        multiply_qk(s, q, warpgroup * 64, smem + kOffsetK + kv_pipe.stage * kTileBytesN);
+        multiply_qk(s, q, smem + kOffsetK + kv_pipe.stage * kTileBytesN);
         wgmma_commit();
     }
 
@@ -1098,40 +989,35 @@ struct Consumer {
     __device__ __forceinline__ void apply_mask_and_release_k() {
         accumulator_fence(s);
         if (masked()) {
-            apply_mask(s, row, smem + kOffsetBounds + kv_pipe.stage * kBoundsBytes);
-            __syncwarp();
+            const int key0 = (entry >> kRowGroups) * kTileN;
+            apply_mask(p, work.plane, s, row, key0);
         }
-        if (threadIdx.x % 32 == 0) {  // each warp for itself, as it has read the bounds on its own
-            barrier_arrive(smem + kEmptyK + kv_pipe.stage * 8);
-        }
+        release(smem + kEmptyK + kv_pipe.stage * 8);
     }
 
     // ---- Work tiles ----
 
-    // The work tile that the producer has broadcast. All warps have read it before they release the buffer of Q: the
-    // warpgroup's named barrier lies in between, in store_out or skip_visits.
+    // The block's next work tile with visits; those without are stored at once.
     __device__ __forceinline__ void fetch_tile() {
-        wait_q();
-        const unsigned words = smem + kBroadcast + q_pipe.stage * kBroadcastBytes;
-        const int4 tile = shared_load(words);
-        const int4 range = shared_load(words + 16 + warpgroup * 16);
-        kv_range = {__shfl_sync(~0u, range.x, 0), __shfl_sync(~0u, range.y, 0)};
-        work = {__shfl_sync(~0u, tile.x, 0), __shfl_sync(~0u, tile.y, 0), __shfl_sync(~0u, tile.z, 0)};
-        visit_count = __shfl_sync(~0u, tile.w, 0);
+        visit_count = 0;
+        for (int index; visit_count == 0 && (index = work_index(p, round)) >= 0; ++round) {
+            work = work_at(p, index);
+            visit_count = visits_of(p, work);
+            if (visit_count == 0) {
+                store_empty(p, work, first_row(p, work) + warpgroup * 64, 64, threadIdx.x % 128, 128);
+            }
+        }
+        const int2 range = visit_count > 0 ? kv_range_of(p, work, warpgroup) : make_int2(0, 0);
+        kv_range = {range.x, range.y};
     }
 
     // Release K and V of `count` visits that show these rows nothing. No wgmma may be in flight.
-    // The other warpgroups take the first `ordered` of them through the ordering barrier.
-    __device__ __forceinline__ void skip_visits(int count, int ordered) {
+    __device__ __forceinline__ void skip_visits(int count) {
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             wait_k();  // to arrive earlier would count for the visit before
             named_sync(kWarpgroupBarrier + warpgroup, 128);  // all warps have seen this phase: it may end
-            barrier_arrive_if(threadIdx.x % 32 == 0, smem + kEmptyK + kv_pipe.stage * 8);
-            if (i < ordered) {
-                order_sync();
-                order_arrive();
-            }
+            barrier_arrive_if(threadIdx.x % 128 == 0, smem + kEmptyK + kv_pipe.stage * 8);
             wait_v(kv_pipe);
             named_sync(kWarpgroupBarrier + warpgroup, 128);
             barrier_arrive_if(leader, smem + kEmptyV + kv_pipe.stage * 8);
@@ -1141,7 +1027,8 @@ struct Consumer {
 
     // Skip a work tile, and fetch the next.
     __device__ __forceinline__ void skip_tile() {
-        skip_visits(visit_count, visit_count - 1);
+        wait_q();
+        skip_visits(visit_count);
         store_empty(p, work, first_row(p, work) + warpgroup * 64, 64, threadIdx.x % 128, 128);
         barrier_arrive_if(leader, smem + kEmptyQ + q_pipe.stage * 8);
         q_pipe.advance();
@@ -1157,14 +1044,15 @@ struct Consumer {
         if (visit_count == 0) {
             return false;
         }
-        skip_visits(kv_range.begin, kv_range.begin);
+        skip_visits(kv_range.begin);
         return true;
     }
 
     // Start S of the work tile's first visit.
     __device__ __forceinline__ void begin_tile() {
         set_visit(kv_range.begin);
-        q = smem + kOffsetQ + q_pipe.stage * kTileBytesM;
+        wait_q();
+        load_q(q, smem + kOffsetQ + q_pipe.stage * kTileBytesM, warpgroup * 64);
         wait_k();
         issue_qk();
     }
@@ -1205,9 +1093,6 @@ struct Consumer {
     // ---- The loop over work tiles and visits ----
 
     __device__ __forceinline__ void run() {
-        if (warpgroup == kConsumers - 1) {
-            named_arrive(kOrderBarrier, 256);  // the first warpgroup begins
-        }
         fetch_tile();
         while (next_visible_tile()) {
             begin_tile();
@@ -1229,11 +1114,9 @@ struct Consumer {
                     const PipelineState<kStages> v_pipe = kv_pipe;
                     kv_pipe.advance();
                     wait_k();
-                    order_sync();
                     issue_qk();
                     wait_v(v_pipe);
                     issue_pv(v_pipe.stage, i > kv_range.begin + 1);
-                    order_arrive();
                     wgmma_wait_all_but_one();  // S is complete, P V may still run
                     apply_mask_and_release_k();
                     wgmma_wait_all();
@@ -1252,7 +1135,7 @@ struct Consumer {
             } while (tail.overlap);
             finish_tile<false>(tail);
             if (tail.hidden_visits > 0) {
-                skip_visits(tail.hidden_visits, tail.hidden_visits);
+                skip_visits(tail.hidden_visits);
                 fetch_tile();
             }
             release_q(tail.q_stage, true);
@@ -1264,7 +1147,7 @@ struct Consumer {
 
 // Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1(
+attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
@@ -1276,23 +1159,21 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_c1(
         }
         for (int i = 0; i < kStages; ++i) {
             barrier_init(smem + kFullK + i * 8, 1);
-            barrier_init(smem + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(smem + kEmptyK + i * 8, kConsumers);
             barrier_init(smem + kFullV + i * 8, 1);
             barrier_init(smem + kEmptyV + i * 8, kConsumers);
         }
         barrier_init_fence();
     }
     __syncthreads();
-    // All warps of a warpgroup take part in setmaxnreg; then one thread and one warp of the first go on.
+    // All warps of a warpgroup take part in setmaxnreg; then one thread of the first goes on.
     if (warpgroup == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
             Producer{p, maps, smem}.run();
-        } else if (threadIdx.x / 32 == 1) {
-            fill_empty(p);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         Consumer(p, maps, smem, warpgroup - 1).run();
     }
 }
