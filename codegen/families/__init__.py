@@ -81,7 +81,8 @@ def make_plan(spec: Spec) -> Plan:
 def make_tuning(problem: Problem, values: Mapping[str, int]) -> Tuning:
     """The tuning of `problem`'s family from whole numbers by knob, also by the name that a knob had before.
 
-    Knobs that are gone may have the value that is left (`Tuning.retired`). ValueError names knobs that are unknown, and missing ones that have no default.
+    Knobs that are gone may have the value that is left (`Tuning.retired`). ValueError names knobs that are unknown, and
+    missing ones that have no default.
     """
     cls = family_of(problem).tuning
     fields = {f.name: f for f in dataclasses.fields(cls)}
