@@ -19,7 +19,7 @@ import fakes
 import pytest
 
 from attnforge.codegen.render import Source
-from attnforge.runtime.build import cache
+from attnforge.runtime.build import cache, store
 from attnforge.runtime.build.settings import CACHE_DIR
 
 # Children are forked from a small server: no torch, no threads, milliseconds each.
@@ -163,8 +163,11 @@ def test_killed_at_every_step_the_next_run_is_right(env: dict[str, str], cache_d
 
 
 def swept(env: dict[str, str], cache_dir: Path) -> list[Path]:
-    """What is left under tmp/ after the next process read or rebuilt, and built something new."""
-    finish(start(obtain, env, SOURCES[0], fakes.source(f"void g{time.monotonic_ns()}();\n")))
+    """What is left under tmp/ after this process read or rebuilt, and built something new."""
+    store._swept.clear()  # as in a new process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", env["CXX"])
+        obtain(SOURCES[0], fakes.source(f"void g{time.monotonic_ns()}();\n"))
     return list((cache_dir / "tmp").iterdir())
 
 
