@@ -36,6 +36,12 @@ hypothesis.settings.register_profile("attnforge", deadline=None)
 hypothesis.settings.load_profile("attnforge")
 
 
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One more than there are cores: at any time some worker waits for a disk, a lock or a child that sleeps."""
+    return (yield) + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Put the cache into .pytest_cache: never the user's own, kept for the next run, and shared by all workers."""
     directory: Path = config.cache.mkdir("attnforge")
