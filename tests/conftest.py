@@ -59,6 +59,7 @@ def pytest_collection_finish() -> None:
     What was imported and collected stays to the end: the garbage collector need not look at it again and again.
     """
     gc.freeze()
+    gc.set_threshold(50_000)  # little of what torch traces and compiles is garbage in cycles
     gc.enable()
     launcher = sys.modules.get("attnforge.runtime.native.launcher")
     if launcher is not None and launcher._loaded:
