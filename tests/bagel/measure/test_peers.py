@@ -207,8 +207,8 @@ def test_masks_of_many_intervals_are_not_for_cudnn() -> None:
 def test_cudnn_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def plan(ends: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str:
-        seen.update(ends=ends, shapes=(q.shape, k.shape, v.shape))
+    def plan(ends: Tensor, q: Tensor, k: Tensor, v: Tensor, *, build_backward: bool) -> str:
+        seen.update(ends=ends, shapes=(q.shape, k.shape, v.shape), build_backward=build_backward)
         return "plan"
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: str, softmax_scale: float) -> Tensor:
@@ -223,6 +223,7 @@ def test_cudnn_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(attention_of("cudnn-flex", case)(x.q, x.k, x.v), x.q + 4)
     assert seen["shapes"] == ((1, 96, 14, 64), (1, 96, 2, 64), (1, 96, 2, 64))
     assert seen["ends"].flatten().tolist() == list(range(1, 97))
+    assert seen["build_backward"]  # a plan without it cannot be differentiated
     assert (seen["mask_plan"], seen["scale"]) == ("plan", 0.125)
 
 
