@@ -316,6 +316,19 @@ class Tier:
     limit: float
 
 
+@dataclass(frozen=True)
+class Lines:
+    """What a score adds, of kv_idx - q_idx - kink = x: below * x + value where x < 0, else above * x + value.
+
+    All pairs of a batch entry and head share them. Without a kink x is kv_idx - q_idx, and the slopes are equal.
+    """
+
+    below: Code
+    above: Code
+    value: Code
+    kink: Code | None
+
+
 class ScoreMod(Formula):
     """The text of a function of a score."""
 
@@ -353,6 +366,31 @@ class ScoreMod(Formula):
     def adds(self) -> bool:
         """Is it the score plus something that does not depend on it?"""
         return self.slope_is_one and not any(read.reads_score for read in self.reads)
+
+    @cached_property
+    def lines(self) -> Lines | None:
+        """What is added to the score if it consists of lines in kv_idx - q_idx, as ALiBi's; None for other formulas."""
+        if not self or not self.slope_is_one:
+            return None
+        program, result = self.parsed
+        terms = _terms(program, result, 1, "float")
+        scores = [(sign, x) for sign, x in terms if program.nodes[x].value == "score"]
+        if len(scores) != 1 or scores[0][0] != 1:
+            return None
+        sums = Program(program.tensors, list(program.nodes), dict(program._known))
+        total = sums.const(0.0)
+        for sign, x in terms:
+            if (sign, x) not in scores:
+                total = _sum(sums, "+" if sign == 1 else "-", total, sums.call("float", x))
+        tiled, added = _tiled(sums, total)
+        kinks: dict[int, None] = {}
+        zero = tiled.const(0.0)
+        if _line(tiled, added, zero, 1, kinks) is None or len(kinks) > 1:
+            return None
+        kink = next(iter(kinks), zero)
+        (below, value), (above, _) = (_line(tiled, added, kink, side) or (zero, zero) for side in (-1, 1))
+        slopes = _code(tiled, below), _code(tiled, above)
+        return Lines(*slopes, _code(tiled, value), _code(tiled, kink) if kinks else None)
 
     @cached_property
     def slope_is_finite(self) -> bool:
@@ -816,15 +854,75 @@ def _of_distance(p: Program, tiled: Program, places: dict[int, int], x: int) -> 
     return total if kv == 1 else tiled.neg(total)
 
 
-def _terms(p: Program, x: int, sign: int) -> list[tuple[int, int]]:
-    """The signs and numbers of the integers whose sum x is."""
+def _line(
+    p: Program, x: int, origin: int, side: int, kinks: dict[int, None] | None = None
+) -> tuple[int, int] | None:
+    """(a, c) of a value a * (distance - origin) + c of a program of `_tiled`, None if pairs of a head differ in a or c.
+
+    An abs(distance - k) is distance - k if `side` is 1, k - distance if it is -1, and 0 at the origin; `kinks` gets k.
+    """
     node = p.nodes[x]
-    if node.kind != "int" or node.op not in ("+", "-", "neg"):
+    if node.op == "leaf" and node.value in ("s", "q_idx", "kv_idx"):
+        return None
+    if node.op == "leaf" and node.value == "distance":
+        return p.const(1.0), origin
+    found = [_line(p, i, origin, side, kinks) for i in node.args]
+    lines = [line for line in found if line is not None]
+    if len(lines) < len(found):
+        return None
+    flat = [p.constant(a) == 0.0 for a, _ in lines]
+    if all(flat):
+        return p.const(0.0), x
+    if node.op == "abs" and p.constant(lines[0][0]) == 1.0:
+        if kinks is not None:  # the origin is 0
+            kinks[_negative(p, lines[0][1])] = None
+        return p.const(float(side)), p.const(0.0)
+    if node.op == "neg":
+        return _negative(p, lines[0][0]), _negative(p, lines[0][1])
+    if node.op in ("+", "-"):
+        (a, c), (b, d) = lines
+        return _sum(p, node.op, a, b), _sum(p, node.op, c, d)
+    if node.op in ("*", "/") and (flat[1] or (flat[0] and node.op == "*")):
+        (a, c), factor = (lines[0], node.args[1]) if flat[1] else (lines[1], node.args[0])
+        return _product(p, node.op, a, factor), _product(p, node.op, c, factor)
+    return None
+
+
+def _sum(p: Program, op: str, x: int, y: int) -> int:
+    """x + y or x - y, without a zero."""
+    if p.constant(y) == 0.0:
+        return x
+    if p.constant(x) == 0.0:
+        return y if op == "+" else _negative(p, y)
+    return p.binary(op, x, y)
+
+
+def _negative(p: Program, x: int) -> int:
+    value = p.constant(x)
+    if p.nodes[x].op == "neg":
+        return p.nodes[x].args[0]
+    return p.neg(x) if value is None else p.const(0.0 - value)
+
+
+def _product(p: Program, op: str, x: int, y: int) -> int:
+    """x * y or x / y, where x may be 0, 1 or -1."""
+    value = p.constant(x)
+    if value == 0.0:
+        return x
+    if op == "*" and value in (1.0, -1.0):
+        return y if value == 1.0 else _negative(p, y)
+    return p.binary(op, x, y)
+
+
+def _terms(p: Program, x: int, sign: int, kind: Kind = "int") -> list[tuple[int, int]]:
+    """The signs and numbers of the values of a kind whose sum x is."""
+    node = p.nodes[x]
+    if node.kind != kind or node.op not in ("+", "-", "neg"):
         return [(sign, x)]
     if node.op == "neg":
-        return _terms(p, node.args[0], -sign)
+        return _terms(p, node.args[0], -sign, kind)
     a, b = node.args
-    return _terms(p, a, sign) + _terms(p, b, sign if node.op == "+" else -sign)
+    return _terms(p, a, sign, kind) + _terms(p, b, sign if node.op == "+" else -sign, kind)
 
 
 def _steps(p: Program, result: int) -> tuple[Program, tuple[int, ...]]:

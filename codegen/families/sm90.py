@@ -26,8 +26,8 @@ from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
 
-# Of a thread, for the addresses in several tensors that a score reads: an estimate, so that the tiles which are left do
-# not spill (96 keys a tile: 156 bytes, with three consumers 1200; tests/kernels/test_score_kernels.py compiles 64).
+# Of a thread, for the addresses in several tensors that a score reads for each pair: an estimate, so that the tiles
+# which are left do not spill (96 keys a tile: 156 bytes, with three consumers 1200; test_score_kernels.py compiles 64).
 SCORE_REGISTERS = 80
 
 
@@ -81,13 +81,18 @@ def plan(spec: Spec) -> Plan:
             f"intervals {p.intervals}: their bounds do not fit in the registers of {consumers} consumer warpgroups; "
             "set tile_m to 128 or less"
         )
-    if len(p.score.tensors) > 1 and consumers > 2:
+    if _reads_several(p) and consumers > 2:
         raise Infeasible(
             f"score: reads {len(p.score.tensors)} tensors, whose addresses do not fit in the registers of {consumers} "
             "consumer warpgroups; set tile_m to 128 or less"
         )
     _require_knobs(p, t)
     return _forward(spec, t, consumers)
+
+
+def _reads_several(p: Problem) -> bool:
+    """Does a score read several tensors for each pair? Of lines, a thread keeps the slopes."""
+    return len(p.score.tensors) > 1 and p.score.lines is None
 
 
 def _require_knobs(p: Problem, t: Sm90Forward) -> None:
@@ -170,7 +175,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     # What spills with Q in registers: a second place in a ring; consumers that find their work tiles in lists.
     live += 4 if t.stages_v else 0
     live += 12 if t.q_in_regs and mask.listed and not t.dynamic else 0
-    addresses = SCORE_REGISTERS if len(p.score.tensors) > 1 else 0
+    addresses = SCORE_REGISTERS if _reads_several(p) else 0
     require_registers(live + addresses, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
     grid = ("tiles_m", "batch", "heads_q")
@@ -341,7 +346,7 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     """What a search tries, best guess first."""
     narrow = problem.head_dim_v <= 96  # registers of O
     own_long = problem.dim_v and problem.largest_dim > 128
-    if len(problem.score.tensors) > 1:
+    if _reads_several(problem):
         yield TENSORS[problem.mask is Mask.CAUSAL]
     if problem.intervals > 2 or (problem.dim_v and problem.unions):
         yield INTERVALS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,43 @@ def test_specs_tell_scores_apart() -> None:
 )
 def test_whether_a_derivative_can_be_infinite(formula: str, finite: bool) -> None:
     assert ScoreMod(f"a(t0: float32[1]): {formula}").slope_is_finite == finite
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        ("score - t0[h] * abs(q_idx - kv_idx)", ("{t0}", "-{t0}", "0.0f", "0.0f")),
+        ("abs(kv_idx - q_idx - 3) * 0.5 + score", ("-0.5f", "0.5f", "0.0f", "static_cast<float>(3)")),
+        ("score - t0[b] + 2.0", ("0.0f", "0.0f", "(-{t0}) + 2.0f", None)),
+        ("score + 1.0 + (q_idx - kv_idx)", ("-1.0f", "-1.0f", "1.0f", None)),
+        ("score - (q_idx - kv_idx) / t0[0]", ("-(-1.0f / {t0})", "-(-1.0f / {t0})", "0.0f", None)),
+        ("score + abs(q_idx - kv_idx) - abs(q_idx - kv_idx - 1)", None),  # two kinks
+        ("score + abs(abs(q_idx - kv_idx) - 3)", None),
+        ("score + abs(q_idx - kv_idx) * (q_idx - kv_idx)", None),
+        ("score + t0[0] / (q_idx - kv_idx)", None),
+        ("score + floor((q_idx - kv_idx) * 0.5)", None),
+        ("score + (q_idx - kv_idx) // 2", None),
+        ("score + minimum(q_idx - kv_idx, 8)", None),
+        ("score + t0[kv_idx]", None),
+        ("score + kv_idx", None),
+        ("2.0 * score - kv_idx + q_idx", None),
+        ("score + t0[minimum(maximum(int(score), 0), 3)]", None),
+        ("score + score * (q_idx - kv_idx)", None),
+        ("-score", None),
+    ],
+)
+def test_what_is_lines_in_the_distance(formula: str, expected: tuple[str | None, ...] | None) -> None:
+    """Slopes below and above a kink, the value there, and the kink."""
+    lines = ScoreMod(f"a(t0: float32[1]): {formula}").lines
+    assert (lines is None) == (expected is None)
+    if lines is None or expected is None:
+        return
+    codes = (lines.below, lines.above, lines.value, lines.kink)
+    texts = [
+        None if code is None else re.sub(r"load_float32_1d\(p.score0, \w\)", "{t0}", code.result)
+        for code in codes
+    ]
+    assert texts == list(expected)
 
 
 @pytest.mark.parametrize(

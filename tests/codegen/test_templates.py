@@ -82,10 +82,17 @@ def test_every_template_is_used(templates: Path, monkeypatch: pytest.MonkeyPatch
             for spec in (spec for problem in problems for spec in (*kinds(problem), *splitting(problem, 1))):
                 render(spec)
         score, mod = ScoreMod("softcap: 30.0 * tanh(score / 30.0)"), MaskMod("a: q_idx > kv_idx // 2")
+        lines = ScoreMod("alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)")
         problems = [
             dataclasses.replace(plain, **fields)
             for plain in (Problem(direction, arch, dtype, 64, Mask.DENSE) for direction in Direction)
-            for fields in ({}, {"score": score}, {"mask_mod": mod}, {"score": score, "mask_mod": mod})
+            for fields in (
+                {},
+                {"score": score},
+                {"score": lines},
+                {"mask_mod": mod},
+                {"score": score, "mask_mod": mod},
+            )
         ]
         learned = ScoreMod("bias(t0: float32[1] grad): score + t0[h]")
         problems.append(Problem(Direction.BACKWARD, arch, dtype, 64, Mask.DENSE, score=learned))

@@ -38,6 +38,7 @@ struct State {
     int group = 0;
     int sent = 0;  // arrivals at other blocks that are on their way
     Piece q;
+    Piece begun;  // head, batch, row and first key (`column`) that S has begun with
     std::vector<std::pair<Piece, Piece>> scores;  // first row of Q, of K
     std::vector<Piece> values;
     std::set<int> masked;  // key tiles of this work tile that ran mask code

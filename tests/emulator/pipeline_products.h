@@ -51,14 +51,33 @@ static void load_q(T&, unsigned q, int row) {
     current->q = read(q, row, 64, kTileM, kQ);
     current->reads.pop_back();  // done at once
 }
+// What S begins with where a score adds lines. The head's lines go with the products of that head only.
+struct ScoreLines {
+    int batch = -1, head = -1;
+};
+static ScoreLines score_lines(const Params&, int batch, int head) { return {batch, head}; }
+template <class S>
+static void begin_scores(S&, const ScoreLines& lines, int row, int key0) {
+    current->begun = {kQ, key0, row, lines.head, lines.batch};
+}
+static void note_scores(const Piece& rows, const Piece& keys) {
+#if LINES
+    const Piece& begun = current->begun;
+    require(begun.tensor == kQ && begun.head == rows.head && begun.batch == rows.batch, "S begins with lines of another head");
+    require(begun.row >= rows.row && begun.row < rows.row + 64, "S begins with lines of other rows");
+    require(begun.column == keys.row, "S begins with lines of other keys");
+    current->begun = {};
+#endif
+    current->scores.push_back({rows, keys});
+}
 template <class S>
 static void multiply_qk(S&, unsigned q, int row, unsigned k) {
     const Piece rows = read(q, row, 64, kTileM, kQ);
-    current->scores.push_back({rows, read(k, 0, kTileN, kTileN, kK)});
+    note_scores(rows, read(k, 0, kTileN, kTileN, kK));
 }
 template <class S, class Q>
 static void multiply_qk(S&, const Q&, unsigned k) {
-    current->scores.push_back({current->q, read(k, 0, kTileN, kTileN, kK)});
+    note_scores(current->q, read(k, 0, kTileN, kTileN, kK));
 }
 template <class O, class P>
 static void multiply_pv(O&, const P&, unsigned v, bool) {
@@ -67,7 +86,7 @@ static void multiply_pv(O&, const P&, unsigned v, bool) {
 
 struct RowStats {
     float row_max[2] = {}, row_sum[2] = {};
-    bool ordinary = false;
+    bool ordinary = false, growing = false;
     void reset() {}
 };
 // The key tile whose S is complete runs mask code.

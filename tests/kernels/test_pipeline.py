@@ -22,18 +22,21 @@ from torch import Tensor
 
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.render import Source, render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import masks
 
 FLAGS = ("-std=c++17", "-Og", "-w", "-Wno-psabi", "-fPIC", "-shared", f"-I{gxx.HERE}")
 SEEDS = 4
 # What pipeline.h stands in for.
-REPLACED = ("PTX", "Softmax", "Products", "Tile schedule")
+REPLACED = ("PTX", "Softmax", "Products", "Score", "Tile schedule")
 TENSORS = ("q", "k", "v", "out")
 # (batch, heads_q, heads_kv, query tiles, key tiles): odd and even, fewer and more pieces than there are blocks.
 SIZES = [(1, 1, 1, 1, 1), (1, 2, 1, 3, 2), (2, 7, 1, 3, 3), (1, 3, 3, 4, 1), (1, 2, 2, 5, 7)]
 
 MISSING = (1, 60)
+
+ALIBI = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
 
 # What the text becomes if `broken` is n, and what is then found (among other things).
 Break = tuple[dict[str, str], str]
@@ -103,6 +106,7 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
     listed = source.spec.problem.mask.listed
     words = [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
     words.append(f"-DINTERVALS={source.spec.problem.intervals}")
+    words.append(f"-DLINES={int(source.spec.problem.score.lines is not None)}")
     words += [f"-DHEAD_DIM_V={source.spec.problem.head_dim_v}", f"-DPANELS_V={plan.constants['panels_v']}"]
     library = gxx.library(path, *FLAGS, *words, header="cuda_words.h")
     library.run.restype = ctypes.c_char_p
@@ -180,13 +184,23 @@ def hopper(
     intervals: int = 1,
     planes: int = 0,
     dim_v: int = 0,
+    score: str = "",
     **more: Any,
 ) -> Source:
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, *counter = knobs
     flags = (bool(ping_pong), bool(persistent), bool(counter), bool(q_in_regs))
     tuning = Sm90Forward(tile_m, tile_n, stages, *flags, **more)
     problem = Problem(
-        Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, 16, dim_v, intervals, planes
+        Direction.FORWARD,
+        Arch.SM90A,
+        DType.BFLOAT16,
+        head_dim,
+        mask,
+        16,
+        dim_v,
+        intervals,
+        planes,
+        score=ScoreMod(score),
     )
     return render(Spec(problem, tuning))
 
@@ -236,6 +250,10 @@ def hopper(
         hopper(192, 128, 128, 2, 0, 1, 1, mask=Mask.CAUSAL, dim_v=128),
         hopper(64, 192, 80, 3, 1, 1, 0, mask=Mask.CAUSAL, dim_v=128),
         hopper(40, 192, 64, 2, 0, 1, 1, dim_v=136),
+        hopper(64, 192, 128, 3, 1, 1, 0, score=ALIBI),
+        hopper(128, 192, 80, 3, 1, 1, 0, mask=Mask.CAUSAL, score=ALIBI),
+        hopper(64, 128, 96, 2, 0, 0, 1, mask=Mask.SPANS, score=ALIBI),
+        hopper(64, 128, 64, 3, 0, 1, 0, mask=Mask.DENSE, score=ALIBI),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -326,6 +344,36 @@ OF_V_APART: dict[str, Break] = {
 }
 
 
+OF_LINES: dict[str, Break] = {
+    "keys": (
+        {
+            "set_visit(i);\n                    begin_scores(s, lines, row, (entry": "set_visit(i);\n"
+            "                    begin_scores(s, lines, row, (broken == n ? 0 : entry"
+        },
+        "lines of other keys",
+    ),
+    "rows": (
+        {"+ warpgroup * 64 + threadIdx": "+ (broken == n ? 0 : warpgroup * 64) + threadIdx"},
+        "other rows",
+    ),
+    "head": (
+        {"score_lines(p, work.batch, work.head)": "score_lines(p, work.batch, broken == n ? 0 : work.head)"},
+        "another head",
+    ),
+    "last-first": (
+        {
+            "visit_of(p, work, visit_count - 1 - i)": "visit_of(p, work, broken == n ? i : visit_count - 1 - i)"
+        },
+        "lines of other keys",
+    ),
+    "range": (
+        {
+            "count - range.y": "broken == n ? range.x : count - range.y",
+            "count - range.x": "broken == n ? range.y : count - range.x",
+        },
+        "a key tile is missing",
+    ),
+}
 OF_OWN_HEAD_DIM: dict[str, Break] = {
     "place-of-o": (
         {"i / 4 + lane / 16, kTileM)": "i / 4 + lane / 16, broken == n ? 64 : kTileM)"},
@@ -350,8 +398,9 @@ OF_OWN_HEAD_DIM: dict[str, Break] = {
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS), OF_SPANS),
         (hopper(64, 192, 96, 2, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=3), OF_V_APART),
         (hopper(40, 192, 64, 2, 0, 1, 0, dim_v=104), OF_OWN_HEAD_DIM),
+        (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS, score=ALIBI), OF_LINES),
     ],
-    ids=["causal", "spans", "v-apart", "own-head-dim"],
+    ids=["causal", "spans", "v-apart", "own-head-dim", "lines"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""

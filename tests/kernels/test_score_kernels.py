@@ -195,12 +195,21 @@ extern "C" void run(const Params* p, const float* values, float* out) {
         for (int i = 0; i < kTileN / 2; ++i) {
             s[i] = values[place(i)];
         }
-        apply_score(*p, s, 1, 2, 40 + threadIdx.x / 4, KEY);
+        APPLY
         for (int i = 0; i < kTileN / 2; ++i) {
             out[place(i)] = s[i];
         }
     }, 1, 32, 0);
 }
+"""
+# A complete S is in units of the score, or, if it begins with lines, in those of Q K^T.
+APPLIED = "apply_score(*p, s, 1, 2, 40 + threadIdx.x / 4, KEY);"
+BEGUN = """
+        float begun[kTileN / 2];
+        begin_scores(begun, score_lines(*p, 1, 2), 40 + threadIdx.x / 4, KEY);
+        for (int i = 0; i < kTileN / 2; ++i) {
+            s[i] = (begun[i] + s[i]) * p->scale;
+        }
 """
 Function = Callable[[Tensor, Tensor], Tensor]  # of scores and of kv_idx - q_idx
 TABLE, SLOPES = torch.randn(3, 41), torch.rand(3)
@@ -211,11 +220,24 @@ TILES: dict[str, tuple[scores.Score, Function, float]] = {
     "approximate": (scores.softcap(2.0, approximate=True), lambda s, d: 2 * (s / 2).tanh(), 9.0),
     "alibi": (scores.alibi(SLOPES), lambda s, d: s - SLOPES[2] * d.abs(), 1.0),
     "aligned": (scores.alibi(SLOPES, 9), lambda s, d: s - SLOPES[2] * (9 - d).abs(), 1.0),
+    "line": (
+        scores.Score("line(t0: float32[1]): score + (kv_idx - q_idx) * t0[b] - 0.25", (SLOPES,)),
+        lambda s, d: s + d * SLOPES[1] - 0.25,
+        1.0,
+    ),
+    "kink": (
+        scores.Score(
+            "kink(t0: float32[1]): (abs(kv_idx - q_idx - 7) - (q_idx - kv_idx) * 0.5) * t0[h] + score",
+            (SLOPES,),
+        ),
+        lambda s, d: s + ((d - 7).abs() + d * 0.5) * SLOPES[2],
+        1.0,
+    ),
     "relative": (scores.relative_bias(TABLE), lambda s, d: s + TABLE[2, 20 + d.clamp(-20, 20)], 1.0),
 }
 
 
-@pytest.mark.parametrize("key0", [0, 64, 256])  # before, on and behind the diagonal
+@pytest.mark.parametrize("key0", [0, 47, 64, 256])  # before, on and behind the diagonal
 @pytest.mark.parametrize("name", TILES)
 def test_a_tile_of_the_hopper_forward(name: str, key0: int, tmp_path: Path) -> None:
     score, formula, size = TILES[name]
@@ -226,7 +248,8 @@ def test_a_tile_of_the_hopper_forward(name: str, key0: int, tmp_path: Path) -> N
     kept = "".join(s for s in sections if s.startswith(("// ---- Specialisation", "// ---- Score")))
     kept = re.sub(r"asm\(\"tanh.*", "y = std::tanh(x);", kept).replace("#pragma unroll", "//")
     path = tmp_path / "tile.cpp"
-    path.write_text(HOPPER + first + kept + TILE.replace("KEY", str(key0)))
+    apply = APPLIED if text.lines is None else BEGUN
+    path.write_text(HOPPER + first + kept + TILE.replace("APPLY", apply).replace("KEY", str(key0)))
     library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
     values = (torch.rand(16, spec.tuning.tile_n) * 2 - 1) * size
     out = torch.full_like(values, torch.nan)
