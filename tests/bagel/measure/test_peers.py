@@ -67,10 +67,23 @@ def test_peers_agree_with_the_reference(name: str, pack: Case) -> None:
     torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=1e-5, rtol=1e-5)
 
 
+GPU_CASES = [
+    *((name, "documents") for name in NAMES["cuda"]),
+    *((name, mask) for name in ("flex", "cudnn-flex", "fa3") for mask in ("window", "function")),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES["cuda"])
-def test_peers_agree_with_the_reference_on_a_gpu(name: str) -> None:
-    case = documents(torch.device("cuda"), DType.BFLOAT16)
+@pytest.mark.parametrize(("name", "mask"), GPU_CASES)
+def test_peers_agree_with_the_reference_on_a_gpu(name: str, mask: str) -> None:
+    device = torch.device("cuda")
+    case = documents(device, DType.BFLOAT16)
+    if mask == "window":
+        case = replace(case, mask=mask_patterns.window(400, 400, 30, 0, device))
+    if mask == "function":
+        every = torch.arange(400) % 90 == 7
+        mod = mask_patterns.mask_mod(lambda b, h, i, j: every[j] | ((i - j).abs() < 20), 400, 400, device)
+        case = replace(case, mask=mod)
     x = case.inputs()
     try:
         got = attention_of(name, case)(x.q, x.k, x.v)
