@@ -23,6 +23,7 @@ from torch import Tensor
 import attnforge
 from attnforge import scores
 from attnforge.bagel.measure import peers
+from attnforge.bagel.measure.agreement import relative
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.fa4 import Unavailable
@@ -138,14 +139,10 @@ def error(case: Case, one: Contestant, direction: Direction, x: Inputs) -> float
     sinks = None if one.sinks is None else one.sinks[:group]
     out = attnforge.attention(mine[0], mine[1], mine[2], case.mask, score=one.score, sinks=sinks)
     if direction is Direction.FORWARD:
-        return _relative(out[:, :1, rows], exact)
+        return relative(out[:, :1, rows], exact)
     got = torch.autograd.grad(out, mine, dout)
     answers = torch.autograd.grad(exact, (q, k, v), dout[:, :1, rows].double())
-    return max(map(_relative, (got[0][:, :1, rows], got[1], got[2]), answers))
-
-
-def _relative(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+    return max(map(relative, (got[0][:, :1, rows], got[1], got[2]), answers))
 
 
 def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[str]:

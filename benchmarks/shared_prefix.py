@@ -28,9 +28,10 @@ from torch import Tensor
 
 import attnforge
 from attnforge.bagel.measure import peers
+from attnforge.bagel.measure.agreement import TOLERANCE, relative, results
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import model_of, pairs_of
-from attnforge.bagel.measure.fa4 import Attention, Unavailable
+from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.peers import OURS
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
@@ -38,7 +39,6 @@ from attnforge.runtime.search.case import Case, Inputs, causal_case
 from attnforge.runtime.search.timing import Effort, measure_interleaved, rotate
 
 PEERS = ("flex", "cudnn-flex", "fa3")
-TOLERANCE = {DType.BFLOAT16: 2e-2, DType.FLOAT16: 5e-3, DType.FLOAT32: 1e-4}
 HEAD = (
     "attention", "layout", "tokens", "fwd ms", "bwd ms", "of ours: fwd", "bwd", "both", "fwd TFLOP/s", "bwd TFLOP/s",
     "memory MiB", "differs",
@@ -126,13 +126,6 @@ class Contestant:
         return peers.contestant(self.name, self.case, direction, self.sets)
 
 
-def results(call: Attention, x: Inputs) -> tuple[Tensor, ...]:
-    """out, dq, dk and dv."""
-    leaves = [t.detach().requires_grad_() for t in x[:3]]
-    out = call(*leaves)
-    return (out.detach(), *torch.autograd.grad(out, leaves, x.dout))
-
-
 def difference(group: Group, layout: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     """The largest of all tensors, in the prefix or in the completions; see the module."""
     worst = 0.0
@@ -140,11 +133,7 @@ def difference(group: Group, layout: str, got: tuple[Tensor, ...], expected: tup
         pairs = zip(group.parts(one, layout, index > 0), group.parts(other, "pack", True), strict=True)
         for mine, exact in pairs:
             if exact.numel():
-                error = (mine.double() - exact.double()).square().mean().sqrt()
-                # max() would drop a nan
-                worst = max(
-                    worst, float((error / exact.double().square().mean().sqrt()).nan_to_num(torch.inf))
-                )
+                worst = max(worst, relative(mine, exact))
     return worst
 
 
@@ -240,19 +229,10 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def attend(case: Case) -> Attention:
-    """Ours, with autograd as the peers."""
-    return lambda q, k, v: attnforge.attention(q, k, v, case.mask)
-
-
 def main(words: list[str] | None = None) -> int:
     args = arguments(words)
-    peers.EXTRA[OURS] = attend
-    try:
-        found, wrong = contestants(Group(args.completions, args.tokens, args.prefix), args)
-        table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *rows(found, args.seconds)]
-    finally:
-        del peers.EXTRA[OURS]
+    found, wrong = contestants(Group(args.completions, args.tokens, args.prefix), args)
+    table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *rows(found, args.seconds)]
     facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
     what = (
         f"{args.completions} completions of {args.tokens} tokens on {args.prefix}, {args.model} {args.dtype}"

@@ -362,8 +362,8 @@ def evaluate(text: Formula, leaves: Mapping[str, Tensor], tensors: Sequence[Tens
     for node in program.nodes[: result + 1]:
         args = [found[i] for i in node.args]
         if node.op == "const":
-            value = torch.tensor(float(node.value), dtype=torch.float64)
-            found.append(value.to(_DTYPE[node.kind]).to(device))
+            # Not torch.tensor, which is a tensor outside of a graph: FlexAttention's lowering wants none.
+            found.append(torch.full((), float(node.value), dtype=_DTYPE[node.kind], device=device))
         elif node.op == "leaf":
             found.append(leaves[str(node.value)])
         elif node.op.startswith("load:"):

@@ -53,9 +53,11 @@ def _chosen(pack: str, vit: bool) -> tuple[Causal | Spans | DenseMask | None, tu
     from attnforge.bagel.measure.cases import make_case, pairs_of
     from attnforge.bagel.measure.mask_files import is_mask_file, read_mask
     from attnforge.codegen.spec import DType
+    from attnforge.runtime.masks import FunctionMask
 
     if is_mask_file(pack):
         read, seq_q = read_mask(Path(pack), "cpu")
         return read, (seq_q, read.seq_k), pairs_of(read, seq_q)
     case = make_case(pack, "vit" if vit else "1/1/64", DType.FLOAT32, torch.device("cpu"))
+    assert not isinstance(case.mask, FunctionMask)  # which no name of a pack means
     return case.mask, (case.seq_q, case.seq_k), case.pairs

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from attnforge.bagel.measure.fa4 import Attention, Unavailable
-from attnforge.runtime.masks import DenseMask
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.reference import visible_rows
 
@@ -24,20 +24,29 @@ def installed() -> bool:
 
 def attention(case: Case) -> Attention:
     """cudnn.flex_attention on a case, its mask planned before. Raises Unavailable without it or with other masks."""
+    return planner(case)()
+
+
+def planner(case: Case) -> Callable[[], Attention]:
+    """What plans the mask, as for a new one of the same endpoints, and returns the attention. Raises as `attention`."""
     if not installed():
         raise Unavailable("nvidia-cudnn-frontend with flex_attention is not installed")
     cudnn = importlib.import_module("cudnn")
     ends = endpoints(case)
     x = case.inputs()
-    plan = cudnn.create_mask_plan(ends, *(_bshd(tensor) for tensor in (x.q, x.k, x.v)), build_backward=True)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = cudnn.flex_attn_func(
-            _bshd(q), _bshd(k), _bshd(v), mask_plan=plan, softmax_scale=case.scale
-        )
-        return out.transpose(1, 2)
+    def planned() -> Attention:
+        plan = cudnn.create_mask_plan(ends, _bshd(x.q), _bshd(x.k), _bshd(x.v), build_backward=True)
 
-    return call
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = cudnn.flex_attn_func(
+                _bshd(q), _bshd(k), _bshd(v), mask_plan=plan, softmax_scale=case.scale
+            )
+            return out.transpose(1, 2)
+
+        return call
+
+    return planned
 
 
 def _bshd(x: Tensor) -> Tensor:
@@ -49,10 +58,6 @@ def endpoints(case: Case) -> Tensor:
 
     Raises Unavailable for masks that differ between batch entries or heads, or have more than MOST endpoints.
     """
-    if isinstance(case.mask, DenseMask) and case.mask.shape[:2] != (1, 1):
-        raise Unavailable(
-            "masks that differ between batch entries or heads are not supported for cudnn-flex here"
-        )
     step = max(1, CHUNK // case.seq_k)
     chunks = [
         _rows(case, torch.arange(begin, min(begin + step, case.seq_q), device=case.device))
@@ -69,7 +74,12 @@ def endpoints(case: Case) -> Tensor:
 
 def _rows(case: Case, rows: Tensor) -> Tensor:
     """Endpoints of some query rows, int32 (R, n)."""
-    seen = visible_rows(case.mask, rows, case.seq_q, case.seq_k)[0, 0]
+    planes = visible_rows(case.mask, rows, case.seq_q, case.seq_k, case.batch, case.heads_q)
+    if planes.shape[:2] != (1, 1):
+        raise Unavailable(
+            "masks that differ between batch entries or heads are not supported for cudnn-flex here"
+        )
+    seen = planes[0, 0]
     ones, zeros = seen.new_ones(len(rows), 1), seen.new_zeros(len(rows), 1)
     # With a visible key before the first and a hidden one after the last, each change is an endpoint.
     changes = torch.cat((ones, seen), 1) != torch.cat((seen, zeros), 1)

@@ -17,7 +17,7 @@ def installed() -> bool:
 
 
 def attention(case: Case) -> Attention:
-    """FA3 on a case. Raises Unavailable without it, or for a mask that is neither full, causal nor whole documents."""
+    """FA3 on a case. Raises Unavailable without it, or for other masks than those of FA4."""
     if not installed():
         raise Unavailable("FlashAttention-3 is not installed")
     return attention_by(importlib.import_module(MODULE), case)

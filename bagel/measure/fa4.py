@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnforge.bagel.packing import PackedMask
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime import mask_patterns
+from attnforge.runtime.masks import Causal, Spans
 from attnforge.runtime.search.case import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +36,7 @@ def require() -> None:
 def attention(case: Case, pack_gqa: bool | None = None) -> Attention:
     """FA4 on a case; `pack_gqa` folds the query heads of a group into the rows of a tile (None: its own choice).
 
-    Raises Unavailable without the package, or for a mask that is neither full nor causal nor whole documents.
+    Raises Unavailable without the package, or for a mask that is neither full, causal, a window nor whole documents.
     """
     require()
     return attention_by(importlib.import_module("flash_attn.cute"), case, pack_gqa)
@@ -43,15 +44,21 @@ def attention(case: Case, pack_gqa: bool | None = None) -> Attention:
 
 def attention_by(module: Any, case: Case, pack_gqa: bool | None = None) -> Attention:
     """The same by the functions of any module of FlashAttention 3 or 4."""
+    options: dict[str, Any] = {}
     if isinstance(case.mask, Spans):
-        return _varlen(module.flash_attn_varlen_func, case, pack_gqa)
-    if isinstance(case.mask, DenseMask):
+        window = window_of(case.mask, case.seq_q)
+        if window is None:
+            return _varlen(module.flash_attn_varlen_func, case, pack_gqa)
+        options["window_size"] = window
+    elif not (case.mask is None or isinstance(case.mask, Causal)):
         raise Unavailable("takes no mask")
     causal = isinstance(case.mask, Causal)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = module.flash_attn_func(q, k, v, softmax_scale=case.scale, causal=causal, pack_gqa=pack_gqa)
+        out = module.flash_attn_func(
+            q, k, v, softmax_scale=case.scale, causal=causal, pack_gqa=pack_gqa, **options
+        )
         return _first(out).transpose(1, 2)
 
     return call
@@ -78,6 +85,19 @@ def _varlen(function: Any, case: Case, pack_gqa: bool | None) -> Attention:
         return _first(out).transpose(0, 1)[None]
 
     return call
+
+
+def window_of(mask: Spans, seq_q: int) -> tuple[int, int] | None:
+    """(left, right) of the sliding window of as many queries as keys that the mask is, or None. See `masks.window`."""
+    length = mask.seq_k
+    if isinstance(mask, PackedMask) or mask.data.dim() > 2 or seq_q != length or not length:
+        return None
+    starts, ends = mask.starts, mask.ends
+    left, right = int(ends[0]) - 1, length - 1 - int(starts[-1])
+    if min(left, right) < 0:
+        return None
+    same = mask_patterns.window(length, length, left, right, mask.device)
+    return (left, right) if torch.equal(starts, same.starts) and torch.equal(ends, same.ends) else None
 
 
 def documents(mask: object) -> tuple[list[int], bool]:

@@ -16,8 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnforge.bagel.measure import cudnn_flex, fa3, fa4
 from attnforge.bagel.measure.fa4 import Attention, Unavailable
 from attnforge.bagel.packing import PackedMask
+from attnforge.codegen.score import MaskMod
 from attnforge.codegen.spec import Direction, Mask
-from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.ops import attention
+from attnforge.runtime.score_trace import evaluate
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.timing import Effort, Timing, effort, measure_interleaved, rotate
 
@@ -76,7 +79,11 @@ def time_peer(
 
 def contestant(name: str, case: Case, direction: Direction, sets: Sequence[Inputs]) -> Call:
     """A call that runs the peer on the set of inputs of that index: out, or (dq, dk, dv) of backward alone."""
-    call = attention_of(name, case)
+    return call_of(attention_of(name, case), direction, sets)
+
+
+def call_of(call: Attention, direction: Direction, sets: Sequence[Inputs]) -> Call:
+    """`contestant` of an attention."""
     if direction is Direction.FORWARD:
         return lambda index: call(*sets[index][:3])
     graphs = [_graph(call, x) for x in sets]
@@ -135,6 +142,8 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
     """
     if name in EXTRA:
         return EXTRA[name](case)
+    if name == OURS:
+        return attend(case)
     if name == "flex-fa4":
         fa4.require()
     if name in ("flex", "flex-bagel", "flex-fa4"):
@@ -151,12 +160,18 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
     return _sdpa(name, case)
 
 
+def attend(case: Case) -> Attention:
+    """Ours by its public function: the kernels that dispatch chooses, with autograd as the peers."""
+    return lambda q, k, v: attention(q, k, v, case.mask, scale=case.scale)
+
+
 def _sdpa(name: str, case: Case) -> Attention:
     """One call; a mask of spans or pairs becomes an additive one."""
     backend = BACKENDS[name]
     on_cpu = case.device.type == "cpu"
     # torch's own causal mask is aligned at the top left.
-    masked = isinstance(case.mask, (Spans, DenseMask)) or (case.mask is not None and case.seq_q != case.seq_k)
+    plain = case.mask is None or (isinstance(case.mask, Causal) and case.seq_q == case.seq_k)
+    masked = not plain
     if masked and name == "sdpa-flash" and not on_cpu:
         raise Unavailable("takes no mask")
     need = _bytes_needed(name, case)
@@ -299,6 +314,8 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
         return in_span
     if isinstance(case.mask, DenseMask):
         return _pair_mod(case.mask.mask)
+    if isinstance(case.mask, FunctionMask):
+        return _function_mod(case.mask)
     if case.mask is None:
         return None
     offset = case.seq_k - case.seq_q
@@ -307,6 +324,19 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
         return j <= i + offset
 
     return before
+
+
+def _function_mod(mask: FunctionMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    formula, tensors = MaskMod(mask.text), mask.tensors
+    if formula.reads("b") or formula.reads("h"):
+        raise Unavailable(
+            "masks that differ between batch entries or heads are not supported for FlexAttention here"
+        )
+
+    def evaluated(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return evaluate(formula, {"q_idx": i, "kv_idx": j}, tensors)
+
+    return evaluated
 
 
 def _pair_mod(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

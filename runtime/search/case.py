@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from attnforge.codegen.score import MaskMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,7 +36,7 @@ class Case:
     seq_k: int
     head_dim: int
     dtype: DType
-    mask: Causal | Spans | DenseMask | None
+    mask: Causal | Spans | DenseMask | FunctionMask | None
     pairs: int
     device: torch.device
     dim_v: int = 0  # head_dim of v if it has its own
@@ -59,7 +60,7 @@ class Case:
     @property
     def visible_keys(self) -> int:
         """Average number of keys that a query sees; 0 for full and causal masks, where the length determines it."""
-        if not isinstance(self.mask, (Spans, DenseMask)):
+        if self.mask is None or isinstance(self.mask, Causal):
             return 0
         known = self.mask.visible_keys
         return int(self.pairs / self.seq_q if known is None else known)
@@ -76,6 +77,8 @@ class Case:
         sizes = (16, 8, 4, 2) if arch.is_gpu else (4, 2)
         align = next(size for size in sizes if row % size == 0)
         plain = Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align, self.dim_v)
+        if isinstance(self.mask, FunctionMask):
+            return replace(plain, mask_mod=MaskMod(self.mask.text))
         if not isinstance(self.mask, Spans):
             return plain
         return replace(plain, intervals=self.mask.intervals, planes=int(self.mask.planes != (1, 1)))

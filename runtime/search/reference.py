@@ -83,14 +83,24 @@ def _chunks(
     step = max(1, CHUNK // seq_k)
     for begin in range(0, rows.numel(), step):
         chunk = rows[begin : begin + step]
-        if isinstance(mask, FunctionMask):
-            yield slice(begin, begin + step), mask.visible_rows(chunk, q_shape[0], q_shape[1])
-        else:
-            yield slice(begin, begin + step), visible_rows(mask, chunk, q_shape[2], seq_k)
+        yield (
+            slice(begin, begin + step),
+            visible_rows(mask, chunk, q_shape[2], seq_k, batch=q_shape[0], heads=q_shape[1]),
+        )
 
 
-def visible_rows(mask: Causal | Spans | DenseMask | None, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:
-    """The keys that the query rows `rows` (R) see, bool (B or 1, Hq, Hkv or 1, R, seq_k)."""
+def visible_rows(
+    mask: Causal | Spans | DenseMask | FunctionMask | None,
+    rows: Tensor,
+    seq_q: int,
+    seq_k: int,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> Tensor:
+    """The keys that the query rows `rows` (R) see, bool (B or 1, Hq, Hkv or 1, R, seq_k).
+
+    `batch`, `heads`: where a function depends on them, see `FunctionMask.visible_rows`.
+    """
     key, row = torch.arange(seq_k, device=rows.device), rows[:, None]
     if mask is None:
         seen = torch.ones(row.shape[0], seq_k, dtype=torch.bool, device=rows.device)
@@ -98,6 +108,8 @@ def visible_rows(mask: Causal | Spans | DenseMask | None, rows: Tensor, seq_q: i
         seen = key <= row + (seq_k - seq_q)
     elif isinstance(mask, Spans):
         seen = mask.visible_rows(rows)
+    elif isinstance(mask, FunctionMask):
+        seen = mask.visible_rows(rows, batch, heads)
     else:
         seen = mask.mask.to(rows.device)[..., rows, :]
     return seen.reshape(*(seen.shape[:-2] or (1, 1)), *seen.shape[-2:])

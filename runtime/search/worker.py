@@ -14,7 +14,7 @@ import torch
 
 from attnforge.codegen.spec import Direction, Spec
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.timing import (
     Call,
@@ -123,13 +123,13 @@ def _portable(case: Case) -> Case:
 
 
 def _moved(
-    mask: Causal | Spans | DenseMask | None, device: torch.device
-) -> Causal | Spans | DenseMask | None:
+    mask: Causal | Spans | DenseMask | FunctionMask | None, device: torch.device
+) -> Causal | Spans | DenseMask | FunctionMask | None:
     """`mask` on `device`."""
-    if isinstance(mask, (Spans, DenseMask)):
-        moved: Spans | DenseMask = mask.to(device)
-        return moved
-    return mask
+    if mask is None or isinstance(mask, Causal):
+        return mask
+    moved: Spans | DenseMask | FunctionMask = mask.to(device)
+    return moved
 
 
 class Bench:

@@ -20,7 +20,8 @@ from attnforge.bagel.measure.peers import NAMES, _mask_mod, attention_of
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType
-from attnforge.runtime.masks import Causal, DenseMask
+from attnforge.runtime import mask_patterns
+from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.reference import reference, visible_rows
 from attnforge.runtime.search.timing import Timing
@@ -66,10 +67,23 @@ def test_peers_agree_with_the_reference(name: str, pack: Case) -> None:
     torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=1e-5, rtol=1e-5)
 
 
+GPU_CASES = [
+    *((name, "documents") for name in NAMES["cuda"]),
+    *((name, mask) for name in ("flex", "cudnn-flex", "fa3") for mask in ("window", "function")),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES["cuda"])
-def test_peers_agree_with_the_reference_on_a_gpu(name: str) -> None:
-    case = documents(torch.device("cuda"), DType.BFLOAT16)
+@pytest.mark.parametrize(("name", "mask"), GPU_CASES)
+def test_peers_agree_with_the_reference_on_a_gpu(name: str, mask: str) -> None:
+    device = torch.device("cuda")
+    case = documents(device, DType.BFLOAT16)
+    if mask == "window":
+        case = replace(case, mask=mask_patterns.window(400, 400, 30, 0, device))
+    if mask == "function":
+        every = torch.arange(400) % 90 == 7
+        mod = mask_patterns.mask_mod(lambda b, h, i, j: every[j] | ((i - j).abs() < 20), 400, 400, device)
+        case = replace(case, mask=mod)
     x = case.inputs()
     try:
         got = attention_of(name, case)(x.q, x.k, x.v)
@@ -172,6 +186,40 @@ def test_fa3_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(attention_of("fa3", case)(x.q, x.k, x.v), x.q + 3)
 
 
+WINDOWS = {(5, 0): (5, 0), (0, 3): (0, 3), (-1, 0): (95, 0), (-1, -1): (95, 95)}  # -1: no limit
+
+
+def test_flash_attention_gets_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many queries as keys; all else is none."""
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        assert not options["causal"]
+        left, right = options["window_size"]
+        out: Tensor = q + left + 100 * right
+        return out
+
+    monkeypatch.setattr(fa3, "installed", lambda: True)
+    monkeypatch.setitem(
+        sys.modules, fa3.MODULE, SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=dense)
+    )
+    case = make_case(*TINY, DType.FLOAT32, CPU)
+    x = case.inputs()
+    for given, (left, right) in WINDOWS.items():
+        one = replace(case, mask=mask_patterns.window(96, 96, *given, CPU))
+        torch.testing.assert_close(attention_of("fa3", one)(x.q, x.k, x.v), x.q + left + 100 * right)
+    others = [
+        mask_patterns.window_with_sinks(96, 96, 5, 0, 2, CPU),
+        mask_patterns.window(96, 96, 5, 0, CPU) & mask_patterns.documents([40, 56], CPU),
+        mask_patterns.block_diffusion(48, 8, CPU),
+        Spans(torch.full((96,), 4, dtype=torch.int32), torch.full((96,), 2, dtype=torch.int32)),
+    ]
+    for mask in others:
+        with pytest.raises(Unavailable, match="takes no mask"):
+            attention_of("fa3", replace(case, mask=mask))
+    with pytest.raises(Unavailable, match="takes no mask"):
+        attention_of("fa3", make_case("window:7/40/96", "0.5B", DType.FLOAT32, CPU))
+
+
 # ---- cudnn.flex_attention
 
 
@@ -200,8 +248,36 @@ def test_masks_of_many_intervals_are_not_for_cudnn() -> None:
     with pytest.raises(Unavailable, match="has 99 endpoints"):
         cudnn_flex.endpoints(case)
     planes = DenseMask(torch.ones(1, 2, 4, 100, dtype=torch.bool).tril())
-    with pytest.raises(Unavailable, match="masks that differ between"):
-        cudnn_flex.endpoints(replace(case, mask=planes))
+    keys = torch.zeros(1, 2, 1, 100, dtype=torch.int32)
+    heads = mask_patterns.mask_mod(lambda b, h, i, j: i >= j + h, 4, 100, CPU)
+    for mask in (planes, Spans(keys, keys + 3), heads):
+        with pytest.raises(Unavailable, match="masks that differ between"):
+            cudnn_flex.endpoints(replace(case, mask=mask))
+        with pytest.raises(Unavailable, match=r"masks that differ between|one interval a key"):
+            attention_of("flex", replace(case, mask=mask))
+
+
+def test_endpoints_of_a_function() -> None:
+    """And FlexAttention's function of it. Global keys beside a window: several intervals a row."""
+    is_global = torch.arange(50) % 20 == 7
+    mask = mask_patterns.mask_mod(lambda b, h, i, j: is_global[j] | ((i - j).abs() < 3), 50, 50, CPU)
+    case = replace(make_case("full/50", "2/1/16", DType.FLOAT32, CPU), mask=mask)
+    key = torch.arange(50)
+    seen = is_global | ((key[:, None] - key).abs() < 3)
+    ends = cudnn_flex.endpoints(case)
+    assert torch.equal((ends[0, :, :, None] <= key).sum(0) % 2 == 0, seen)
+    mod, zero = _mask_mod(case), torch.tensor(0)
+    assert mod is not None
+    assert torch.equal(mod(zero, zero, key[:, None], key), seen)
+    x = case.inputs()
+    exact = reference(x.q, x.k, x.v, DenseMask(seen)).out
+    for name in ("sdpa-flash", peers.OURS):
+        torch.testing.assert_close(
+            attention_of(name, case)(x.q, x.k, x.v).double(), exact, atol=1e-5, rtol=1e-5
+        )
+    for module in (fa3, fa4):
+        with pytest.raises(Unavailable):
+            module.attention(case)
 
 
 def test_cudnn_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_prefix import HEAD, Group, attend, cases_of, flat, main
+from shared_prefix import HEAD, Group, cases_of, flat, main
 from torch import Tensor
 
-from attnforge.bagel.measure import cudnn_flex, fa3, peers
+from attnforge.bagel.measure import cudnn_flex, fa3
 from attnforge.bagel.measure.fa4 import Attention
+from attnforge.bagel.measure.peers import attend
 from attnforge.codegen.spec import DType
 from attnforge.runtime.search.case import Case
 
@@ -35,7 +36,6 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(float(cell) > 0 for cell in row[3:10])
         assert row[10] == "-"  # memory, on a CPU
     assert all(0 < float(row[11]) < 2e-2 for row in found[1:])
-    assert peers.OURS not in peers.EXTRA
 
 
 def test_who_differs_is_not_timed(

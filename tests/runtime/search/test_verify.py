@@ -44,12 +44,19 @@ def dense_case(dtype: DType = DType.BFLOAT16) -> Case:
     return Case("dense", 2, 4, 2, 90, 64, 41, dtype, mask, 0, CPU, dim_v=64)
 
 
+def function_case() -> Case:
+    """A mask by a function of all four indices."""
+    mask = attnforge.masks.mask_mod(lambda b, h, i, j: (j <= i + b) & (j != h), 90, 64, CPU)
+    return replace(dense_case(DType.FLOAT32), mask=mask)
+
+
 # Made when a test runs: the mask of a pack needs the launcher, which workers should not build while they collect.
 CASES: dict[str, Callable[[], Case]] = {
     "small": lambda: SMALL,
     "odd pack": lambda: odd_case(make_case("finetune/0", "0.5B", DType.BFLOAT16, CPU)),
     "dense": dense_case,
     "odd dense": lambda: odd_case(dense_case(DType.FLOAT32)),
+    "function": function_case,
 }
 
 
@@ -127,6 +134,15 @@ def test_odd_cases_take_the_same_kernels(planes: tuple[int, int]) -> None:
     odd = odd_case(case).mask
     assert isinstance(odd, attnforge.Spans)
     assert not odd.visible(333, 333).any(-1).all()
+
+
+def test_a_function_has_no_odd_case() -> None:
+    """The kernels are those of its text."""
+    case = function_case()
+    assert case.problem(FORWARD, Arch.CPU).mask_mod.tensors == ()
+    assert "kv_idx != h" in case.problem(FORWARD, Arch.CPU).mask_mod
+    with pytest.raises(ValueError, match="has no smaller case like it"):
+        odd_case(case)
 
 
 def test_odd_cases_have_hidden_rows_and_keys() -> None:
