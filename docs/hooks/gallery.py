@@ -8,7 +8,7 @@ it, which are run; A and B are parts of the first and of the last line to show.
     <!-- lines: FILE | A | B -->                lines of a file of the repository, the one that matches FILE
     <!-- kernel: fwd sm90a spans 1 | A | B -->  lines of a kernel of this pass, architecture, mask kind and intervals;
                                                without A and B the function that applies the mask; after the
-                                               intervals may come the NAME of a mask function
+                                               intervals may come the NAME of a mask function or a score
 
 Formulas between dollar signs become MathML, which browsers draw without a library.
 """
@@ -227,8 +227,12 @@ def _lines(words: str, names: dict[str, Any]) -> str:
 def _kernel(words: str, names: dict[str, Any]) -> str:
     spec, *ends = (word.strip() for word in words.split("|"))
     *form, last = shlex.split(spec)
-    function = names[last].text if last in names else ""
-    source = render(next(candidates(_problem(" ".join(form) if function else spec, mask_mod=function))))
+    if last in names:
+        function = {"score" if isinstance(names[last], Score) else "mask_mod": names[last].text}
+        problem = _problem(" ".join(form), **function)
+    else:
+        problem = _problem(spec)
+    source = render(next(candidates(problem)))
     cut = _cut(source.text, *ends) if ends else _function(source.text, "apply_mask")
     return _details(f"In a kernel: {source.slug}", *cut)
 
