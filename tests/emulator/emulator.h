@@ -19,7 +19,7 @@
 #define __shared__ static
 
 struct Index {
-    int x;
+    unsigned x;  // as in CUDA: a difference of it and an int is never negative
 };
 struct int2 {
     int x, y;
