@@ -318,9 +318,9 @@ class Tier:
 
 @dataclass(frozen=True)
 class Lines:
-    """What a score adds, of kv_idx - q_idx - kink = x: below * x + value where x < 0, else above * x + value.
+    """What a score adds, with x = kv_idx - q_idx - kink: below * x + value where x < 0, else above * x + value.
 
-    All pairs of a batch entry and head share them. Without a kink x is kv_idx - q_idx, and the slopes are equal.
+    All pairs of a batch entry and head share the four. Without a kink x is kv_idx - q_idx, and the slopes are equal.
     """
 
     below: Code
@@ -388,9 +388,11 @@ class ScoreMod(Formula):
         if _line(tiled, added, zero, 1, kinks) is None or len(kinks) > 1:
             return None
         kink = next(iter(kinks), zero)
-        (below, value), (above, _) = (_line(tiled, added, kink, side) or (zero, zero) for side in (-1, 1))
-        slopes = _code(tiled, below), _code(tiled, above)
-        return Lines(*slopes, _code(tiled, value), _code(tiled, kink) if kinks else None)
+        left, right = _line(tiled, added, kink, -1), _line(tiled, added, kink, 1)
+        if left is None or right is None:  # an abs of an abs: where that is distance - k on one side only
+            return None
+        slopes = _code(tiled, left[0]), _code(tiled, right[0])
+        return Lines(*slopes, _code(tiled, left[1]), _code(tiled, kink) if kinks else None)
 
     @cached_property
     def slope_is_finite(self) -> bool:
@@ -872,7 +874,7 @@ def _line(
         return None
     flat = [p.constant(a) == 0.0 for a, _ in lines]
     if all(flat):
-        return p.const(0.0), x
+        return p.const(0.0), p.node(node.op, tuple(c for _, c in lines), node.kind, node.value)
     if node.op == "abs" and p.constant(lines[0][0]) == 1.0:
         if kinks is not None:  # the origin is 0
             kinks[_negative(p, lines[0][1])] = None
@@ -881,9 +883,10 @@ def _line(
         return _negative(p, lines[0][0]), _negative(p, lines[0][1])
     if node.op in ("+", "-"):
         (a, c), (b, d) = lines
-        return _sum(p, node.op, a, b), _sum(p, node.op, c, d)
+        return _sum(p, node.op, a, b), _sum(p, node.op, p.call("float", c), p.call("float", d))
     if node.op in ("*", "/") and (flat[1] or (flat[0] and node.op == "*")):
-        (a, c), factor = (lines[0], node.args[1]) if flat[1] else (lines[1], node.args[0])
+        (a, c), (_, factor) = lines if flat[1] else reversed(lines)
+        factor = p.call("float", factor)  # else the product of two would be one of int32
         return _product(p, node.op, a, factor), _product(p, node.op, c, factor)
     return None
 

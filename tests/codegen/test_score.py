@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
 from attnforge.codegen.render import render
-from attnforge.codegen.score import NEAR, NEAREST, Program, ScoreError, ScoreMod, Series, _near, _tiled
+from attnforge.codegen.score import NEAR, NEAREST, Code, Program, ScoreError, ScoreMod, Series, _near, _tiled
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
@@ -174,6 +175,8 @@ def test_whether_a_derivative_can_be_infinite(formula: str, finite: bool) -> Non
         ("score - t0[b] + 2.0", ("0.0f", "0.0f", "(-{t0}) + 2.0f", None)),
         ("score + 1.0 + (q_idx - kv_idx)", ("-1.0f", "-1.0f", "1.0f", None)),
         ("score - (q_idx - kv_idx) / t0[0]", ("-(-1.0f / {t0})", "-(-1.0f / {t0})", "0.0f", None)),
+        ("score + 1.0 + 0.0 * (q_idx - kv_idx)", ("0.0f", "0.0f", "1.0f + 0.0f", None)),
+        ("score - abs(abs(q_idx - kv_idx))", None),  # the outer one is of a line on one side only
         ("score + abs(q_idx - kv_idx) - abs(q_idx - kv_idx - 1)", None),  # two kinks
         ("score + abs(abs(q_idx - kv_idx) - 3)", None),
         ("score + abs(q_idx - kv_idx) * (q_idx - kv_idx)", None),
@@ -201,6 +204,70 @@ def test_what_is_lines_in_the_distance(formula: str, expected: tuple[str | None,
         for code in codes
     ]
     assert texts == list(expected)
+
+
+def random_value(chance: random.Random, depth: int) -> str:
+    """A formula of indices, constants and elements of tensors that is often a line in the distance, or two."""
+    if depth == 0 or chance.random() < 0.15:
+        distances = ("(q_idx - kv_idx)", "(kv_idx - q_idx - t1[0])", "(q_idx - kv_idx + t1[0])")
+        others = ("t0[h]", "t0[b]", "t1[1]", "h", "0.5", "1.0", "0.0", "3", "q_idx")
+        return chance.choice(chance.choice((distances, others)))
+    a, b = (random_value(chance, depth - 1) for _ in range(2))
+    forms = (
+        "abs(a)",
+        "abs(a)",
+        "-a",
+        "float(a)",
+        "a + b",
+        "a - b",
+        "a * t0[h]",
+        "t1[0] * a",
+        "a * b",
+        "a / t1[0]",
+    )
+    return re.sub(r"\b[ab]\b(?!\[|s)", lambda m: {"a": a, "b": b}[m[0]], f"({chance.choice(forms)})")
+
+
+def test_lines_are_the_formula_that_they_stand_for() -> None:
+    """Random formulas at random distances in float64, by what Python makes of their text and of the lines' in C++."""
+    chance = random.Random(1)
+    found = 0
+    for _ in range(1500):
+        text = f"{random_value(chance, 3)} + score - {random_value(chance, 2)}"
+        lines = ScoreMod(f"a(t0: float32[1], t1: int32[1]): {text}").lines
+        if lines is None:
+            continue
+        found += lines.below != lines.above
+        names: dict[str, Any] = {"b": 1, "h": 2, "t0": [0.25, -1.5, 0.75], "t1": [8, -3], "score": 0.125}
+        below, above, value, kink = (
+            python_value(code, names) if code else 0.0
+            for code in (lines.below, lines.above, lines.value, lines.kink)
+        )
+        for distance in (-99, -9, -8, -7, -1, 0, 1, 7, 8, 9, chance.randint(-99, 99)):
+            x = distance - kink
+            got = (below if x < 0.0 else above) * x + value + names["score"]
+            expected = eval(text, {**names, "q_idx": 200, "kv_idx": 200 + distance})  # noqa: S307
+            assert got == pytest.approx(expected, rel=1e-9, abs=1e-9), (text, distance)
+    assert found > 100
+
+
+def test_slopes_are_products_of_floats() -> None:
+    """The formula multiplies floats; a product of its integers could leave int32."""
+    lines = ScoreMod("a(t0: int32[1]): score + float(kv_idx - q_idx) * t0[0] * t0[1]").lines
+    assert lines is not None
+    assert lines.above.result.count("static_cast<float>(load_int32_1d(") == 2
+
+
+def python_value(code: Code, names: dict[str, Any]) -> float:
+    """What C++ text of sums, products and loads computes, in float64; only `names` may occur in it."""
+    scope = dict(names)
+    for statement in (*code.locals, f"const float result = {code.result};"):
+        declared = re.fullmatch(r"const (?:float|int) (\w+) = (.*);", statement)
+        assert declared is not None
+        text = re.sub(r"load_\w+_1d\(p\.score(\d), (\w+)\)", r"t\1[\2]", declared[2])
+        text = re.sub(r"(?<=\d)f\b", "", text).replace("static_cast<float>", "float").replace("fabsf", "abs")
+        scope[declared[1]] = eval(text, dict(scope))  # noqa: S307
+    return float(scope["result"])
 
 
 @pytest.mark.parametrize(
