@@ -91,7 +91,7 @@ def plan(spec: Spec) -> Plan:
 
 
 def _reads_several(p: Problem) -> bool:
-    """Does a score read several tensors for each pair? Of lines, a thread keeps the slopes."""
+    """Does a score read several tensors for each pair? One that adds lines reads them once a work tile."""
     return len(p.score.tensors) > 1 and p.score.lines is None
 
 
@@ -172,8 +172,8 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     live = (
         t.tile_n // 2 + t.tile_n // 4 + p.head_dim_v // 2 + (-(-p.head_dim // 16) * 4 if t.q_in_regs else 0)
     )
-    # What spills with Q in registers: a second place in a ring; consumers that find their work tiles in lists; the lines
-    # that a score adds beside a function of the mask.
+    # What spills with Q in registers: a second place in a ring; consumers that find their work tiles in lists; the
+    # lines that a score adds beside a function of the mask.
     live += 4 if t.stages_v else 0
     live += 12 if t.q_in_regs and mask.listed and not t.dynamic else 0
     live += 12 if t.q_in_regs and p.mask_mod and p.score.lines else 0
