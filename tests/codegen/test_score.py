@@ -15,7 +15,18 @@ from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
 from attnforge.codegen.render import render
-from attnforge.codegen.score import NEAR, NEAREST, Code, Program, ScoreError, ScoreMod, Series, _near, _tiled
+from attnforge.codegen.score import (
+    NEAR,
+    NEAREST,
+    Code,
+    MaskMod,
+    Program,
+    ScoreError,
+    ScoreMod,
+    Series,
+    _near,
+    _tiled,
+)
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
@@ -268,6 +279,20 @@ def python_value(code: Code, names: dict[str, Any]) -> float:
         text = re.sub(r"(?<=\d)f\b", "", text).replace("static_cast<float>", "float").replace("fabsf", "abs")
         scope[declared[1]] = eval(text, dict(scope))  # noqa: S307
     return float(scope["result"])
+
+
+@pytest.mark.parametrize("arch", [Arch.SM90A, Arch.SM80, Arch.CPU], ids=lambda arch: arch.value)
+@pytest.mark.parametrize(
+    "score", ["s: score + float(kv_idx // 2)", "s(t0: float32[1]): score - t0[h // 2] * abs(q_idx - kv_idx)"]
+)
+def test_a_mask_and_a_score_share_helpers(score: str, arch: Arch) -> None:
+    """One reads the remainder, the other the quotient: their helpers come together, and once."""
+    mask_mod = MaskMod("m: q_idx % 4 == kv_idx % 4")
+    problem = Problem(
+        Direction.FORWARD, arch, DType.BFLOAT16, 64, Mask.DENSE, score=ScoreMod(score), mask_mod=mask_mod
+    )
+    text = render(next(candidates(problem))).text
+    assert text.count("int floor_div(int x, int y) {") == text.count("int floor_mod(int x, int y) {") == 1
 
 
 @pytest.mark.parametrize(
