@@ -370,9 +370,9 @@ class ScoreMod(Formula):
     @cached_property
     def lines(self) -> Lines | None:
         """What is added to the score if it consists of lines in kv_idx - q_idx, as ALiBi's; None for other formulas."""
-        if not self or not self.slope_is_one:
+        if not self:
             return None
-        program, result = self.parsed
+        program, result = self.parsed  # not its derivative, which a forward does without
         terms = _terms(program, result, 1, "float")
         scores = [(sign, x) for sign, x in terms if program.nodes[x].value == "score"]
         if len(scores) != 1 or scores[0][0] != 1:

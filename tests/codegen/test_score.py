@@ -262,6 +262,15 @@ def test_lines_are_the_formula_that_they_stand_for() -> None:
     assert found > 100
 
 
+def test_a_forward_takes_a_formula_without_a_derivative() -> None:
+    mod = ScoreMod("a: score + pow(1.5, score)")
+    with pytest.raises(ScoreError, match="backward of pow"):
+        _ = mod.gradient
+    assert mod.lines is None
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=mod)
+    assert "score_mod" in render(next(candidates(problem))).text
+
+
 def test_slopes_are_products_of_floats() -> None:
     """The formula multiplies floats; a product of its integers could leave int32."""
     lines = ScoreMod("a(t0: int32[1]): score + float(kv_idx - q_idx) * t0[0] * t0[1]").lines
