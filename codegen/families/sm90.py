@@ -173,10 +173,10 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         t.tile_n // 2 + t.tile_n // 4 + p.head_dim_v // 2 + (-(-p.head_dim // 16) * 4 if t.q_in_regs else 0)
     )
     # What spills with Q in registers: a second place in a ring; consumers that find their work tiles in lists; the
-    # lines that a score adds beside a function of the mask.
+    # lines that a score adds beside a dense mask.
     live += 4 if t.stages_v else 0
     live += 12 if t.q_in_regs and mask.listed and not t.dynamic else 0
-    live += 12 if t.q_in_regs and p.mask_mod and p.score.lines else 0
+    live += 12 if t.q_in_regs and mask is Mask.DENSE and p.score.lines else 0
     addresses = SCORE_REGISTERS if _reads_several(p) else 0
     require_registers(live + addresses, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)

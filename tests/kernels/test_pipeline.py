@@ -360,17 +360,16 @@ OF_LINES: dict[str, Break] = {
         {"score_lines(p, work.batch, work.head)": "score_lines(p, work.batch, broken == n ? 0 : work.head)"},
         "another head",
     ),
-    "last-first": (
-        {
-            "visit_of(p, work, visit_count - 1 - i)": "visit_of(p, work, broken == n ? i : visit_count - 1 - i)"
-        },
+    "in-order": (
+        {"index_of(i, first, visit_count)": "(broken == n ? i : index_of(i, first, visit_count))"},
         "lines of other keys",
     ),
-    "range": (
-        {
-            "count - range.y": "broken == n ? range.x : count - range.y",
-            "count - range.x": "broken == n ? range.y : count - range.x",
-        },
+    "told-first": (
+        {"range.x, range.y, first": "range.x, range.y, broken == n ? 0 : first"},
+        "lines of other keys",
+    ),
+    "turns": (
+        {"kv_range = {0, visit_count};": "if (broken != n) kv_range = {0, visit_count};"},
         "a key tile is missing",
     ),
 }

@@ -237,6 +237,55 @@ TILES: dict[str, tuple[scores.Score, Function, float]] = {
 }
 
 
+ORDER = """
+struct Params { int seq_q, seq_k; };
+struct Work { int tile; };
+static const int* entries;
+static int visit_of(const Params&, const Work&, int index) { return entries[index]; }
+static int first_row(const Params&, const Work& work) { return work.tile * kTileM; }
+FUNCTIONS
+extern "C" void order(const int* list, int count, int tile, int seq_q, int seq_k, int* out) {
+    entries = list;
+    const int first = first_index({seq_q, seq_k}, {tile}, count);
+    for (int i = 0; i < count; ++i) {
+        out[i] = index_of(i, first, count);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.SPANS], ids=lambda mask: mask.value)
+@pytest.mark.parametrize("name", ["alibi", "line"])
+def test_hopper_visits_begin_where_lines_are_highest(name: str, mask: Mask, tmp_path: Path) -> None:
+    """At the diagonal, down to the first key tile, then from the last one down; without a kink at the last one."""
+    problem = Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 64, mask, score=ScoreMod(TILES[name][0].text))
+    source = render(next(candidates(problem)))
+    text = source.text[source.text.index("// The place in its list of a work tile's first visit") :]
+    text = text[: text.index("\n// ---- ")].replace("__device__ __forceinline__", "static")
+    m, n, groups = source.spec.tuning.tile_m, source.spec.tuning.tile_n, source.plan.row_groups
+    constants = f"constexpr int kTileM = {m}, kTileN = {n}, kRowGroups = {groups};\n"
+    path = tmp_path / "order.cpp"
+    path.write_text('#include "emulator.h"\n' + constants + ORDER.replace("FUNCTIONS", text))
+    library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
+    random = torch.Generator().manual_seed(0)
+    for seq_q, seq_k in ((1000, 1000), (500, 2000), (2000, 300)):
+        for tile in range(-(-seq_q // m)):
+            tiles = torch.arange(-(-seq_k // n))
+            if mask is Mask.SPANS:
+                tiles = tiles[torch.rand(len(tiles), generator=random) < 0.7]
+            entries = (tiles << groups | 1).int()
+            out = torch.empty_like(entries)
+            places = (ctypes.c_void_p(x.data_ptr()) for x in (entries, out))
+            library.order(next(places), len(tiles), tile, seq_q, seq_k, next(places))
+            last = tile * m + m - 1 + seq_k - seq_q
+            near = tiles * n <= last if name == "alibi" else tiles >= 0
+            before = tiles[near].flip(0)
+            after = tiles[~near].flip(0)
+            if not len(before):  # all keys are ahead: the first one is the nearest
+                before, after = tiles[:1], tiles[1:].flip(0)
+            assert tiles[out.long()].tolist() == [*before.tolist(), *after.tolist()]
+
+
 @pytest.mark.parametrize("key0", [0, 47, 64, 256])  # before, on and behind the diagonal
 @pytest.mark.parametrize("name", TILES)
 def test_a_tile_of_the_hopper_forward(name: str, key0: int, tmp_path: Path) -> None:
