@@ -85,7 +85,11 @@ FIELDS: tuple[Field, ...] = (
     Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
     Field("unsigned*", "bits", "(mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word"),
     Field("int*", "tile_count", "(mask_planes, tiles) visited tiles of each owned tile"),
-    Field("int*", "tile_order", "(mask_planes, tiles) owned tiles, the one with most work first"),
+    Field(
+        "int*",
+        "tile_order",
+        "(mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n) pieces",
+    ),
     Field(
         "int*",
         "tile_list",
@@ -112,6 +116,9 @@ FIELDS: tuple[Field, ...] = (
     Field("int", "seq_k", ""),
     Field("int", "tiles_m", "ceil(seq_q / tile_m)"),
     Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
+    Field(
+        "int", "blocks_n", "tiles_n + ceil(tiles_n / 8): blocks of a head where long lists of visits are cut"
+    ),
     Field("int", "tiles_packed", "ceil(seq_q * heads_q / heads_kv / tile_m)"),
     Field("int", "kv_splits", "ranges that the keys of each query tile are split into"),
     Field("int", "list_stride", "entries per row of tile_list"),

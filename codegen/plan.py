@@ -16,7 +16,8 @@ class Infeasible(ValueError):
 class Launch:
     """One kernel launch. The grid is one-dimensional: the product of the sizes named in `grid`.
 
-    Names: `batch`, `heads_q`, `heads_kv`, `seq_q`, `tiles_m`, `tiles_n`, `tiles_packed`, `kv_splits`, `mask_planes`.
+    Names: `batch`, `heads_q`, `heads_kv`, `seq_q`, `tiles_m`, `tiles_n`, `blocks_n`, `tiles_packed`, `kv_splits`,
+    `mask_planes`.
     The block index decodes in the order the kernel documents. On the CPU `threads` and `shared_bytes` are 0 and the
     function is called once.
     """
@@ -76,7 +77,8 @@ class Plan:
     from_end: bool = False  # the last query tile ends with the last query; the first may begin before query 0
     staggered: bool = False  # warpgroups begin with the first key tile, from the end, that their own rows see
     alternating: bool = False  # every other section of the work starts with its smallest tiles (schedule.cuh)
-    bounds: bool = False  # its schedule has bounds and pieces
+    bounds: bool = False  # its schedule has bounds and tile_counter
+    cut_lists: bool = False  # long lists of visits are cut into pieces, each for a block (schedule.cuh)
     bits: str = (
         ""  # its schedule has the dense mask in words of 32: "k" keys of a query, "q" queries of a key
     )
@@ -99,7 +101,8 @@ class Plan:
             return ""
         problem, tuning = self.spec.problem, self.spec.tuning
         flags = {
-            name: getattr(self, name) for name in ("dq_semaphore", "descending", "bounds", "bits", "grouped")
+            name: getattr(self, name)
+            for name in ("dq_semaphore", "descending", "bounds", "bits", "grouped", "cut_lists")
         }
         target = "gpu" if problem.arch.is_gpu else "cpu"
         form = f" x{problem.intervals} p{problem.planes}" if problem.unions else ""

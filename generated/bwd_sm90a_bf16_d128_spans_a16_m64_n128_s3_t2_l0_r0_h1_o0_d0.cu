@@ -36,6 +36,7 @@
 //   plane       int                 batch entry * heads + head
 //
 // A block computes a key tile of one q head: it visits the query tiles that see it.
+// Of a key tile with far more visits than others, a block computes a piece of them.
 // Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are
 // transposed (keys x queries), so that P and dS arise in the registers that wgmma takes as A operands of dV and dK. dQ
 // needs dS of all keys of the tile, which therefore goes through shared memory.
@@ -75,7 +76,7 @@ struct Params {
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, the one with most work first
+    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n) pieces
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -84,6 +85,7 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
+    int blocks_n;  // tiles_n + ceil(tiles_n / 8): blocks of a head where long lists of visits are cut
     int list_stride;  // entries per row of tile_list
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
@@ -376,11 +378,6 @@ __device__ __forceinline__ int2 span_of(const Params& p, int key) {
     return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
 }
 
-// The key tile of the block with this rank; tiles with most work have the lowest rank.
-__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return __ldg(p.tile_order + rank);
-}
-
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
     return __ldg(p.tile_count + tile);
@@ -389,6 +386,26 @@ __device__ __forceinline__ int visits(const Params& p, int tile) {
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
     return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
+}
+
+// A piece of the list of key tile `tile`: `count` visits from number `begin` on. tile_order names the tile, the piece's
+// number and, less one, how many pieces the list has, as digits of base kMostPieces.
+constexpr int kMostPieces = 64;  // of a list
+struct Piece {
+    int tile, begin, count;
+};
+
+// The piece of the block with this rank; pieces with most visits have the lowest rank. Ranks without a piece, whose
+// entries are -1, have no visits.
+__device__ __forceinline__ Piece piece_of(const Params& p, int rank) {
+    const int found = __ldg(p.tile_order + rank);
+    const int entry = max(found, 0);
+    const int tile = entry / (kMostPieces * kMostPieces);
+    const int number = entry / kMostPieces % kMostPieces;
+    const int pieces = entry % kMostPieces + 1;
+    const int count = found < 0 ? 0 : visits(p, tile);
+    const int begin = number * ((count + pieces - 1) / pieces);
+    return {tile, begin, max(0, min(count, begin + (count + pieces - 1) / pieces) - begin)};
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -411,9 +428,9 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const long long planes = static_cast<long long>(heads / together) * p.batch;
     const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
-    const int first = index / (section * p.tiles_n) * section;
+    const int first = index / (section * p.blocks_n) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
-    const int rest = index - first * p.tiles_n;
+    const int rest = index - first * p.blocks_n;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
 }
@@ -560,19 +577,58 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_schedule(c
     }
 }
 
-// One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+// Block: the sum of `mine` over its threads.
+__device__ __forceinline__ long long sum_of_block(long long mine) {
+    __shared__ long long all[kScheduleThreads];
+    __syncthreads();  // nobody reads the last values any more
+    all[threadIdx.x] = mine;
+    __syncthreads();
+    long long sum = 0;
+    for (int i = 0; i < kScheduleThreads; ++i) {
+        sum += all[i];
+    }
+    return sum;
+}
+
+// Into how many pieces a list of `visits` is cut; a piece has `most` visits if their number suffices.
+__device__ __forceinline__ int pieces_of(int visits, int most) {
+    return min(kMostPieces, max(1, (visits + most - 1) / most));
+}
+
+// One block per owned tile. Cuts lists that are long beside the others, as that of a tile with a key
+// that all queries see: else a block would still walk it when all others have ended. Lists above `most` visits are cut;
+// the blocks beyond tiles_n suffice for that. The pieces of the tile get their ranks: those with more visits come
+// first, earlier tiles win ties.
+constexpr int kLeastVisits = 32;  // that are worth a block, which loads K and V and adds dK and dV to memory
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x;
-    const int work = p.tile_count[tile];
-    int rank = 0;
-    for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
-        const int other = base + threadIdx.x;
-        const int theirs = other < p.tiles_n ? p.tile_count[other] : -1;
-        rank += __syncthreads_count(theirs > work || (theirs == work && other < tile));
+    const int tile = blockIdx.x % p.tiles_n;
+    const long long plane = blockIdx.x / p.tiles_n;
+    const int* counts = p.tile_count + plane * p.tiles_n;
+    int* order = p.tile_order + plane * p.blocks_n;
+    long long visits = 0;
+    for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
+        visits += counts[other];
     }
-    if (threadIdx.x == 0) {
-        p.tile_order[rank] = tile;
+    const long long share = sum_of_block(visits) / (p.blocks_n - p.tiles_n) + 1;
+    const int most = static_cast<int>(max(static_cast<long long>(kLeastVisits), share));
+    const int pieces = pieces_of(counts[tile], most);
+    const int length = (counts[tile] + pieces - 1) / pieces;
+    long long all = 0;
+    long long before = 0;
+    for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
+        const int theirs = pieces_of(counts[other], most);
+        const int their_length = (counts[other] + theirs - 1) / theirs;
+        all += theirs;
+        before += their_length > length || (their_length == length && other < tile) ? theirs : 0;
+    }
+    const int rank = static_cast<int>(sum_of_block(before));
+    for (int i = threadIdx.x; i < pieces; i += kScheduleThreads) {
+        order[rank + i] = (tile * kMostPieces + i) * kMostPieces + pieces - 1;
+    }
+    const int end = static_cast<int>(sum_of_block(all));
+    for (int i = end + threadIdx.x; tile == 0 && i < p.blocks_n; i += kScheduleThreads) {
+        order[i] = -1;
     }
 }
 
@@ -608,9 +664,10 @@ struct Ring {
     }
 };
 
-// The work of a block: a key tile of a head, its visits, the q heads it serves.
+// The work of a block: a key tile of a head, its visits or a piece of them, the q heads it serves.
 struct Work {
     int tile, head_kv, batch;
+    int first_visit;        // in the list of the tile
     int visits;             // for each q head
     int first_head, heads;  // q heads
 };
@@ -623,14 +680,16 @@ __device__ __forceinline__ Work work_of(const Params& p, int block) {
     work.heads = 1;
     work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
     work.batch = place.batch;
-    work.tile = owned_tile(p, place.rank);
-    work.visits = visits(p, work.tile);
+    const Piece piece = piece_of(p, place.rank);
+    work.tile = piece.tile;
+    work.first_visit = piece.begin;
+    work.visits = piece.count;
     return work;
 }
 
 // Visit `index` of a q head.
 __device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
-    return visit(p, work.tile, index);
+    return visit(p, work.tile, work.first_visit + index);
 }
 
 // The plane of the first q head among those of q and dO.
@@ -1240,7 +1299,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
     barrier_init_fence();
 }
 
-// Grid: tiles_n x batch x heads_q blocks.
+// Grid: blocks_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {

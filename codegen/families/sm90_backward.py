@@ -183,6 +183,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         dkv_accum=t.split_heads,
         dq_semaphore=t.deterministic,
         descending=descending,
+        cut_lists=_cuts_lists(spec),
         deterministic=t.deterministic,
         tensor_maps=_tensor_maps(t, d),
         constants=_constants(t, d)
@@ -198,6 +199,13 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
 def _buffers_ds(t: Sm90Backward) -> int:
     """Buffers of dS; why these do: kBuffersDs in the kernel."""
     return 4 if t.lag else 2
+
+
+def _cuts_lists(spec: Spec) -> bool:
+    """Are long lists of visits cut? Where blocks add to dK and dV in any order, and the order of tiles is a table."""
+    t = spec.tuning
+    assert isinstance(t, Sm90Backward)
+    return spec.problem.mask.listed and t.split_heads and not t.deterministic and not t.descending
 
 
 def _dq_by_step(t: Sm90Backward) -> bool:
@@ -259,9 +267,10 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
 
 def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
     queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
+    blocks = "blocks_n" if _cuts_lists(spec) else "tiles_n"
     launches = [
         Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
-        Launch(spec.symbol, ("tiles_n", "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
+        Launch(spec.symbol, (blocks, "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
         Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
     ]
     if t.split_heads:

@@ -105,6 +105,7 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     p.seq_k = static_cast<int>(c.k.size(2));
     p.tiles_m = static_cast<int>((p.seq_q + variant.tile_m - 1) / variant.tile_m);
     p.tiles_n = static_cast<int>((p.seq_k + variant.tile_n - 1) / variant.tile_n);
+    p.blocks_n = p.tiles_n + (p.tiles_n + 7) / 8;
     p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
     p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);
     p.mask_batches = p.mask_heads = p.mask_planes = 1;

@@ -62,6 +62,7 @@ class EmulatedSchedule:
             p.mask_planes = p.batch * p.heads_q
         p.seq_q, p.seq_k = seq_q, seq_k
         p.tiles_m, p.tiles_n = -(-seq_q // tuning.tile_m), -(-seq_k // tuning.tile_n)
+        p.blocks_n = p.tiles_n + -(-p.tiles_n // 8)
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
         p.list_stride, owned = p.tiles_n, p.tiles_m
         if self.plan.owner == "n":
@@ -76,7 +77,7 @@ class EmulatedSchedule:
             p.starts, p.ends = mask.data_ptr(), ends.data_ptr()
         shapes = {
             "tile_count": (owned,),
-            "tile_order": (owned,),
+            "tile_order": (p.blocks_n if self.plan.cut_lists else owned,),
             "tile_list": (owned, p.list_stride),
             "dq_order": (owned, p.list_stride),
             "kv_range": (p.tiles_m, 4, 2),

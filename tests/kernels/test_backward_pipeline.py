@@ -127,6 +127,17 @@ def number_turns(visits: list[list[int]], starts: list[int]) -> list[list[int]]:
     return turns
 
 
+def cut(starts: list[int], blocks: int, seed: int) -> list[int]:
+    """Pieces of tiles, at most three each, as in tile_order: tile, number and count of pieces in base 64."""
+    counts = [random.Random(seed + tile).randint(1, 3) for tile in starts]
+    pieces = [
+        (tile * 64 + i) * 64 + count - 1
+        for tile, count in zip(starts, counts, strict=True)
+        for i in range(count)
+    ]
+    return pieces + [-1] * (blocks - len(pieces))
+
+
 def table(*rows: Sequence[int], width: int = 0) -> ctypes.Array[ctypes.c_int]:
     values = [x for row in rows for x in (*row, *[-1] * (width - len(row)))]
     return (ctypes.c_int * len(values))(*values)
@@ -154,6 +165,7 @@ class Simulated:
         p, plan = Params(), self.plan
         p.batch, p.heads_q, p.heads_kv, p.tiles_m, p.tiles_n = sizes
         p.padded_q, p.padded_k, p.list_stride = p.tiles_m * 64, p.tiles_n * 128, p.tiles_m
+        p.blocks_n = p.tiles_n * 3
         p.seq_q, p.seq_k, p.scale = p.padded_q - seed, p.padded_k - seed % 4 * 32, 1.0
         p.delta = p.dq_accum = FAKE
         p.dkv_accum = FAKE if plan.dkv_accum else None
@@ -165,14 +177,15 @@ class Simulated:
             "starts": table([0] * p.seq_k),
             "ends": table([0] * p.seq_k),
             "tile_count": table([len(entries) for entries in visits]),
-            "tile_order": table(starts),
+            "tile_order": table(cut(starts, p.blocks_n, seed) if plan.cut_lists else starts),
             "tile_list": table(*visits, width=p.tiles_m),
             "dq_order": table(*number_turns(visits, starts), width=p.tiles_m),
             "dq_semaphore": table([0] * (p.batch * (p.heads_q * p.tiles_m + p.heads_kv * p.tiles_n))),
         }
         for name, values in held.items():
             setattr(p, name, ctypes.addressof(values))
-        count = p.tiles_n * p.batch * (p.heads_q if plan.dkv_accum else p.heads_kv)
+        blocks = p.blocks_n if plan.cut_lists else p.tiles_n
+        count = blocks * p.batch * (p.heads_q if plan.dkv_accum else p.heads_kv)
         seen = [{entry // 2: entry for entry in entries} for entries in visits]
         expected = table(*([row.get(m, -1) for m in range(p.tiles_m)] for row in seen))
         return str(self.library.run(ctypes.byref(p), self.maps, count, expected, seed, change).decode())

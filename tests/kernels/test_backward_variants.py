@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import Shape, draw, make_mask
 
+import attnforge
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.plan import Infeasible
@@ -106,6 +107,35 @@ def test_the_space_has_every_way_to_keep_sums(mask: Mask, count: int) -> None:
     specs = ways(mask)
     assert len(specs) == count
     assert specs[0] == next(candidates(problem(mask)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [Mask.SPANS, Mask.DENSE], ids=lambda mask: mask.value)
+def test_a_key_that_all_queries_see(mask: Mask) -> None:
+    """Key tiles with far more visits than others, which several blocks share, against float64."""
+    device = torch.device("cuda")
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("wgmma is Hopper's")
+    shape = Shape(8200, 8200, 128, heads_kv=2, group=2)
+    x = draw(shape, torch.bfloat16, "cuda")
+    q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
+    starts = torch.arange(shape.seq_k, dtype=torch.int32, device=device)
+    ends = starts + 100
+    for key in (0, 3000, 8199):
+        starts[key], ends[key] = 0, shape.seq_q
+    visible: attnforge.Spans | attnforge.DenseMask = attnforge.Spans(starts, ends)
+    if mask is Mask.DENSE:
+        visible = attnforge.DenseMask(visible.visible(shape.seq_q, shape.seq_k))
+    exact = reference(q, k, v, visible, dout=x.dout)
+    out, lse = ops.forward(q, k, v, visible)
+    cut = [spec for spec in ways(mask) if make_plan(spec).cut_lists]
+    assert cut
+    for spec in cut:
+        grads = ops.backward(x.dout, q, k, v, out, lse, visible, None, False, kernels.load(spec, device))
+        for name, grad, answer in zip("qkv", grads, (exact.dq, exact.dk, exact.dv), strict=True):
+            assert answer is not None
+            error, size = (y.double().square().mean().sqrt().item() for y in (grad - answer, answer))
+            assert error <= LIMIT * size + 1e-4, f"d{name} {spec.to_cli()}: {error} of {size}"
 
 
 @pytest.mark.gpu

@@ -53,6 +53,20 @@ def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
+def pieces(counts: list[int]) -> list[int]:
+    """The order of tiles whose lists of visits are cut; `counts` are their lengths. See _order in schedule.cuh."""
+    spare = -(-len(counts) // 8)
+    most = max(32, sum(counts) // spare + 1)
+    found = []
+    for tile, count in enumerate(counts):
+        number = min(64, max(1, -(-count // most)))
+        found += [(-(-count // number), tile, i, number) for i in range(number)]
+    found.sort(key=lambda piece: (-piece[0], *piece[1:]))
+    assert len(found) <= len(counts) + spare
+    entries = [(tile * 64 + i) * 64 + number - 1 for _, tile, i, number in found]
+    return entries + [-1] * (len(counts) + spare - len(entries))
+
+
 def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor) -> None:
     """Compare with what follows from `visible` (seq_q, seq_k)."""
     plan, tuning = schedule.plan, schedule.spec.tuning
@@ -83,7 +97,9 @@ def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor
                 [slots[0], slots[-1] + 1] if slots else [0, 0]
             )
     order = torch.sort(visits.sum(1), descending=True, stable=True).indices
-    if plan.descending:
+    if plan.cut_lists:
+        assert tables["tile_order"].tolist() == pieces(visits.sum(1).tolist())
+    elif plan.descending:
         order = order.sort(descending=True).values
     else:
         assert tables["tile_order"].tolist() == order.tolist()
@@ -116,6 +132,31 @@ def test_spans(name: str, tmp_path: Path) -> None:
                 assert torch.equal(tables["bounds"][:seq_k], torch.stack((starts, ends), 1))
                 assert not tables["bounds"][seq_k:].any()
                 assert not tables["tile_counter"].any()
+
+
+@pytest.mark.parametrize("planes", [0, 1])
+def test_lists_much_longer_than_others_are_cut(planes: int, tmp_path: Path) -> None:
+    """Keys that all queries see, in the first, one in the middle and the last tile; the other keys see few."""
+    spec = spec_of("backward", Mask.SPANS)
+    spec = replace(spec, problem=replace(spec.problem, planes=planes))
+    schedule = EmulatedSchedule(spec, tmp_path)
+    for seq_q, seq_k, wide in ((8300, 2100, (0,)), (8300, 4300, (3, 2000, 4299)), (300000, 1100, (700,))):
+        starts = torch.arange(seq_k, dtype=torch.int32) * 2
+        ends = starts + 100
+        starts[list(wide)], ends[list(wide)] = 0, seq_q
+        data = torch.stack((starts, ends))[None].expand(1, 2 * planes, 1, 2, seq_k).contiguous()
+        tables = (
+            schedule.run(data, None, seq_q, seq_k) if planes else schedule.run(starts, ends, seq_q, seq_k)
+        )
+        for plane in range(2 if planes else 1):
+            of_plane = {
+                name: tables[name][plane] if planes else tables[name] for name in ("tile_count", "tile_order")
+            }
+            counts = of_plane["tile_count"].tolist()
+            order = pieces(counts)
+            assert of_plane["tile_order"].tolist() == order
+            cut = {entry // 4096 for entry in order if entry >= 0 and entry % 64 > 0}
+            assert cut == {key // 128 for key in wide}
 
 
 # starts and ends of two intervals, that cover rows of a tile together but not alone, or cover it, or miss it by a row
