@@ -88,7 +88,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int*",
         "tile_order",
-        "(mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n) pieces",
+        "(mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n, 3) pieces",
     ),
     Field(
         "int*",

@@ -43,7 +43,7 @@ struct ScheduleLayout {
         bounds = variant.bounds ? int64_t{2} * p.mask_planes * variant.intervals * p.padded_k : 0;
         bits = int64_t{p.mask_planes} * (of_keys ? p.padded_q : p.padded_k) * p.bits_row;
         kv_range = variant.row_groups > 1 ? 8 * tiles : 0;
-        order = variant.cut_lists ? int64_t{p.mask_planes} * p.blocks_n : tiles;
+        order = variant.cut_lists ? int64_t{3} * p.mask_planes * p.blocks_n : tiles;
         lists = tiles * (1 + p.list_stride * (variant.dq_semaphore ? 2 : 1));
         counter = variant.bounds ? 2 : 0;
     }

@@ -77,7 +77,7 @@ class EmulatedSchedule:
             p.starts, p.ends = mask.data_ptr(), ends.data_ptr()
         shapes = {
             "tile_count": (owned,),
-            "tile_order": (p.blocks_n if self.plan.cut_lists else owned,),
+            "tile_order": (p.blocks_n, 3) if self.plan.cut_lists else (owned,),
             "tile_list": (owned, p.list_stride),
             "dq_order": (owned, p.list_stride),
             "kv_range": (p.tiles_m, 4, 2),

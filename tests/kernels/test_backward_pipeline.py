@@ -127,15 +127,13 @@ def number_turns(visits: list[list[int]], starts: list[int]) -> list[list[int]]:
     return turns
 
 
-def cut(starts: list[int], blocks: int, seed: int) -> list[int]:
-    """Pieces of tiles, at most three each, as in tile_order: tile, number and count of pieces in base 64."""
-    counts = [random.Random(seed + tile).randint(1, 3) for tile in starts]
-    pieces = [
-        (tile * 64 + i) * 64 + count - 1
-        for tile, count in zip(starts, counts, strict=True)
-        for i in range(count)
-    ]
-    return pieces + [-1] * (blocks - len(pieces))
+def cut(starts: list[int], counts: list[int], blocks: int, seed: int) -> list[list[int]]:
+    """Pieces of tiles, at most three each, as in tile_order: tile, first visit, number of visits."""
+    draw, pieces = random.Random(seed), []
+    for tile in starts:
+        ends = sorted(draw.choices(range(counts[tile] + 1), k=draw.randint(0, 2))) + [counts[tile]]
+        pieces += [[tile, begin, end - begin] for begin, end in zip([0, *ends], ends, strict=False)]
+    return pieces + [[0, 0, 0]] * (blocks - len(pieces))
 
 
 def table(*rows: Sequence[int], width: int = 0) -> ctypes.Array[ctypes.c_int]:
@@ -173,11 +171,12 @@ class Simulated:
         starts = list(reversed(range(p.tiles_n)))
         if not plan.descending:
             starts.sort(key=lambda n: (-len(visits[n]), n))
+        counts = [len(entries) for entries in visits]
         held = {
             "starts": table([0] * p.seq_k),
             "ends": table([0] * p.seq_k),
-            "tile_count": table([len(entries) for entries in visits]),
-            "tile_order": table(cut(starts, p.blocks_n, seed) if plan.cut_lists else starts),
+            "tile_count": table(counts),
+            "tile_order": table(*cut(starts, counts, p.blocks_n, seed)) if plan.cut_lists else table(starts),
             "tile_list": table(*visits, width=p.tiles_m),
             "dq_order": table(*number_turns(visits, starts), width=p.tiles_m),
             "dq_semaphore": table([0] * (p.batch * (p.heads_q * p.tiles_m + p.heads_kv * p.tiles_n))),

@@ -53,18 +53,18 @@ def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
-def pieces(counts: list[int]) -> list[int]:
+def pieces(counts: list[int]) -> list[list[int]]:
     """The order of tiles whose lists of visits are cut; `counts` are their lengths. See _order in schedule.cuh."""
     spare = -(-len(counts) // 8)
     most = max(32, sum(counts) // spare + 1)
+    lengths = [-(-count // max(1, -(-count // most))) for count in counts]
+    order = sorted(range(len(counts)), key=lambda tile: (-lengths[tile], tile))
     found = []
-    for tile, count in enumerate(counts):
-        number = min(64, max(1, -(-count // most)))
-        found += [(-(-count // number), tile, i, number) for i in range(number)]
-    found.sort(key=lambda piece: (-piece[0], *piece[1:]))
+    for tile in order:
+        for begin in range(0, max(1, counts[tile]), max(1, lengths[tile])):
+            found.append([tile, begin, min(lengths[tile], counts[tile] - begin)])
     assert len(found) <= len(counts) + spare
-    entries = [(tile * 64 + i) * 64 + number - 1 for _, tile, i, number in found]
-    return entries + [-1] * (len(counts) + spare - len(entries))
+    return found + [[0, 0, 0]] * (len(counts) + spare - len(found))
 
 
 def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor) -> None:
@@ -155,7 +155,7 @@ def test_lists_much_longer_than_others_are_cut(planes: int, tmp_path: Path) -> N
             counts = of_plane["tile_count"].tolist()
             order = pieces(counts)
             assert of_plane["tile_order"].tolist() == order
-            cut = {entry // 4096 for entry in order if entry >= 0 and entry % 64 > 0}
+            cut = {tile for tile, begin, _ in order if begin > 0}
             assert cut == {key // 128 for key in wide}
 
 
