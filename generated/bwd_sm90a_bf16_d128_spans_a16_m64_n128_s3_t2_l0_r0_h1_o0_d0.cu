@@ -76,7 +76,7 @@ struct Params {
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n) pieces
+    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n, 3) pieces
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -388,24 +388,16 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
     return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
 }
 
-// A piece of the list of key tile `tile`: `count` visits from number `begin` on. tile_order names the tile, the piece's
-// number and, less one, how many pieces the list has, as digits of base kMostPieces.
-constexpr int kMostPieces = 64;  // of a list
+// A piece of the list of key tile `tile`: `count` visits from number `begin` on.
 struct Piece {
     int tile, begin, count;
 };
 
-// The piece of the block with this rank; pieces with most visits have the lowest rank. Ranks without a piece, whose
-// entries are -1, have no visits.
+// The piece of the block with this rank; those with most visits have the lowest rank. Where none is left, `count` is 0.
+// Its words are stored as they are used: a division here would cost ptxas the knowledge that all threads agree on them.
 __device__ __forceinline__ Piece piece_of(const Params& p, int rank) {
-    const int found = __ldg(p.tile_order + rank);
-    const int entry = max(found, 0);
-    const int tile = entry / (kMostPieces * kMostPieces);
-    const int number = entry / kMostPieces % kMostPieces;
-    const int pieces = entry % kMostPieces + 1;
-    const int count = found < 0 ? 0 : visits(p, tile);
-    const int begin = number * ((count + pieces - 1) / pieces);
-    return {tile, begin, max(0, min(count, begin + (count + pieces - 1) / pieces) - begin)};
+    const int* words = p.tile_order + rank * 3;
+    return {__ldg(words), __ldg(words + 1), __ldg(words + 2)};
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -590,10 +582,8 @@ __device__ __forceinline__ long long sum_of_block(long long mine) {
     return sum;
 }
 
-// Into how many pieces a list of `visits` is cut; a piece has `most` visits if their number suffices.
-__device__ __forceinline__ int pieces_of(int visits, int most) {
-    return min(kMostPieces, max(1, (visits + most - 1) / most));
-}
+// Into how many pieces a list of `visits` is cut, so that none has more than `most`; one piece if it is empty.
+__device__ __forceinline__ int pieces_of(int visits, int most) { return max(1, (visits + most - 1) / most); }
 
 // One block per owned tile. Cuts lists that are long beside the others, as that of a tile with a key
 // that all queries see: else a block would still walk it when all others have ended. Lists above `most` visits are cut;
@@ -605,7 +595,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_order(cons
     const int tile = blockIdx.x % p.tiles_n;
     const long long plane = blockIdx.x / p.tiles_n;
     const int* counts = p.tile_count + plane * p.tiles_n;
-    int* order = p.tile_order + plane * p.blocks_n;
+    int* order = p.tile_order + plane * p.blocks_n * 3;
     long long visits = 0;
     for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
         visits += counts[other];
@@ -624,11 +614,14 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_order(cons
     }
     const int rank = static_cast<int>(sum_of_block(before));
     for (int i = threadIdx.x; i < pieces; i += kScheduleThreads) {
-        order[rank + i] = (tile * kMostPieces + i) * kMostPieces + pieces - 1;
+        const int begin = min(counts[tile], i * length);
+        order[(rank + i) * 3] = tile;
+        order[(rank + i) * 3 + 1] = begin;
+        order[(rank + i) * 3 + 2] = min(counts[tile], begin + length) - begin;
     }
     const int end = static_cast<int>(sum_of_block(all));
-    for (int i = end + threadIdx.x; tile == 0 && i < p.blocks_n; i += kScheduleThreads) {
-        order[i] = -1;
+    for (int i = end * 3 + threadIdx.x; tile == 0 && i < p.blocks_n * 3; i += kScheduleThreads) {
+        order[i] = 0;
     }
 }
 

@@ -75,7 +75,7 @@ class EmulatedSchedule:
         else:
             assert ends is not None
             p.starts, p.ends = mask.data_ptr(), ends.data_ptr()
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "tile_count": (owned,),
             "tile_order": (p.blocks_n, 3) if self.plan.cut_lists else (owned,),
             "tile_list": (owned, p.list_stride),

@@ -131,7 +131,7 @@ def cut(starts: list[int], counts: list[int], blocks: int, seed: int) -> list[li
     """Pieces of tiles, at most three each, as in tile_order: tile, first visit, number of visits."""
     draw, pieces = random.Random(seed), []
     for tile in starts:
-        ends = sorted(draw.choices(range(counts[tile] + 1), k=draw.randint(0, 2))) + [counts[tile]]
+        ends = [*sorted(draw.choices(range(counts[tile] + 1), k=draw.randint(0, 2))), counts[tile]]
         pieces += [[tile, begin, end - begin] for begin, end in zip([0, *ends], ends, strict=False)]
     return pieces + [[0, 0, 0]] * (blocks - len(pieces))
 
