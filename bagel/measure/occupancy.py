@@ -19,6 +19,7 @@ from attnforge.runtime.masks import Spans
 from attnforge.runtime.search.case import Case
 
 MULTIPROCESSORS = 132  # of an H100 or H200
+LEAST_VISITS = 32  # kLeastVisits of the template
 CACHE_BYTES = {Direction.FORWARD: 32 << 20, Direction.BACKWARD: 40 << 20}  # kCacheBytes of the template
 
 # static: one persistent block per SM takes work tiles alternately from both ends of a round.
@@ -82,8 +83,11 @@ def simulate(
     full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
     loops = 1 if direction is Direction.FORWARD or split_heads else case.heads_q // case.heads_kv
-    work = (full + masked * costs.masked).double() / row_groups * loops + costs.work_tile
-    ranked = work[_longest_first(case, direction, visits)]
+    steps = (full + masked * costs.masked).double() / row_groups * loops
+    if direction is Direction.BACKWARD and split_heads and case.mask_kind is Mask.SPANS:
+        ranked = _cut(steps, visits, costs.work_tile)
+    else:
+        ranked = (steps + costs.work_tile)[_longest_first(case, direction, visits)]
     # Without a mask, last query tiles that are not full start after all others.
     last = row_groups > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
     work_tiles = ranked[_ranks(case, direction, ranked.numel(), split_heads, last, order == "static")]
@@ -139,6 +143,24 @@ def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
         return torch.argsort(visits, descending=True, stable=True)
     tile = torch.arange(visits.numel())
     return tile.flip(0) if _causal_forward(case, direction) else tile
+
+
+def _cut(steps: Tensor, visits: Tensor, work_tile: float) -> Tensor:
+    """Work of the pieces of all lists of visits, the longest first, as `_order` of the template cuts them.
+
+    There are blocks for an eighth more pieces than tiles; those without a piece have no work.
+    """
+    tiles = visits.numel()
+    spare = -(-tiles // 8)
+    most = max(LEAST_VISITS, int(visits.sum()) // spare + 1)
+    pieces = (-(-visits // most)).clamp(min=1)
+    length = -(-visits // pieces)
+    ranked = torch.argsort(length, descending=True, stable=True)
+    tile = ranked.repeat_interleave(pieces[ranked])
+    number = torch.cat([torch.arange(int(n)) for n in pieces[ranked]])
+    visited = (visits[tile] - number * length[tile]).clamp(min=0).minimum(length[tile])
+    work = steps[tile] * visited / visits[tile].clamp(min=1) + work_tile
+    return torch.cat((work, work.new_zeros(tiles + spare - work.numel())))
 
 
 def _ranks(

@@ -48,6 +48,7 @@ class WorkOrder:
         self.library = gxx.library(path, *flags)
         self.forward = source.plan.owner == "m"
         self.tile_m, self.tile_n = source.spec.tuning.tile_m, source.spec.tuning.tile_n
+        self.cut = source.plan.cut_lists
         self.per_kv_head = not self.forward and not getattr(source.spec.tuning, "split_heads", True)
 
     def params(self, case: Case) -> Params:
@@ -56,13 +57,18 @@ class WorkOrder:
         p.batch, p.heads_q, p.heads_kv = case.batch, case.heads_q, case.heads_kv
         p.seq_q, p.seq_k = case.seq_q, case.seq_k
         p.tiles_m, p.tiles_n = -(-case.seq_q // self.tile_m), -(-case.seq_k // self.tile_n)
+        p.blocks_n = p.tiles_n + -(-p.tiles_n // 8)
         return p
+
+    def ranks(self, case: Case) -> int:
+        """Pieces of work of a head."""
+        p = self.params(case)
+        return int(p.tiles_m if self.forward else p.blocks_n if self.cut else p.tiles_n)
 
     def places(self, case: Case) -> list[tuple[int, int, int]]:
         """(rank, head, batch) of each piece of work."""
         p = self.params(case)
-        tiles = p.tiles_m if self.forward else p.tiles_n
-        pieces = tiles * (p.heads_kv if self.per_kv_head else p.heads_q) * p.batch
+        pieces = self.ranks(case) * (p.heads_kv if self.per_kv_head else p.heads_q) * p.batch
         found = (ctypes.c_int * 3 * pieces)()
         self.library.places(ctypes.byref(p), pieces, found)
         return [(rank, head, batch) for rank, head, batch in found]

@@ -33,7 +33,7 @@ def order_of(mask: Mask, tuning: Sm90Forward | Sm90Backward, directory: Path) ->
 def every_piece(case: Case, order: WorkOrder) -> list[tuple[int, int, int]]:
     p = order.params(case)
     heads = p.heads_kv if order.per_kv_head else p.heads_q
-    return list(product(range(p.tiles_m if order.forward else p.tiles_n), range(heads), range(p.batch)))
+    return list(product(range(order.ranks(case)), range(heads), range(p.batch)))
 
 
 @pytest.mark.parametrize("tuning", [ROUNDS, PIECES], ids=["rounds", "a block each"])
@@ -60,7 +60,7 @@ def test_backward(mask: Mask, split: bool, tmp_path: Path) -> None:
         case = make_case(name, "7B", DType.BFLOAT16, torch.device("cpu"))
         places = order.places(case)
         assert sorted(places) == every_piece(case, order), name
-        ranks = _ranks(case, Direction.BACKWARD, -(-case.seq_k // tuning.tile_n), split)
+        ranks = _ranks(case, Direction.BACKWARD, order.ranks(case), split)
         assert ranks.tolist() == [rank for rank, _, _ in places], name
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.occupancy import CACHE_BYTES, Costs, Order, _ranks, simulate
+from attnforge.bagel.measure.occupancy import CACHE_BYTES, LEAST_VISITS, Costs, Order, _ranks, simulate
 from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.pictures.occupancy import FILL, LOSS, draw_schedules
 from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime.masks import Spans
 from attnforge.runtime.search.case import Case
 
 CPU = torch.device("cpu")
@@ -33,6 +34,7 @@ def test_the_cache_budget_is_the_templates() -> None:
     match = re.search(r"kCacheBytes = \{\{ (\d+) if forward else (\d+) \}\} << 20;", text)
     assert match is not None
     assert {FORWARD: int(match[1]) << 20, BACKWARD: int(match[2]) << 20} == CACHE_BYTES
+    assert f"constexpr int kLeastVisits = {LEAST_VISITS};" in text
 
 
 @pytest.mark.parametrize("name", ["causal/4x8192", "causal/1x65536", "causal/1x4096"])
@@ -115,6 +117,19 @@ def test_backward_pieces_are_key_tiles_of_q_or_kv_heads() -> None:
     assert sum(split.busy) == sum(whole.busy) == 27
     assert sorted(split.busy) == [12, 15]  # nine pieces of 3
     assert sorted(whole.busy) == [9, 18]  # three pieces of 9
+
+
+def test_backward_lists_of_keys_that_all_queries_see_are_cut() -> None:
+    """128 tiles of 16: each key tile sees itself, the first one all. A list of 128 is cut into 4, as 32 are worth it."""
+    queries = torch.arange(2048, dtype=torch.int32)
+    starts, ends = queries // 16 * 16, queries // 16 * 16 + 16
+    starts[:16], ends[:16] = 0, 2048
+    mask = Spans(starts, ends)
+    case = Case("sink", 1, 1, 1, 2048, 2048, 64, DType.BFLOAT16, mask, 2048 * 16 * 2 - 256, CPU)
+    found = simulate(case, BACKWARD, 16, 16, "dynamic", multiprocessors=8)
+    assert sorted(found.busy) == [31] + [32] * 7  # 4 pieces of 32 and 127 tiles of 1
+    whole = simulate(case, BACKWARD, 16, 16, "dynamic", False, multiprocessors=8)
+    assert max(whole.busy) == 128, "a block per kv head walks its list alone"
 
 
 def test_dense_masks() -> None:
