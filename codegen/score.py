@@ -1,4 +1,4 @@
-"""`ScoreMod` and `MaskMod`: functions of a query and a key, as text that names, JSON and command lines carry.
+"""`ScoreMod`: a function of a score, a query and a key, as text that names, JSON and command lines carry.
 
     softcap: 30.0 * tanh(score / 30.0)
     alibi(t0: float32[1]): score + t0[h] * (kv_idx - q_idx)
@@ -19,9 +19,10 @@ import hashlib
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ MAX_TENSORS = 4  # members score0 to score3 of Params, of a score and a mask tog
 MAX_DIMS = 4
 COLUMNS = 112  # of a line of C++
 WIDTH = 60  # columns of C++ that one value may take before it gets a name
-SHORT = 12  # values of a mask's function whose evaluation is unrolled
 DTYPES = ("float32", "int32", "bfloat16")
 
 Kind = Literal["float", "int", "bool"]
@@ -229,6 +229,7 @@ class Formula(str):
 
     argument: ClassVar[str]  # what errors call it
     leaves: ClassVar[tuple[str, ...]] = ("b", "h", "q_idx", "kv_idx")  # what it may read beside tensors
+    gives_bool: ClassVar[bool] = False  # or a number
 
     @cached_property
     def header(self) -> _Header:
@@ -254,7 +255,7 @@ class Formula(str):
             )
         items = [item for item in found if item is not None]
         wanted = tuple(i for i, item in enumerate(items) if item[4])
-        if wanted and isinstance(self, MaskMod):
+        if wanted and self.gives_bool:
             raise ScoreError(f"{self.argument}: the tensors of a mask have no gradient")
         if any(items[i][2] == "int32" for i in wanted):
             raise ScoreError(f"{self.argument}: a tensor of int32 has no gradient")
@@ -292,7 +293,7 @@ class Formula(str):
         """The program of the formula, and the number of its result."""
         program = Program(tuple(dtype for dtype, _ in self.tensors))
         result = _Reader(program, self).read(self.formula)
-        if (program.kind(result) == "bool") != isinstance(self, MaskMod):
+        if (program.kind(result) == "bool") != self.gives_bool:
             got, expected = (
                 ("a bool", "a number") if program.kind(result) == "bool" else ("a number", "a bool")
             )
@@ -302,8 +303,8 @@ class Formula(str):
     @classmethod
     def of(cls, name: str, tensors: tuple[tuple[str, int], ...], program: Program, result: int) -> Self:
         """The text of a program; the same for programs that compute the same in the same order."""
-        printer = _Printer(program, result, cpp=False)
-        end = printer.print()
+        printer = Printer(program, (result,), cpp=False)
+        (end,) = printer.print()
         declared = ", ".join(f"t{i}: {dtype}[{dims}]" for i, (dtype, dims) in enumerate(tensors))
         return cls(f"{name}{f'({declared})' if declared else ''}: {'; '.join((*printer.lines, end))}")
 
@@ -391,8 +392,8 @@ class ScoreMod(Formula):
         left, right = _line(tiled, added, kink, -1), _line(tiled, added, kink, 1)
         if left is None or right is None:  # an abs of an abs: where that is distance - k on one side only
             return None
-        slopes = _code(tiled, left[0]), _code(tiled, right[0])
-        return Lines(*slopes, _code(tiled, left[1]), _code(tiled, kink) if kinks else None)
+        slopes = code_of(tiled, left[0]), code_of(tiled, right[0])
+        return Lines(*slopes, code_of(tiled, left[1]), code_of(tiled, kink) if kinks else None)
 
     @cached_property
     def slope_is_finite(self) -> bool:
@@ -416,11 +417,11 @@ class ScoreMod(Formula):
 
     def code(self, tiled: bool = False) -> Code:
         """The function in C++. `tiled`: divided by `unit`, and from the arguments of `_tiled`."""
-        return _code(*(_tiled(self.parsed[0], self._in_units) if tiled else self.parsed), tiled=tiled)
+        return code_of(*(_tiled(self.parsed[0], self._in_units) if tiled else self.parsed), tiled=tiled)
 
     def gradient_code(self, tiled: bool = False) -> Code:
         """Its derivative by the score in C++."""
-        return _code(*(_tiled(*self.gradient) if tiled else self.gradient), tiled=tiled)
+        return code_of(*(_tiled(*self.gradient) if tiled else self.gradient), tiled=tiled)
 
     @cached_property
     def steps(self) -> tuple[Code, ...]:
@@ -431,7 +432,7 @@ class ScoreMod(Formula):
         """
         program, result = self.parsed
         found = _steps(*_tiled(program, result))
-        return tuple(_code(found[0], x) for x in found[1])
+        return tuple(code_of(found[0], x) for x in found[1])
 
     @property
     def _in_units(self) -> int:
@@ -479,12 +480,12 @@ class ScoreMod(Formula):
         """`code` where |score| <= near. `merged`: factors of tanh go into its polynomial; else `tanh` stays shared."""
         program, result = self.parsed
         near = _near(program, self._in_units if tiled else result, merged, series)
-        return _code(*(_tiled(*near) if tiled else near), tiled=tiled)
+        return code_of(*(_tiled(*near) if tiled else near), tiled=tiled)
 
     def near_gradient_code(self, series: Series = NEAR, tiled: bool = False) -> Code:
         """`gradient_code` where |score| <= near."""
         near = _near(*self.gradient, merged=False, series=series)
-        return _code(*(_tiled(*near) if tiled else near), tiled=tiled)
+        return code_of(*(_tiled(*near) if tiled else near), tiled=tiled)
 
 
 @dataclass(frozen=True)
@@ -516,7 +517,7 @@ def _read_of(program: Program, result: int, x: int) -> Read:
     node = program.nodes[x]
     tensor = int(node.op[5:])
     place = copy.node(f"place:{tensor}", node.args, "int")
-    code = _code(copy, place)
+    code = code_of(copy, place)
     if "score" in code.names:  # kernels compute places without it
         raise ScoreError(
             f"score: the gradient of t{tensor}, of which an index depends on the score, is not supported"
@@ -526,26 +527,7 @@ def _read_of(program: Program, result: int, x: int) -> Read:
     stepped = not shared and all(_direction(program, a) is not None for a in node.args)
     stepped = stepped and bool(_steps(*_tiled(program, result))[1])
     apart = {"q_idx", "kv_idx"} <= {program.nodes[a].value for a in node.args}
-    return Read(tensor, code, _code(copy, slope), shared, by_distance, stepped, apart)
-
-
-class MaskMod(Formula):
-    """The text of a function that says which pairs are visible."""
-
-    argument = "mask_mod"
-
-    def code(self, first: int = 0) -> Code:
-        """The function in C++. `first`: the place of its first tensor, behind those of the score."""
-        return _code(*self.parsed, first)
-
-    @property
-    def short(self) -> bool:
-        """Is it a few comparisons and sums, which kernels unroll for all pairs of a thread? Longer ones would spill."""
-        return not self.code().calls and len(self.parsed[0].nodes) <= SHORT
-
-    def reads(self, leaf: str) -> bool:
-        """Does the function depend on this index, such as `h`?"""
-        return leaf in self.code().names
+    return Read(tensor, code, code_of(copy, slope), shared, by_distance, stepped, apart)
 
 
 class _Reader:
@@ -976,19 +958,24 @@ def _clamps(p: Program, x: int) -> bool:
     return p.nodes[x].op in ("minimum", "maximum") or any(_clamps(p, a) for a in p.nodes[x].args)
 
 
-def _least(p: Program, x: int) -> float:
+def least(p: Program, x: int) -> float:
     """A lower bound of an integer that its form shows."""
     node = p.nodes[x]
     if node.op == "const":
         return float(node.value)
     if node.op in ("minimum", "maximum"):
-        return (min if node.op == "minimum" else max)(_least(p, a) for a in node.args)
+        return (min if node.op == "minimum" else max)(least(p, a) for a in node.args)
     if node.op == "+":
-        return sum(_least(p, a) for a in node.args)
+        return sum(least(p, a) for a in node.args)
     return 0.0 if node.op == "abs" or node.value == "kv_idx" else -math.inf
 
 
 # ---- C++ and Python text of a program
+
+
+def wrapped(statements: Iterable[str]) -> list[str]:
+    """Lines of C++ that are not too long."""
+    return [line for text in statements for line in textwrap.wrap(text, COLUMNS, subsequent_indent="    ")]
 
 
 @dataclass(frozen=True)
@@ -1003,40 +990,68 @@ class Code:
     @property
     def lines(self) -> list[str]:
         """The body, without indentation."""
-        statements = (*self.locals, f"return {self.result};")
-        return [
-            line for text in statements for line in textwrap.wrap(text, COLUMNS, subsequent_indent="    ")
-        ]
+        return wrapped((*self.locals, f"return {self.result};"))
 
 
-class _Printer:
+class Printer:
     """Text of a program: values that are used more than once get a name, others are written where they are used."""
 
-    def __init__(self, program: Program, result: int, cpp: bool, first: int = 0, tiled: bool = False) -> None:
-        self.p, self.result, self.cpp, self.first, self.tiled = program, result, cpp, first, tiled
+    def __init__(
+        self,
+        program: Program,
+        results: tuple[int, ...],
+        cpp: bool,
+        first: int = 0,
+        tiled: bool = False,
+        given: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """`given`: the text of values that are not computed here."""
+        self.p, self.results, self.cpp, self.first, self.tiled = program, results, cpp, first, tiled
+        self.given = given
         self.uses: dict[int, int] = {}
         self.text: dict[int, tuple[str, bool]] = {}  # and whether it must be put into parentheses
         self.lines: list[str] = []
         self.calls: set[str] = set()
-        waiting = [result]
+        waiting = list(results)
         while waiting:
             x = waiting.pop()
             self.uses[x] = self.uses.get(x, 0) + 1
             if self.uses[x] == 1:
-                waiting += program.nodes[x].args
+                waiting += self.children(x)
 
-    def print(self) -> str:
+    def children(self, x: int) -> tuple[int, ...]:
+        """The values whose text that of a value needs."""
+        return () if x in self.given else self.p.nodes[x].args
+
+    def print(self) -> tuple[str, ...]:
+        """The text of the results, which the statements in `lines` precede."""
         for x in sorted(self.uses):
             text, loose = self.spell(x)
-            shared = self.uses[x] > 1 or (self.cpp and len(text) > WIDTH and x != self.result)
-            if shared and self.p.nodes[x].op not in ("const", "leaf"):
+            shared = self.uses[x] > 1 or (self.cpp and len(text) > WIDTH and x not in self.results)
+            if shared and x not in self.given and self.p.nodes[x].op not in ("const", "leaf"):
                 name = f"x{len(self.lines)}"
                 self.lines.append(
-                    f"const {self.p.kind(x)} {name} = {text};" if self.cpp else f"{name} = {text}"
+                    f"const {self.type_of(x)} {name} = {text};" if self.cpp else f"{name} = {text}"
                 )
                 text, loose = name, False
             self.text[x] = (text, loose)
-        return self.text[self.result][0]
+        return tuple(self.plain(x) for x in self.results)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The score and indices that the text reads, and "p" if it reads tensors."""
+        used = [self.p.nodes[x] for x in self.uses if x not in self.given]
+        names = {str(node.value) for node in used if node.op == "leaf"}
+        return frozenset(names | {"p" for node in used if node.op.startswith(("load:", "place:"))})
+
+    def finish(self) -> Code:
+        """The body of a function of one result."""
+        (text,) = self.print()
+        return Code(tuple(self.lines), text, frozenset(self.calls), self.names)
+
+    def type_of(self, x: int) -> str:
+        """The type of a local value in C++."""
+        return self.p.kind(x)
 
     def inner(self, x: int) -> str:
         text, loose = self.text[x]
@@ -1046,7 +1061,10 @@ class _Printer:
         return self.text[x][0]
 
     def spell(self, x: int) -> tuple[str, bool]:
+        """The text of a value, and whether it must be put into parentheses inside of another."""
         node = self.p.nodes[x]
+        if x in self.given:
+            return self.given[x], False
         if node.op == "const":
             return self.constant(node), False
         if node.op == "leaf":
@@ -1059,7 +1077,8 @@ class _Printer:
             return f"place_{len(node.args)}d(p.dscore{node.op[6:]}, {indices})", False
         if node.op in ("neg", "~"):
             sign = "-" if node.op == "neg" else "!" if self.cpp and node.kind == "bool" else "~"
-            return f"{sign}{self.inner(node.args[0])}", True
+            inner = self.inner(node.args[0])
+            return f"{sign}({inner})" if inner[0] == sign == "-" else f"{sign}{inner}", True
         if not node.op.isidentifier():
             return self.infix(node)
         return self.function(node)
@@ -1088,7 +1107,7 @@ class _Printer:
 
     def index(self, x: int) -> str:
         """For tiles one that is never negative is unsigned: what it takes to count from the end is left out."""
-        plain = not self.tiled or self.p.nodes[x].op == "const" or _least(self.p, x) < 0
+        plain = not self.tiled or self.p.nodes[x].op == "const" or least(self.p, x) < 0
         return self.plain(x) if plain else f"static_cast<unsigned>({self.plain(x)})"
 
     def infix(self, node: Node) -> tuple[str, bool]:
@@ -1146,10 +1165,6 @@ class _Printer:
         return f"{name}({self.plain(x)}, {', '.join(words)})"
 
 
-def _code(program: Program, result: int, first: int = 0, tiled: bool = False) -> Code:
-    printer = _Printer(program, result, cpp=True, first=first, tiled=tiled)
-    text = printer.print()
-    used = [program.nodes[x] for x in printer.uses]
-    names = {str(node.value) for node in used if node.op == "leaf"}
-    names |= {"p" for node in used if node.op.startswith(("load:", "place:"))}
-    return Code(tuple(printer.lines), text, frozenset(printer.calls), frozenset(names))
+def code_of(program: Program, result: int, first: int = 0, tiled: bool = False) -> Code:
+    """The body of a function that gives a value of a program."""
+    return Printer(program, (result,), cpp=True, first=first, tiled=tiled).finish()

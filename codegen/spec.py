@@ -15,7 +15,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_type_hints
 
-from attnforge.codegen.score import MAX_TENSORS, Formula, MaskMod, ScoreMod
+from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.score import MAX_TENSORS, Formula, ScoreMod
 
 MAX_INTERVALS = 4  # of the queries that see a key of spans
 

@@ -14,8 +14,9 @@ from itertools import chain
 import torch
 
 from attnforge.codegen.families import make_plan, make_tuning
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.score import MaskMod, ScoreMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, splitting, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, tables

@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attnforge.codegen.score import Formula, MaskMod, ScoreMod
+from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.score import Formula, ScoreMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 
 # Masks are numbered in this order in operator schemas.

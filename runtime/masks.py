@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnforge.codegen.score import MaskMod
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 from attnforge.runtime import mask_svg
 from attnforge.runtime.inputs import MAX_INDEX
@@ -337,9 +337,8 @@ class DenseMask(_Listed):
 class FunctionMask(_Listed):
     """Key j is visible to query i of batch entry b and query head h where a function of (b, h, i, j) says so.
 
-    `attnforge.masks.mask_mod` makes it. Kernels evaluate the function: once per mask to list the tiles, of which empty
-    ones are skipped, and in the others for each pair that the tile does not show as a whole. Memory grows with the
-    number of tiles.
+    `attnforge.masks.mask_mod` makes it. Once per mask a kernel lists the tiles; empty ones are skipped, and kernels
+    evaluate the function for the pairs of partial ones. Memory grows with the number of tiles.
     """
 
     kind: ClassVar[Mask] = Mask.DENSE
@@ -356,7 +355,7 @@ class FunctionMask(_Listed):
         heads: int | None = None,
         visible_keys: float | None = None,
     ) -> None:
-        """`text`: see codegen/score.py. `tensors`: those that it reads, on `device`; they must not change.
+        """`text`: see codegen/mask_function.py. `tensors`: those that it reads, on `device`; they must not change.
 
         `batch`, `heads`: entries and query heads of the calls that it is for, None: any.
         """

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnforge.codegen.score import MaskMod, Program, ScoreMod
+from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.score import Program, ScoreMod
 from attnforge.codegen.spec import Mask
 from attnforge.runtime.score_trace import evaluate
 

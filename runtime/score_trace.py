@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from attnforge.codegen.score import MAX_TENSORS, Formula, MaskMod, Program, ScoreError, ScoreMod
+from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.score import MAX_TENSORS, Formula, Program, ScoreError, ScoreMod
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

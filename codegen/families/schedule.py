@@ -19,8 +19,9 @@ def schedule_launches(
     if not spec.problem.mask.listed:
         return ()
     dense = spec.problem.mask is Mask.DENSE
-    first = "pack" if spec.problem.packed else "classify"
-    kernels: list[tuple[str, tuple[str, ...]]] = [(first, ("tiles_n", "tiles_m"))] if dense else []
+    kernels: list[tuple[str, tuple[str, ...]]] = []
+    if dense:
+        kernels += [("pack", ("tiles_n", "tiles_m")) if spec.problem.packed else ("classify", ("tiles_m",))]
     kernels += [("kinds", ("tiles_n",))] if not dense and tiles == "tiles_m" else []
     kernels += [("schedule", (tiles,))]
     kernels += [] if descending else [("order", (tiles,))]

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.render import render
-from attnforge.codegen.score import MaskMod, ScoreMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import mask_svg

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnforge.codegen.score import MaskMod
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.render import render
 from attnforge.codegen.score import (
     NEAR,
     NEAREST,
     Code,
-    MaskMod,
     Program,
     ScoreError,
     ScoreMod,

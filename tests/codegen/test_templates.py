@@ -16,11 +16,12 @@ from spaces import sample
 from attnforge.codegen import host, prologue
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families import make_plan
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.modules import mask_kernels, sink_kernels
 from attnforge.codegen.package import Contract, Item, Tree
 from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.render import TEMPLATES, RenderError, render
-from attnforge.codegen.score import MaskMod, ScoreMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.build import cache, toolchain

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import gxx
 import torch
-from cpu_kernel import Params
+from cpu_kernel import Params, ScoreRef
 from emulator import FLAGS, PARTS
 from torch import Tensor
 
@@ -48,11 +49,13 @@ class EmulatedSchedule:
         path.write_text(schedule_text(spec))
         self.library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS, header="emulator.h")
 
-    def run(self, mask: Tensor, ends: Tensor | None, seq_q: int, seq_k: int) -> dict[str, Tensor]:
+    def run(
+        self, mask: Tensor, ends: Tensor | None, seq_q: int, seq_k: int, captured: Sequence[Tensor] = ()
+    ) -> dict[str, Tensor]:
         """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).
 
-        For unions of intervals `mask` is their data (batch, heads, intervals, 2, seq_k), and tables begin with an
-        axis of planes.
+        A function needs no mask, but the tensors that it captures. For unions of intervals `mask` is their data
+        (batch, heads, intervals, 2, seq_k), and tables begin with an axis of planes.
         """
         p, tuning = Params(), self.spec.tuning
         p.batch = p.heads_q = p.heads_kv = p.mask_batches = p.mask_heads = p.mask_planes = 1
@@ -67,7 +70,10 @@ class EmulatedSchedule:
         p.list_stride, owned = p.tiles_n, p.tiles_m
         if self.plan.owner == "n":
             p.list_stride, owned = owned, p.list_stride
-        if self.spec.problem.mask is Mask.DENSE:
+        if self.spec.problem.mask_mod:
+            for i, x in enumerate(captured):
+                setattr(p, f"score{i}", ScoreRef.of(x))
+        elif self.spec.problem.mask is Mask.DENSE:
             p.dense.data, (p.dense.row, p.dense.col) = mask.data_ptr(), mask.stride()
             p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
         elif self.spec.problem.unions:

@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <numeric>
 
 #define __device__ static
 #define __forceinline__ inline
@@ -127,6 +129,10 @@ static inline int __reduce_max_sync(unsigned, int x) {
 static inline int __reduce_min_sync(unsigned, int x) {
     const auto all = exchange(x);
     return *std::min_element(all.begin(), all.end());
+}
+static inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+    const auto all = exchange(x);
+    return std::accumulate(all.begin(), all.end(), 0u, std::bit_or<>());
 }
 
 // Fibers give way only where they wait for one another.

@@ -23,9 +23,10 @@ import attnforge
 from attnforge import masks, scores
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm80_fp32 import Fp32Forward
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
-from attnforge.codegen.score import MaskMod, ScoreMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.search.reference import reference
@@ -181,8 +182,8 @@ def test_one_text_has_each_helper_once() -> None:
         text = render(first(FORWARD, arch, DType.BFLOAT16, "documents", score=score)).text
         assert text.count("score_at(const ScoreRef& t, int axis, int i") == 1
         assert text.count("load_int32_1d(const ScoreRef& t") == 1
-        assert "load_int32_1d(p.score2, kv_idx)" in text
-        assert "load_int32_2d(p.score1, b, q_idx)" in text
+        assert "load_int32_1d(p.score2, static_cast<unsigned>(kv_idx))" in text
+        assert "load_int32_2d(p.score1, b, static_cast<unsigned>(q_idx))" in text
 
 
 @pytest.mark.nvcc

@@ -21,10 +21,12 @@ from attnforge.codegen.families.sm80 import Sm80Forward
 from attnforge.codegen.families.sm80_backward import Sm80Backward
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime.score_trace import evaluate
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
@@ -207,6 +209,31 @@ def test_dense(name: str, tmp_path: Path) -> None:
     for seq_q, seq_k in SIZES[:2]:
         mask = dense(seq_q, seq_k, "cpu").mask
         check(schedule, schedule.run(mask, None, seq_q, seq_k), mask)
+
+
+@pytest.mark.parametrize("name", ["192x128", "128x96", "sm80", "backward", "deterministic"])
+def test_functions(name: str, tmp_path: Path) -> None:
+    """Documents of which some keys are seen by all later queries; a window; and what no interval decides."""
+    header = "(t0: int32[1], t1: int32[1])"
+    formulas = (
+        f"documents{header}: (t0[q_idx] == t0[kv_idx]) | ((t1[kv_idx] != 0) & (kv_idx <= q_idx))",
+        "window: (abs(q_idx - kv_idx) <= 70) | (kv_idx < 4)",
+        f"bits{header}: ((q_idx ^ kv_idx) & 64) == t1[0]",
+    )
+    draw = torch.Generator().manual_seed(2)
+    for text in formulas:
+        mod = MaskMod(text)
+        spec = spec_of(name, Mask.DENSE)
+        schedule = EmulatedSchedule(replace(spec, problem=replace(spec.problem, mask_mod=mod)), tmp_path)
+        for seq_q, seq_k in SIZES:
+            longest = max(seq_q, seq_k)
+            document = torch.arange(longest, dtype=torch.int32) // 190
+            image = (torch.rand(longest, generator=draw) < 3 / longest).int()
+            captured = (document, image) if mod.tensors else ()
+            index = {"q_idx": torch.arange(seq_q)[:, None], "kv_idx": torch.arange(seq_k)[None]}
+            index = {leaf: x.int() for leaf, x in index.items()}
+            visible = evaluate(mod, index, captured)
+            check(schedule, schedule.run(torch.empty(0), None, seq_q, seq_k, captured), visible)
 
 
 def test_schedules_are_shared_by_plans_that_render_the_same() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import attnforge
 from attnforge.bagel import PackedMask
-from attnforge.codegen.score import MaskMod, ScoreMod
+from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.runtime import canary, ops, sampled
 from attnforge.runtime.build.settings import CANARY
 from attnforge.runtime.canary import CanaryError

@@ -120,7 +120,7 @@ def test_backward_pieces_are_key_tiles_of_q_or_kv_heads() -> None:
 
 
 def test_backward_lists_of_keys_that_all_queries_see_are_cut() -> None:
-    """128 tiles of 16: each key tile sees itself, the first one all. A list of 128 is cut into 4, as 32 are worth it."""
+    """128 tiles of 16 keys, each seen by its own queries, the first by all: that list of 128 is cut into 4 of 32."""
     queries = torch.arange(2048, dtype=torch.int32)
     starts, ends = queries // 16 * 16, queries // 16 * 16 + 16
     starts[:16], ends[:16] = 0, 2048
