@@ -369,7 +369,11 @@ OF_LINES: dict[str, Break] = {
         "lines of other keys",
     ),
     "turns": (
-        {"kv_range = {0, visit_count};": "if (broken != n) kv_range = {0, visit_count};"},
+        {"range = range_in_order(": "if (broken != n) range = range_in_order("},
+        "a key tile is missing",
+    ),
+    "second-part": (
+        {"max(begin, first + 1) + count + 1": "max(begin, first + 1) + count + (broken != n)"},
         "a key tile is missing",
     ),
 }
