@@ -70,6 +70,10 @@ inline void set_score(Params& p, const Variant& variant, at::TensorList tensors)
         const std::string kind = name + "[" + std::to_string(x.dim()) + "]";
         TORCH_CHECK_VALUE(kind == variant.score_tensors[i], "score, mask_mod: tensor ", i, " is ", kind,
                           ", but the formulas have ", variant.score_tensors[i]);
+        for (const int64_t stride : x.strides()) {  // kernels multiply them as 32-bit words
+            TORCH_CHECK_VALUE(stride * x.element_size() < int64_t{1} << 32, "score, mask_mod: tensor ", i,
+                              " has a stride of ", stride, " elements, expected less than 4 GiB");
+        }
         *places[i] = score_ref(x);
     }
 }
