@@ -93,6 +93,11 @@ def choose_for(
     dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
     if deterministic and next(_offers(problem, group, size, target, visible_keys), None):
+        if problem.score.wanted:
+            raise Infeasible(
+                "deterministic: gradients of a score's tensors are added in any order; "
+                "detach them or pass deterministic=False"
+            )
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
     last = dataclasses.replace(problem, arch=target.archs[-1])
     raise Infeasible(f"q: no {what}: {why_infeasible(last)}")

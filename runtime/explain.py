@@ -73,17 +73,24 @@ def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic:
         return f"{RANKS[offer.rank]} ({offer.path.name})"
     for name, mine, best in zip(DISTANCES, offer.distance, taken.distance, strict=True):
         if mine != best:
-            return _farther(name, mine, best, offer)
+            return _farther(name, offer, taken)
     return "as near and as fast: the chosen one comes first by name"
 
 
-def _farther(name: str, mine: float, best: float, offer: Offer) -> str:
+def _farther(name: str, offer: Offer, taken: Offer) -> str:
+    """Why an entry that differs from the taken one in the part `name` of its distance comes after it."""
+    mine, best = offer.entry, taken.entry
     if name == "speed":
-        return f"slower: {-mine:.1f} TFLOP/s, the chosen one {-best:.1f}"
+        return f"slower: {mine.tflops:.1f} TFLOP/s, the chosen one {best.tflops:.1f}"
     if name in {f.name for f in dataclasses.fields(Problem)}:
-        value = getattr(offer.entry.spec.problem, name)
+        value = getattr(mine.spec.problem, name)
         return f"for another {name}: {getattr(value, 'value', value)}"
-    return f"farther in {name}: {mine:.3g}, the chosen one {best:.3g}"
+    values = {
+        "length": (mine.size, best.size),
+        "visible keys": (mine.visible_keys or "unknown", best.visible_keys or "unknown"),
+        "GQA ratio": (mine.group, best.group),
+    }[name]
+    return f"{name} {values[0]}; that of the chosen one is nearer: {values[1]}"
 
 
 def _other_archs(
@@ -106,5 +113,6 @@ def _other_archs(
             yield Rejected(arch.value, f"measured slower: {theirs:.1f} TFLOP/s, the chosen one {mine:.1f}")
         else:
             yield Rejected(
-                arch.value, "the device's best architecture comes first where not both were measured"
+                arch.value,
+                f"not compared by speed: {spec.problem.arch.value} comes first unless both were measured",
             )

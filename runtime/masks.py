@@ -6,7 +6,7 @@ and shared by all layers, by forward and backward, in eager and compiled code. S
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,7 +32,20 @@ def load_operators() -> bool:
 load_operators._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class Causal:
+class _Whole:
+    """Base of the masks that `&`, `|` and `~` do not combine; they say what to do instead."""
+
+    def _cannot(self, _: object = None) -> NoReturn:
+        raise TypeError(
+            f"mask: {type(self).__name__} cannot be combined by &, | or ~, which take Spans; in place of Causal() use "
+            "masks.documents([seq], device, causal=True); combine bool tensors before DenseMask, and functions inside "
+            "one mask_mod"
+        )
+
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _cannot
+
+
+class Causal(_Whole):
     """Key j is visible to query i when j <= i + seq_k - seq_q (bottom-right aligned, as in flash-attn).
 
     With seq_q > seq_k the first seq_q - seq_k queries see no key: zero output, lse -inf, zero gradients.
@@ -260,7 +273,7 @@ class Spans(_Listed):
         return mask_svg.html(repr(self), shares, length, length, tile)
 
 
-class DenseMask(_Listed):
+class DenseMask(_Listed, _Whole):
     """Any mask: key j is visible to query i where `mask[..., i, j]` is True.
 
     `mask`: bool (seq_q, seq_k), or (batch or 1, heads_q or 1, seq_q, seq_k) for masks that differ between batch
@@ -334,7 +347,7 @@ class DenseMask(_Listed):
         return mask_svg.html(repr(self), shares, self.seq_q, self.seq_k, tile)
 
 
-class FunctionMask(_Listed):
+class FunctionMask(_Listed, _Whole):
     """Key j is visible to query i of batch entry b and query head h where a function of (b, h, i, j) says so.
 
     `attnforge.masks.mask_mod` makes it. Once per mask a kernel lists the tiles; empty ones are skipped, and kernels

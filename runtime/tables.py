@@ -34,7 +34,8 @@ MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
-DISTANCES = (*_NEAR, "length (octaves)", "visible keys (octaves)", "GQA ratio (octaves)", "speed")
+# Parts of the distance of an entry from a call; lengths, keys and ratios in octaves.
+DISTANCES = (*_NEAR, "length", "visible keys", "GQA ratio", "speed")
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 
 

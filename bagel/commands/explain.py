@@ -50,12 +50,11 @@ def _say(found: Explanation, most: int) -> None:
     echo(f"  runs  {found.choice.spec.slug}")
     echo(f"  why   {found.choice.reason}")
     if found.fallback:
-        echo(
-            "        no table has an entry that fits: `attnforge search` with the same options finds the fastest"
-        )
+        echo("        `attnforge search` with the same options finds the fastest")
     for arch in found.archs:
         echo(f"  not   {arch.name}: {arch.why}")
     for entry in found.entries[:most]:
         echo(f"  not   {entry.name}\n        {entry.why}")
     if len(found.entries) > most:
-        echo(f"  and   {len(found.entries) - most} more entries that are farther away (--most)")
+        more = len(found.entries) - most
+        echo(f"  and   {more} more {'entries' if more > 1 else 'entry'} (--most)")

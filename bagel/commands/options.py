@@ -72,8 +72,12 @@ model_option = functools.partial(
     metavar="NAME",
     help="Heads of 7B, 0.5B, vit, qwen3-32b, ... (`attnforge models`).",
 )
-PACK_HELP = "Workload: pretrain/0, full/4x8192, causal/2048, blocks/0.9, ... Repeatable."
+PACK_HELP = (
+    "Workload: pretrain/0, full/4x8192, causal/2048, blocks/0.9, ... Repeatable.  "
+    "[default: finetune/0, on a GPU also pretrain/0; in bench those of --suite]"
+)
 PACKS_HELP = "Packs recorded by attnforge.bagel.record; runs 3 of them, lightest to heaviest."
+LENGTH_HELP = "Queries and keys of --mask.  [default: 8192 on a GPU, 1024 on a CPU]"
 MASK_HELP = "causal, full, window:N (causal, N keys), or a .npy or .npz file. Repeatable."
 
 # The fields of a problem that neither tensors nor masks decide: each is an option.
@@ -110,7 +114,7 @@ SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--pack", "packs", multiple=True, metavar="NAME", help=PACK_HELP),
     file_option("--packs", "recorded", metavar="FILE", help=PACKS_HELP),
     click.option("--mask", "masks", multiple=True, metavar="MASK", help=MASK_HELP),
-    click.option("--length", metavar="Q[/K]", callback=_numbers(2), help="Queries and keys of --mask."),
+    click.option("--length", metavar="Q[/K]", callback=_numbers(2), help=LENGTH_HELP),
     click.option("--batch", **number(), help="Batch entries.  [default: 1]"),
     model_option(),
     click.option("--heads", metavar="Q[/KV]", callback=_numbers(2), help="Query and kv heads, e.g. 32/8."),

@@ -235,7 +235,7 @@ def search_table(finished: Finished, peers: Sequence[Row]) -> Table:
     shown = finished.ranked[:SHOWN]
     names = varying_knobs([result.spec for result in shown])
     title = f"{finished.case.name}, {finished.direction.value}, {finished.case.dtype.value}"
-    table = make_table(title, ("variant",), ("speed", "ms", "95 % interval", "winner is", "error"))
+    table = make_table(title, ("variant",), ("speed", "ms", "95 % interval", "winner is", "error / limit"))
     for number, result in enumerate(shown):
         if number == finished.finalists:
             table.add_section()
@@ -252,7 +252,7 @@ def search_table(finished: Finished, peers: Sequence[Row]) -> Table:
 
 def _variant(result: Result, names: Sequence[str], winner: Result | None) -> tuple[str, ...]:
     return (
-        knobs(result.spec, names) or "the only one",
+        knobs(result.spec, names or None),
         speed(result.tflops),
         milliseconds(result.ms),
         interval(result.low_ms, result.high_ms),
@@ -267,8 +267,8 @@ def remarks(finished: Finished) -> Iterator[str]:
     if winner is not None:
         varying = varying_knobs([result.spec for result in finished.ranked[:SHOWN]])
         common = [knob.name for knob, _ in winner.spec.tuning.named_knobs() if knob.name not in varying]
-        if common:
-            yield f"all of them: {knobs(winner.spec, common)}"
+        if varying and common:
+            yield f"in every variant: {knobs(winner.spec, common)}"
         yield resources(winner)
     yield counts(finished)
     facts = (f"{name} {value}" for name, value in finished.conditions.facts.items())

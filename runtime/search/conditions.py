@@ -94,7 +94,7 @@ class CpuConditions:
         """CPUs that other processes used on average, before and while variants were timed."""
         during = self._used / self._elapsed if self._elapsed else 0.0
         count = len(os.sched_getaffinity(0))
-        facts = {"others": f"{self._before:.1f} of {count} CPUs before, {during:.1f} while timing"}
+        facts = {"other processes": f"{self._before:.1f} of {count} CPUs before, {during:.1f} while timing"}
         worst = max(self._before, during)
         if worst < BUSY_CPUS:
             return Summary(facts)

@@ -47,15 +47,15 @@ def test_the_reasons_against_the_others() -> None:
     assert found.choice.spec == ONE
     assert not found.fallback
     assert {entry.name: entry.why for entry in found.entries} == {
-        FIVE.slug: "farther in GQA ratio (octaves): 2, the chosen one 0",
-        FOUR.slug: "farther in visible keys (octaves): 3, the chosen one 0",
-        THREE.slug: "farther in length (octaves): 2, the chosen one 0",
+        FIVE.slug: "GQA ratio 1; that of the chosen one is nearer: 4",
+        FOUR.slug: "visible keys 100; that of the chosen one is nearer: 1000",
+        THREE.slug: "length 16384; that of the chosen one is nearer: 4096",
         causal.slug: "for another mask: causal",
         TWO.slug: "measured on another device (another-card.json)",
     }
     assert found.entries[0].name == FIVE.slug, "nearest first"
     (sm90,) = found.archs
-    assert (sm90.name, "best architecture" in sm90.why) == ("sm90", True)
+    assert (sm90.name, "unless both were measured" in sm90.why) == ("sm90", True)
 
 
 def test_a_slower_entry_and_an_infeasible_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from oracle import Shape, check, check_deterministic, check_schedules_of_layers,
 from torch import Tensor
 
 import attnforge
+from attnforge import masks
 from attnforge.runtime import ops
 from attnforge.runtime.search.reference import reference
 
@@ -339,3 +341,15 @@ def test_dense_mask_of_spans() -> None:
         one = attnforge.attention(x.q, x.k, x.v, mask)
         two = attnforge.attention(x.q, x.k, x.v, attnforge.DenseMask(mask.visible(SEQ_Q, SEQ_K)))
         assert (one - two).abs().max().item() <= 1e-5
+
+
+@pytest.mark.parametrize("operation", [operator.and_, operator.or_])
+def test_what_is_no_spans_says_how_to_combine_it(operation: Callable[[Any, Any], Any]) -> None:
+    window = masks.window(8, 8, 2, 0, "cpu")
+    others = (attnforge.Causal(), attnforge.DenseMask(torch.ones(8, 8, dtype=torch.bool)))
+    for other in (*others, masks.mask_mod(lambda b, h, i, j: i > j, 8, 8, "cpu")):
+        for pair in ((window, other), (other, window), (other, other)):
+            with pytest.raises(TypeError, match=r"cannot be combined by &, \| or ~, which take Spans"):
+                operation(*pair)
+        with pytest.raises(TypeError, match="cannot be combined"):
+            _ = ~other

@@ -105,7 +105,7 @@ def test_others_on_a_cpu() -> None:
     with quiet.watching():
         pass
     assert quiet.summary().warnings == ()
-    assert "0.0 while timing" in quiet.summary().facts["others"]
+    assert "0.0 while timing" in quiet.summary().facts["other processes"]
 
 
 def test_our_own_work_is_not_that_of_others() -> None:
