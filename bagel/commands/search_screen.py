@@ -235,7 +235,7 @@ def search_table(finished: Finished, peers: Sequence[Row]) -> Table:
     shown = finished.ranked[:SHOWN]
     names = varying_knobs([result.spec for result in shown])
     title = f"{finished.case.name}, {finished.direction.value}, {finished.case.dtype.value}"
-    table = make_table(title, ("variant",), ("speed", "ms", "95 % interval", "winner is", "error / limit"))
+    table = make_table(title, ("variant",), ("speed", "ms", "95 % interval", "winner is", "error"))
     for number, result in enumerate(shown):
         if number == finished.finalists:
             table.add_section()
