@@ -25,8 +25,10 @@ def cache_ls() -> None:
     from attnforge.runtime.build.cache import entries
     from attnforge.runtime.build.settings import settings
 
-    console.print(cache_table(entries()))
-    console.print(str(settings().cache_dir), style="dim", soft_wrap=True)
+    listings = entries()
+    console.print(cache_table(listings), soft_wrap=True)  # names stay whole, to be copied
+    total = sum(listing.bytes for listing in listings)
+    echo(f"{len(listings)} compiled kernels, {total / 2**20:.1f} MiB in {settings().cache_dir}")
 
 
 @cache.command("clear")
@@ -39,14 +41,13 @@ def cache_clear() -> None:
 
 def cache_table(listings: Sequence[Listing]) -> Table:
     """One line per compiled kernel."""
-    total = sum(listing.bytes for listing in listings)
-    title = f"{len(listings)} compiled kernels, {total / 2**20:.1f} MiB"
-    table = make_table(title, ("variant",), ("compiler", "seconds", "registers", "spilled B", "KiB"))
+    table = make_table("", ("compiler",), ("seconds", "registers", "spilled B", "KiB"))
+    table.add_column("kernel", no_wrap=True, overflow="ignore")
     for listing in listings:
         meta = listing.meta
         used = list(meta["resources"].values())
         registers = max((one.get("registers", 0) for one in used), default=0)
         spills = max((one.get("spill_bytes", 0) for one in used), default=0)
         cells = (str(registers or ""), str(spills) if registers else "", f"{listing.bytes / 1024:.0f}")
-        table.add_row(meta["slug"], meta["compiler"], f"{meta.get('seconds', 0):.1f}", *cells)
+        table.add_row(meta["compiler"], f"{meta.get('seconds', 0):.1f}", *cells, meta["slug"])
     return table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from attnforge.bagel.commands.console import console, make_table
+from attnforge.bagel.commands.console import console, echo, make_table
 from attnforge.bagel.commands.options import number, selecting
 from attnforge.codegen.spec import Spec
 
@@ -30,7 +30,7 @@ def verify(selection: Selection, variants: int) -> None:
     from attnforge.runtime.search.verify import WrongResult
     from attnforge.runtime.search.worker import Bench
 
-    wrong = 0
+    wrong = right = 0
     for case in selection.cases():
         for direction in selection.directions:
             bench = Bench(case, direction)
@@ -41,11 +41,13 @@ def verify(selection: Selection, variants: int) -> None:
                 try:
                     for check, errors in bench.verify(kernels.load(spec, case.device) if spec else 0):
                         console.print(verify_table(f"{check.case.name} {name}", check.peer, errors))
+                    right += 1
                 except WrongResult as error:
                     wrong += 1
                     console.print(f"[bold red]wrong[/bold red] {case.name} {name}: {error}", soft_wrap=True)
     if wrong:
-        raise click.ClickException(f"{wrong} kernels are wrong")
+        raise click.ClickException(f"{wrong} of {wrong + right} kernels are wrong")
+    echo(f"{right} of {right} kernels are within all limits")
 
 
 def verify_table(title: str, peer: dict[str, tuple[float, float]], errors: dict[str, Error]) -> Table:
