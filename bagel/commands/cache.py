@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
-from attnforge.bagel.commands.console import console, echo, make_table
+from attnforge.bagel.commands.console import echo
 
 if TYPE_CHECKING:
     from attnforge.runtime.build.cache import Listing
@@ -26,7 +25,8 @@ def cache_ls() -> None:
     from attnforge.runtime.build.settings import settings
 
     listings = entries()
-    console.print(cache_table(listings), soft_wrap=True)  # names stay whole, to be copied
+    for line in cache_lines(listings):
+        echo(line)
     total = sum(listing.bytes for listing in listings)
     echo(f"{len(listings)} compiled kernels, {total / 2**20:.1f} MiB in {settings().cache_dir}")
 
@@ -39,15 +39,14 @@ def cache_clear() -> None:
     echo(f"{clear()} entries removed; kernels are compiled again when needed")
 
 
-def cache_table(listings: Sequence[Listing]) -> Table:
-    """One line per compiled kernel."""
-    table = make_table("", ("compiler",), ("seconds", "registers", "spilled B", "KiB"))
-    table.add_column("kernel", no_wrap=True, overflow="ignore")
+def cache_lines(listings: Sequence[Listing]) -> Iterator[str]:
+    """A header and a line per compiled kernel. Names come last, whole, so that they can be copied."""
+    if listings:
+        yield "compiler  seconds  registers  spilled B  KiB  kernel"
     for listing in listings:
         meta = listing.meta
         used = list(meta["resources"].values())
-        registers = max((one.get("registers", 0) for one in used), default=0)
-        spills = max((one.get("spill_bytes", 0) for one in used), default=0)
-        cells = (str(registers or ""), str(spills) if registers else "", f"{listing.bytes / 1024:.0f}")
-        table.add_row(meta["compiler"], f"{meta.get('seconds', 0):.1f}", *cells, meta["slug"])
-    return table
+        registers = max((one.get("registers", 0) for one in used), default=0) or ""
+        spills = max((one.get("spill_bytes", 0) for one in used), default=0) if registers else ""
+        numbers = f"{meta.get('seconds', 0):7.1f}  {registers:>9}  {spills:>9}  {listing.bytes / 1024:3.0f}"
+        yield f"{meta['compiler']:8}  {numbers}  {meta['slug']}"
