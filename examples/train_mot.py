@@ -265,12 +265,21 @@ def describe(row: dict[str, float], seconds: float, place: Place) -> str:
 )
 @click.option("--steps", default=20, help="Steps in all, those of a resumed checkpoint included.")
 @click.option("--lr", default=3e-3, help="Learning rate of AdamW.")
-@click.option("--seed", default=0, help="Of weights and data.")
-@click.option("--attention", type=click.Choice(OPERATORS), default="attnforge", help="The operator.")
-@click.option("--checkpointing", type=click.Choice(("none", "full", "selective")), default="none")
-@click.option("--precision", type=click.Choice(tuple(DTYPES)), default="bf16", help="Of computing.")
+@click.option("--seed", default=0, help="Seed of the weights and the data.")
+@click.option("--attention", type=click.Choice(OPERATORS), default="attnforge", help="Attention operator.")
+@click.option(
+    "--checkpointing",
+    type=click.Choice(("none", "full", "selective")),
+    default="none",
+    help="Activation checkpointing; selective keeps the results of attention.",
+)
+@click.option(
+    "--precision", type=click.Choice(tuple(DTYPES)), default="bf16", help="Data type of the computation."
+)
 @click.option("--deterministic", is_flag=True, help="The same bits on every run, on a GPU too.")
-@click.option("--device", type=click.Choice(("cpu", "cuda")), help="Else a GPU if there is one.")
+@click.option(
+    "--device", type=click.Choice(("cpu", "cuda")), help="Device; by default a GPU if there is one."
+)
 @click.option(
     "--save", type=click.Path(path_type=Path), help="Directory of checkpoints; resumes from its latest."
 )
