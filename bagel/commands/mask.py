@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def mask(pack: str, out: Path, tile_m: int, tile_n: int, vit: bool) -> None:
     """Draw a mask and the tiles that a kernel computes, to scale.
 
-    PACK is a pack (pretrain/0, the default; packs.jsonl:7), a mask with lengths (causal/2048, window:512/4096, causal/512/8192),
-    or a .npy or .npz file as `search --mask` takes it. A PNG of a pack also shows its documents.
+    PACK is a pack (pretrain/0, the default; packs.jsonl:7), a mask with lengths (causal/2048, window:512/4096,
+    causal/512/8192), or a .npy or .npz file as `search --mask` takes it. A PNG of a pack also shows its documents.
     """
     from attnforge.bagel.packing import PackedMask
     from attnforge.bagel.pictures.mask import draw_mask
