@@ -80,7 +80,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "float*",
         "out_accum",
-        "(kv_splits, batch, heads_q, seq_q, columns) fp32 out of each range of keys, then lse",
+        "fp32 out and lse of ranges of keys, (kv_splits, batch, heads_q, seq_q, columns), or of pieces",
     ),
     Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
     Field("unsigned*", "bits", "(mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word"),
@@ -88,7 +88,12 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int*",
         "tile_order",
-        "(mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n, 3) pieces",
+        "(mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece",
+    ),
+    Field(
+        "int*",
+        "tile_slots",
+        "(mask_planes, tiles_m, 2) slots [x, y) of a cut query tile's pieces; 0 0: whole",
     ),
     Field(
         "int*",
@@ -118,6 +123,10 @@ FIELDS: tuple[Field, ...] = (
     Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
     Field(
         "int", "blocks_n", "tiles_n + ceil(tiles_n / 8): blocks of a head where long lists of visits are cut"
+    ),
+    Field("int", "blocks_m", "tiles_m + ceil(tiles_m / 16): work tiles of a head where long lists are cut"),
+    Field(
+        "int", "piece_slots", "2 * ceil(tiles_m / 16): places of a head for results of pieces in out_accum"
     ),
     Field("int", "tiles_packed", "ceil(seq_q * heads_q / heads_kv / tile_m)"),
     Field("int", "kv_splits", "ranges that the keys of each query tile are split into"),

@@ -16,8 +16,8 @@ class Infeasible(ValueError):
 class Launch:
     """One kernel launch. The grid is one-dimensional: the product of the sizes named in `grid`.
 
-    Names: `batch`, `heads_q`, `heads_kv`, `seq_q`, `tiles_m`, `tiles_n`, `blocks_n`, `tiles_packed`, `kv_splits`,
-    `mask_planes`.
+    Names: `batch`, `heads_q`, `heads_kv`, `seq_q`, `tiles_m`, `tiles_n`, `blocks_m`, `blocks_n`, `tiles_packed`,
+    `kv_splits`, `mask_planes`.
     The block index decodes in the order the kernel documents. On the CPU `threads` and `shared_bytes` are 0 and the
     function is called once.
     """

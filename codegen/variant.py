@@ -95,9 +95,7 @@ VARIANT: tuple[Field, ...] = (
     ),
     _same("bool", "deterministic", "the same bits on every run", "plan.deterministic"),
     _same("bool", "bounds", "its schedule has bounds and tile_counter", "plan.bounds"),
-    _same(
-        "bool", "cut_lists", "tile_order has blocks_n pieces of lists a plane, not tiles", "plan.cut_lists"
-    ),
+    _same("bool", "cut_lists", "tile_order has pieces of lists, not tiles", "plan.cut_lists"),
     Field(
         "MaskBits",
         "bits",

@@ -38,7 +38,7 @@ struct Params {
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
     float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n, 3) pieces
+    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;

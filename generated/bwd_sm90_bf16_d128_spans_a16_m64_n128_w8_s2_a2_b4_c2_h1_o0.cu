@@ -39,7 +39,7 @@ struct Params {
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n, 3) pieces
+    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;

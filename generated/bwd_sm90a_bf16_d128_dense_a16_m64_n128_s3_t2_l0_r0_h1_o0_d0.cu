@@ -83,7 +83,7 @@ struct Params {
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n, 3) pieces
+    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -414,8 +414,9 @@ struct Piece {
     int tile, begin, count;
 };
 
-// The piece of the block with this rank; those with most visits have the lowest rank. Where none is left, `count` is 0.
-// Its words are stored as they are used: a division here would cost ptxas the knowledge that all threads agree on them.
+// The piece of the work tile with this rank; those with most visits have the lowest rank. Where none is left, `tile` is
+// -1 and `count` is 0. Its words are stored as they are used: a division here would cost ptxas the knowledge that all
+// threads agree on them.
 __device__ __forceinline__ Piece piece_of(const Params& p, int plane, int rank) {
     const int* words = p.tile_order + (static_cast<long long>(plane) * p.blocks_n + rank) * 3;
     return {__ldg(words), __ldg(words + 1), __ldg(words + 2)};
@@ -557,9 +558,9 @@ __device__ __forceinline__ long long sum_of_block(long long mine) {
 __device__ __forceinline__ int pieces_of(int visits, int most) { return max(1, (visits + most - 1) / most); }
 
 // One block per owned tile and plane. Cuts lists that are long beside the others, as that of a tile with a key
-// that all queries see: else a block would still walk it when all others have ended. Lists above `most` visits are cut;
-// the blocks beyond tiles_n suffice for that. The pieces of the tile get their ranks: those with more visits come
-// first, earlier tiles win ties.
+// that all queries see: else a block would still walk it when all others have ended. Lists above `most` visits are
+// cut; the blocks beyond tiles_n suffice for that. The pieces of the tile get their ranks: those with more visits
+// come first, earlier tiles win ties.
 constexpr int kLeastVisits = 32;  // that are worth a block, which loads K and V and adds dK and dV to memory
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_order(const __grid_constant__ Params p) {
@@ -586,13 +587,16 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_order(cons
     const int rank = static_cast<int>(sum_of_block(before));
     for (int i = threadIdx.x; i < pieces; i += kScheduleThreads) {
         const int begin = min(counts[tile], i * length);
-        order[(rank + i) * 3] = tile;
-        order[(rank + i) * 3 + 1] = begin;
-        order[(rank + i) * 3 + 2] = min(counts[tile], begin + length) - begin;
+        int* words = order + (rank + i) * 3;
+        words[0] = tile;
+        words[1] = begin;
+        words[2] = min(counts[tile], begin + length) - begin;
     }
     const int end = static_cast<int>(sum_of_block(all));
-    for (int i = end * 3 + threadIdx.x; tile == 0 && i < p.blocks_n * 3; i += kScheduleThreads) {
-        order[i] = 0;
+    for (int i = end + threadIdx.x; tile == 0 && i < p.blocks_n; i += kScheduleThreads) {
+        order[i * 3] = -1;
+        order[i * 3 + 1] = 0;
+        order[i * 3 + 2] = 0;
     }
 }
 

@@ -50,7 +50,7 @@ struct Params {
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or (mask_planes, blocks_n, 3) pieces
+    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
     int batch;
@@ -821,6 +821,19 @@ __device__ __forceinline__ void rescale_out(float (&o)[kHeadDim / 2], float2 fac
     }
 }
 
+// Thread: the sum of what the four threads of a row have.
+__device__ __forceinline__ float sum_of_row(float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+
+// ln(sum exp(scale S)) of a row.
+__device__ __forceinline__ float lse_of(const Params& p, float row_max, float row_sum) {
+    const float ln2 = 0.6931471805599453f;
+    const float empty = __int_as_float(0xff800000);
+    return row_sum == 0.0f ? empty : row_max * p.scale + log2_approx(row_sum) * ln2;
+}
+
 // Warpgroup: store out = O / row_sum and lse of its 64 rows, O through its rows of the buffer `q`.
 __device__ __forceinline__ void store_out(const Params& p, const TensorMaps& maps, const Work& work,
                                           const RowStats& stats, float (&o)[kHeadDim / 2], unsigned q, int warpgroup) {
@@ -831,15 +844,11 @@ __device__ __forceinline__ void store_out(const Params& p, const TensorMaps& map
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float sum = stats.row_sum[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float sum = sum_of_row(stats.row_sum[half]);
         inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = query0 + warp * 16 + lane / 4 + half * 8;
         if (lane % 4 == 0 && row < p.seq_q) {
-            const float ln2 = 0.6931471805599453f;
-            const float empty = __int_as_float(0xff800000);
-            lse[row] = sum == 0.0f ? empty : stats.row_max[half] * p.scale + log2_approx(sum) * ln2;
+            lse[row] = lse_of(p, stats.row_max[half], sum);
         }
     }
     rescale_out(o, make_float2(inverse[0], inverse[1]));

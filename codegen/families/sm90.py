@@ -180,18 +180,23 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     addresses = SCORE_REGISTERS if _reads_several(p) else 0
     require_registers(live + addresses, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
-    grid = ("tiles_m", "batch", "heads_q")
+    cut = _cuts_lists(spec)
+    grid = ("blocks_m" if cut else "tiles_m", "batch", "heads_q")
+    launches = [Launch(spec.symbol, grid, threads, shared, t.persistent)]
+    if cut:
+        launches.append(Launch(f"{spec.symbol}_combine", ("tiles_m", "batch", "heads_q"), 128 * consumers))
     return Plan(
         spec=spec,
         template="sm90a/forward.cu.jinja",
         suffix=".cu",
-        launches=(Launch(spec.symbol, grid, threads, shared, t.persistent),),
+        launches=tuple(launches),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         **order,
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=mask is Mask.SPANS,
+        cut_lists=cut,
         bits="k" if p.packed else "",
         tensor_maps=_forward_maps(t, p),
         constants=_panel_constants(p)
@@ -207,6 +212,13 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "consumer_registers": consumer_registers,
         },
     )
+
+
+def _cuts_lists(spec: Spec) -> bool:
+    """Are long lists of visits cut? With functions, of which global tokens are typical; it takes a second launch."""
+    t = spec.tuning
+    assert isinstance(t, Sm90Forward)
+    return bool(spec.problem.mask_mod) and not t.order
 
 
 def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool]:

@@ -110,6 +110,8 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     p.tiles_m = static_cast<int>((p.seq_q + variant.tile_m - 1) / variant.tile_m);
     p.tiles_n = static_cast<int>((p.seq_k + variant.tile_n - 1) / variant.tile_n);
     p.blocks_n = p.tiles_n + (p.tiles_n + 7) / 8;
+    p.blocks_m = p.tiles_m + (p.tiles_m + 15) / 16;
+    p.piece_slots = 2 * (p.blocks_m - p.tiles_m);
     p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
     p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);
     p.mask_batches = p.mask_heads = p.mask_planes = 1;
@@ -193,8 +195,15 @@ inline Scratch dkv_accum_of(const Tensor& k, const Variant& variant, Params& par
     return memory;
 }
 
-// Memory for the results of ranges of keys; none if the variant does not split them, or into one range.
+// Memory for the results of ranges of keys, or of pieces of lists; none if the variant does not split the keys, or into
+// one range.
 inline Scratch out_accum_of(const Tensor& q, const Variant& variant, Params& p) {
+    if (variant.cut_lists) {
+        const int64_t slots = int64_t{p.batch} * p.heads_q * p.piece_slots;
+        Scratch memory(q, slots * variant.tile_m * (variant.columns_v + 1) * 4);
+        p.out_accum = memory.data<float>();
+        return memory;
+    }
     set_kv_splits(variant, variant.multiprocessors, p);
     if (p.kv_splits <= 1) {
         return {};

@@ -33,7 +33,7 @@ inline Tensor empty_to_keep(int64_t size, const at::TensorOptions& options, cons
 
 // Sizes of the tables of a schedule, in ints, in the order of its memory. codegen/params.py documents each.
 struct ScheduleLayout {
-    int64_t tiles, bounds, bits, kv_range, order, lists, counter;
+    int64_t tiles, bounds, bits, kv_range, slots, order, lists, counter;
 
     ScheduleLayout(const Variant& variant, Params& p) {
         const bool of_keys = variant.bits == MaskBits::kOfKeys;
@@ -43,18 +43,21 @@ struct ScheduleLayout {
         bounds = variant.bounds ? int64_t{2} * p.mask_planes * variant.intervals * p.padded_k : 0;
         bits = int64_t{p.mask_planes} * (of_keys ? p.padded_q : p.padded_k) * p.bits_row;
         kv_range = variant.row_groups > 1 ? 8 * tiles : 0;
-        order = variant.cut_lists ? int64_t{3} * p.mask_planes * p.blocks_n : tiles;
+        slots = variant.cut_lists && !variant.owner_n ? 2 * tiles : 0;
+        const int64_t pieces = variant.owner_n ? int64_t{3} * p.blocks_n : int64_t{4} * p.blocks_m;  // in words
+        order = variant.cut_lists ? p.mask_planes * pieces : tiles;
         lists = tiles * (1 + p.list_stride * (variant.dq_semaphore ? 2 : 1));
         counter = variant.bounds ? 2 : 0;
     }
 
-    int64_t size() const { return bounds + bits + kv_range + order + lists + counter; }
+    int64_t size() const { return bounds + bits + kv_range + slots + order + lists + counter; }
 
     void point(const Variant& variant, Params& p, int* memory) const {
         p.bounds = memory;  // first, where the allocator aligns it for TMA
         p.bits = reinterpret_cast<unsigned*>(p.bounds + bounds);
         p.kv_range = p.bounds + bounds + bits;
-        p.tile_count = p.kv_range + kv_range;
+        p.tile_slots = p.kv_range + kv_range;  // pairs, as those before it: aligned to 8 bytes
+        p.tile_count = p.tile_slots + slots;
         p.tile_order = p.tile_count + tiles;
         p.tile_list = p.tile_order + order;
         p.dq_order = variant.dq_semaphore ? p.tile_list + tiles * p.list_stride : nullptr;

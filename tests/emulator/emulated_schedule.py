@@ -65,7 +65,7 @@ class EmulatedSchedule:
             p.mask_planes = p.batch * p.heads_q
         p.seq_q, p.seq_k = seq_q, seq_k
         p.tiles_m, p.tiles_n = -(-seq_q // tuning.tile_m), -(-seq_k // tuning.tile_n)
-        p.blocks_n = p.tiles_n + -(-p.tiles_n // 8)
+        p.blocks_n, p.blocks_m = p.tiles_n + -(-p.tiles_n // 8), p.tiles_m + -(-p.tiles_m // 16)
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
         p.list_stride, owned = p.tiles_n, p.tiles_m
         if self.plan.owner == "n":
@@ -83,7 +83,7 @@ class EmulatedSchedule:
             p.starts, p.ends = mask.data_ptr(), ends.data_ptr()
         shapes: dict[str, tuple[int, ...]] = {
             "tile_count": (owned,),
-            "tile_order": (p.blocks_n, 3) if self.plan.cut_lists else (owned,),
+            "tile_order": (owned,),
             "tile_list": (owned, p.list_stride),
             "dq_order": (owned, p.list_stride),
             "kv_range": (p.tiles_m, 4, 2),
@@ -91,6 +91,10 @@ class EmulatedSchedule:
             "tile_counter": (2,),
             "bits": (p.padded_q if self.plan.bits == "k" else p.padded_k, max(1, p.bits_row)),
         }
+        if self.plan.cut_lists and self.plan.owner == "m":
+            shapes |= {"tile_order": (p.blocks_m, 4), "tile_slots": (p.tiles_m, 2)}
+        elif self.plan.cut_lists:
+            shapes["tile_order"] = (p.blocks_n, 3)
         if self.spec.problem.unions:
             shapes["bounds"] = (p.tiles_n, self.spec.problem.intervals, tuning.tile_n, 2)
             shapes = {

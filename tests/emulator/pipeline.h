@@ -50,6 +50,10 @@ static int broken;  // number of the break of the protocol that is on, or 0
 #include "turns.h"
 
 static std::map<std::tuple<int, int, int, int>, int> stored;  // batch, head, tile, warpgroup: how often
+#if CUT
+static std::map<std::tuple<int, int, int, int>, std::set<int>> met_by;  // the same: key tiles of all pieces so far
+static std::map<std::tuple<int, int, int, int>, int> stored_slots;      // batch, head, slot, warpgroup: how often
+#endif
 
 static void barrier_arrive_if(bool condition, unsigned barrier) {
     if (condition) {
@@ -128,6 +132,7 @@ static int atomicAdd(int* word, int x) {
 // ---- O ---------------------------------------------------------------------------------------------------------------
 
 static float log2_approx(float x) { return x; }
+static float exp2_approx(float x) { return x; }
 static unsigned pack(float, float) { return 0; }
 static void __syncwarp() { give_way(); }
 static int consumer() { return threadIdx.x / 128 - 1; }
@@ -167,6 +172,10 @@ static std::string run_blocks(const Params& p, int count, unsigned seed) {
     fibers.assign(count * (1 + 2 * kConsumers), {});
     events.clear();
     stored.clear();
+#if CUT
+    met_by.clear();
+    stored_slots.clear();
+#endif
     failure.clear();
     all_bounds = p.bounds;
     padded_keys = p.padded_k, planes_of_mask = max(1, p.mask_planes), heads_of_q = p.heads_q;
@@ -184,6 +193,17 @@ static std::string run_blocks(const Params& p, int count, unsigned seed) {
     for (int i = 0; i < p.batch * p.heads_q * p.tiles_m * kConsumers; ++i) {
         const int group = i % kConsumers, tile = i / kConsumers % p.tiles_m, plane = i / kConsumers / p.tiles_m;
         const bool any = has_rows(p, tile, group) && sees_any(p, plane, tile, group);
+#if CUT
+        const std::tuple<int, int, int, int> place = {plane / p.heads_q, plane % p.heads_q, tile, group};
+        check_keys(p, plane, tile, group, met_by[place]);
+        if (p.tile_slots[tile * 2] < p.tile_slots[tile * 2 + 1]) {
+            for (int slot = p.tile_slots[tile * 2]; slot < p.tile_slots[tile * 2 + 1]; ++slot) {
+                require(stored_slots[{plane / p.heads_q, plane % p.heads_q, slot, group}] == 1, "a slot is not stored once");
+            }
+            require(stored[place] == 0, "the results of a piece go to out");
+            continue;
+        }
+#endif
         require(stored[{plane / p.heads_q, plane % p.heads_q, tile, group}] == any, "a tile is not stored once");
     }
 #if MASKED

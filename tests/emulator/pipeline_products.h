@@ -165,6 +165,15 @@ static bool sees_any(const Params& p, int plane, int tile, int group) {
 #endif
 }
 
+// The rows of a warpgroup have met each key tile that they see.
+template <class Met>
+static void check_keys(const Params& p, int plane, int tile, int group, const Met& met) {
+    for (int key0 = 0; has_rows(p, tile, group) && key0 < p.seq_k; key0 += kTileN) {
+        const bool seen = count_pairs(p, plane, first_row(p, tile, group), key0).first > 0;
+        require(met.count(key0) || !seen, "a key tile is missing");
+    }
+}
+
 // The products of a work tile were those of its rows with each key tile that they see, once, and with no tile that
 // hides pairs of them but ran no mask code.
 template <class Work>
@@ -185,15 +194,25 @@ static void check_tile(const Params& p, const Work& work, int group) {
         require(!(rows != q) && !(keys != Piece{kK, 0, key0, head, work.batch}), "a wrong tile of Q or K");
         require(!(current->values.front() != Piece{kV, 0, key0, head, work.batch}), "a wrong tile of V");
         require(++met[key0] == 1, "a key tile is met twice");
+#if CUT
+        if (threadIdx.x % 128 == 0) {
+            require(met_by[{work.batch, work.head, work.tile, group}].insert(key0).second, "a key tile is met twice");
+        }
+#endif
         const auto [seen, pairs] = count_pairs(p, plane, row, key0);
         require(seen == pairs || current->masked.count(key0), "hidden pairs are not masked");
         current->scores.erase(current->scores.begin());
         current->values.erase(current->values.begin());
     }
     current->masked.clear();
-    for (int key0 = 0; has_rows(p, work.tile, group) && key0 < p.seq_k; key0 += kTileN) {
-        require(met.count(key0) || count_pairs(p, plane, row, key0).first == 0, "a key tile is missing");
+#if CUT
+    if (work.slot >= 0) {
+        stored_slots[{work.batch, work.head, work.slot, group}] += threadIdx.x % 128 == 0;
+        return;
     }
+#else
+    check_keys(p, plane, work.tile, group, met);
+#endif
     if (threadIdx.x % 128 == 0 && has_rows(p, work.tile, group)) {
         ++stored[{work.batch, work.head, work.tile, group}];
     }

@@ -18,6 +18,7 @@ from mask_functions import functions, visible
 from oracle import Shape, check, draw
 from score_oracle import compare
 from strict_nvcc import SERIALISED, check_resources
+from torch import Tensor
 
 import attnforge
 from attnforge import masks, scores
@@ -157,6 +158,98 @@ def test_a_warp_of_the_hopper_kernels(direction: Direction, score: str, name: st
         assert ((out == 1) | (out == hidden)).all()
 
 
+# Pieces of tile 1 to slots 3 and on of a head: O, row maxima and row sums by row.
+PIECES = """
+extern "C" void run(const Params* p, int head, int pieces, const float* o, const float* most, const float* sums) {
+    for (int i = 0; i < pieces; ++i) {
+        launch([=] {
+            Work work = {};
+            work.tile = 1, work.head = head, work.slot = 3 + i;
+            RowStats stats;
+            float s[kHeadDim / 2];
+            const int first = i * kTileM + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+            for (int half = 0; half < 2; ++half) {
+                stats.row_max[half] = most[first + half * 8];
+                stats.row_sum[half] = sums[first + half * 8] / 4;
+            }
+            for (int j = 0; j < kHeadDim / 2; ++j) {
+                s[j] = o[(first + j / 2 % 2 * 8) * kHeadDim + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2];
+            }
+            store_piece(*p, work, stats, s, threadIdx.x / 128);
+        }, 1, kConsumers * 128, 0);
+    }
+    launch([=] { COMBINE(*p); }, p->tiles_m * p->batch * p->heads_q, kConsumers * 128, 0);
+}
+"""
+AROUND_PIECES = """
+struct RowStats {
+    float row_max[2], row_sum[2];
+};
+static float exp2_approx(float x) { return exp2f(x); }
+static float log2_approx(float x) { return log2f(x); }
+static unsigned pack(float low, float high) {
+    const auto round = [](float x) { return __builtin_bit_cast(unsigned, x) + 0x8000 >> 16; };
+    return round(high) << 16 | round(low);
+}
+"""
+
+
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_results_of_pieces_are_combined(head_dim: int, tmp_path: Path) -> None:
+    """One tile of one head has four pieces: rows that see keys in all of them, in some, and in none."""
+    spec, pieces, head, heads = first(FORWARD, Arch.SM90A, DType.BFLOAT16, "window", head_dim), 4, 1, 3
+    text = full_params(render(spec).text)
+    start, *sections = re.split(r"(?=^// ---- )", text, flags=re.MULTILINE)
+    kept = {"// ---- Specialisation": "", "// ---- Mask": "", "// ---- Pieces": ""}
+    for name, section in product(kept, sections):
+        kept[name] += section if section.startswith(name) else ""
+    specialisation, mask, combined = kept.values()
+    functions_ = "".join(
+        found.group()
+        for name in ("rescale_out", "sum_of_row", "lse_of")
+        if (found := re.search(rf"^__device__ [^\n]* {name}\(.*?^}}\n", text, re.MULTILINE | re.DOTALL))
+    )
+    work = re.search(r"^struct Work \{.*?^};\n", text, re.MULTILINE | re.DOTALL)
+    assert work is not None
+    parts = (start, specialisation, mask, work.group(), AROUND_PIECES, functions_, combined)
+    path = tmp_path / "pieces.cpp"
+    run = PIECES.replace("COMBINE", f"{spec.symbol}_combine")
+    path.write_text('#include "emulator.h"\n' + "".join(parts).replace("#pragma unroll", "//") + run)
+    library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
+
+    tile_m, seq_q = (
+        spec.tuning.tile_m,
+        2 * spec.tuning.tile_m - 9,
+    )  # the last rows of tile 1 are past the end
+    p = Params(seq_q=seq_q, batch=1, heads_q=heads, tiles_m=2, piece_slots=8, scale=0.25)
+    p.mask_batches = p.mask_heads = 1
+    draw = torch.Generator().manual_seed(5)
+    sums = torch.rand(pieces, tile_m, generator=draw) * (torch.rand(pieces, tile_m, generator=draw) < 0.6)
+    sums[:, 5], sums[:, 6] = 0.0, 1.0
+    most = torch.randn(pieces, tile_m, generator=draw) * 20
+    o = torch.randn(pieces, tile_m, head_dim, generator=draw) * sums[..., None]
+    out = torch.full((1, heads, seq_q, head_dim), -7.0, dtype=torch.bfloat16)
+    lse = torch.full((1, heads, seq_q), -7.0)
+    slots = torch.tensor([[0, 0], [3, 3 + pieces]], dtype=torch.int32)
+    accum = torch.full((heads * 8 * tile_m * (head_dim + 1),), torch.nan)
+    p.out.data, p.out.head, p.out.row = out.data_ptr(), out.stride(1), out.stride(2)
+    p.lse, p.tile_slots, p.out_accum = lse.data_ptr(), slots.data_ptr(), accum.data_ptr()
+    for other in range(heads):  # the slots of a tile are those of all heads: the others have results, too
+        given = (x.data_ptr() for x in (o, most, sums))
+        library.run(ctypes.byref(p), other, pieces, *(ctypes.c_void_p(x) for x in given))
+
+    of_piece = most.double() * p.scale + sums.double().log()
+    expected_lse = of_piece.logsumexp(0)
+    weights = (of_piece - expected_lse).exp().nan_to_num(0.0)
+    expected = (weights[..., None] * (o.double() / sums.double()[..., None]).nan_to_num(0.0)).sum(0)
+    rows = seq_q - tile_m
+    assert (out[:, :, :tile_m] == -7).all()
+    assert (lse[:, :, :tile_m] == -7).all()
+    torch.testing.assert_close(lse[0, head, tile_m:].double(), expected_lse[:rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[0, head, tile_m:].double(), expected[:rows], rtol=1e-2, atol=1e-4)
+    assert lse[0, head, tile_m + 5] == -torch.inf
+
+
 def test_a_kernel_without_functions_is_no_choice() -> None:
     plain = first(FORWARD, Arch.SM89, DType.FLOAT32, "documents")
     assert isinstance(plain.tuning, Fp32Forward)
@@ -254,3 +347,22 @@ def test_deterministic_and_in_a_cuda_graph() -> None:
         out.zero_()
         graph.replay()
         assert (out - expected).abs().max().item() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tokens_that_see_all_and_that_all_see(head_dim: int) -> None:
+    """As Longformer's: their lists of tiles are cut, in the forward and in the backward, some of them with a score."""
+    shape = Shape(9300, 9900, head_dim, 1, 2, 1)
+    tokens = torch.zeros(9900, dtype=torch.bool, device="cuda")
+    tokens[[0, 5000, 9299]] = True
+
+    def longformer(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return ((q_idx - kv_idx).abs() <= 60) | tokens[q_idx] | tokens[kv_idx]
+
+    x, mask = draw(shape, BF16, "cuda"), masks.mask_mod(longformer, shape.seq_q, shape.seq_k, "cuda")
+    check(x, mask)
+    slopes = scores.alibi(torch.rand(2, device="cuda") / 100)
+    seen = attnforge.DenseMask(visible(longformer, shape, "cuda")[:1, :1])
+    expected = attnforge.attention(x.q, x.k, x.v, seen, score=slopes)
+    assert (attnforge.attention(x.q, x.k, x.v, mask, score=slopes) - expected).abs().max().item() < 2e-2

@@ -6,21 +6,23 @@ The rendered producer, consumer, epilogue and kernel run as they are (pipeline.h
 from __future__ import annotations
 
 import ctypes
+import random
 import re
 import zlib
 from collections.abc import Mapping
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Protocol
 
 import gxx
 import pytest
 import torch
-from cpu_kernel import MaskRef, Params, full_params
+from cpu_kernel import MaskRef, Params, ScoreRef, full_params
 from emulated_schedule import EmulatedSchedule
 from torch import Tensor
 
 from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -37,6 +39,8 @@ SIZES = [(1, 1, 1, 1, 1), (1, 2, 1, 3, 2), (2, 7, 1, 3, 3), (1, 3, 3, 4, 1), (1,
 MISSING = (1, 60)
 
 ALIBI = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
+
+PAIRS = "pairs(t0: int32[2]): t0[q_idx, kv_idx] != 0"
 
 # What the text becomes if `broken` is n, and what is then found (among other things).
 Break = tuple[dict[str, str], str]
@@ -71,8 +75,9 @@ def translate(source: Source) -> str:
     assert "asm" not in text
     stores = "store_out(p, maps, tail.work,"
     assert stores in text
-    parts = [text.replace(stores, f"check_tile(p, tail.work, warpgroup);\n        {stores}")]
-    return "".join(parts) + (
+    for call in (stores, "store_piece(p, tail.work,"):
+        text = text.replace(call, f"check_tile(p, tail.work, warpgroup);\n        {call}")
+    return text + (
         'extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, unsigned seed, int change) {\n'
         f"    broken = change;\n    body = [=] {{ {source.spec.symbol}(*p, *maps); }};\n"
         "    static std::string said;\n    said = run_blocks(*p, count, seed);\n    return said.c_str();\n}\n"
@@ -102,9 +107,11 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
         for old, new in changes.items():
             assert old in text, name
             text = text.replace(old, re.sub(r"(?<=broken [=!]= )n\b", str(n), new))
-    path.write_text(text)
     listed = source.spec.problem.mask.listed
-    words = [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
+    text = re.sub(r"\bPiece\b", "PieceOfList", text) if plan.cut_lists else text  # the emulator has another
+    path.write_text(text)
+    words = [f"-DCUT={int(plan.cut_lists)}"]
+    words += [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
     words.append(f"-DINTERVALS={source.spec.problem.intervals}")
     words.append(f"-DLINES={int(source.spec.problem.score.lines is not None)}")
     words += [f"-DHEAD_DIM_V={source.spec.problem.head_dim_v}", f"-DPANELS_V={plan.constants['panels_v']}"]
@@ -116,7 +123,7 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
     start = -ctypes.addressof(boxes) % 64 // 8
     for i, box in enumerate(plan.tensor_maps):
         boxes[start + 16 * i : start + 16 * i + 4] = [1 + i // per_tensor, box.columns, box.rows, box.panels]
-    (launch,) = plan.launches
+    launch = plan.launches[0]
     held: list[Tensor] = []  # memory that Params point to
 
     def run(sizes: tuple[int, int, int, int, int], seed: int, missing: int, broken: int = 0) -> str:
@@ -125,11 +132,15 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
         p.seq_q, p.seq_k = max(1, tiles_m * tuning.tile_m - seed * missing), p.tiles_n * tuning.tile_n - seed
         p.tiles_m = -(-p.seq_q // tuning.tile_m)
         p.padded_k = p.tiles_n * tuning.tile_n
+        p.blocks_m, p.piece_slots = 3 * p.tiles_m, 3 * p.tiles_m
+        floats = p.batch * p.heads_q * p.piece_slots * tuning.tile_m * (plan.spec.problem.head_dim_v + 1)
+        results = torch.empty(floats if plan.cut_lists else 0)
+        p.out_accum = results.data_ptr()
         held[:] = attach(p, schedule, seed) if schedule else []
         lse = (ctypes.c_float * (p.batch * p.heads_q * p.seq_q))()
         row = (ctypes.c_char * 1024)()  # what all rows that see nothing are written to
         p.lse, p.out.data = ctypes.addressof(lse), ctypes.addressof(row)
-        count = p.tiles_m * p.batch * p.heads_q
+        count = (p.blocks_m if plan.cut_lists else p.tiles_m) * p.batch * p.heads_q
         count = min(count, 4) if launch.persistent else count
         at = ctypes.c_void_p(ctypes.addressof(boxes) + start * 8)
         return str(library.run(ctypes.byref(p), at, count, seed, broken).decode())
@@ -147,13 +158,37 @@ def attach(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
     dense = (starts <= query) & (query < ends)
     if schedule.spec.problem.mask is Mask.SPANS:
         held = {"starts": starts, "ends": ends} | schedule.run(starts, ends, p.seq_q, p.seq_k)
+    elif schedule.spec.problem.mask_mod:
+        table = dense.int()
+        p.score0 = ScoreRef.of(table)
+        p.blocks_m = p.tiles_m + 1
+        held = {"dense": dense} | schedule.run(dense, None, p.seq_q, p.seq_k, (table,))
+        held["tile_counter"].zero_()
+        order, slots = cut(held["tile_count"].tolist(), 3 * p.tiles_m, seed)
+        held |= {"tile_order": torch.tensor(order).int(), "tile_slots": torch.tensor(slots).int()}
+        p.blocks_m, held["score0"] = 3 * p.tiles_m, table
     else:
         held = {"dense": dense} | schedule.run(dense, None, p.seq_q, p.seq_k)
         held["tile_counter"].zero_()
     for name, table in held.items():
-        setattr(p, name, MaskRef(table.data_ptr()) if name == "dense" else table.data_ptr())
+        if name != "score0":
+            setattr(p, name, MaskRef(table.data_ptr()) if name == "dense" else table.data_ptr())
     p.dense.row, p.list_stride = p.seq_k, p.tiles_n
     return list(held.values())
+
+
+def cut(counts: list[int], blocks: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Lists of query tiles in up to three pieces each, as in tile_order, and the slots of each tile."""
+    draw, order, slots, used = random.Random(seed), list[list[int]](), list[list[int]](), 0
+    for tile, count in enumerate(counts):
+        inner = sorted({draw.randint(1, count) for _ in range(draw.randint(0, 2))} - {count}) if count else []
+        bounds = [0, *inner, count]
+        slots.append([used, used + len(inner) + 1] if inner else [0, 0])
+        for i, (begin, end) in enumerate(pairwise(bounds)):
+            order.append([tile, begin, end - begin, used + i if inner else -1])
+        used += len(inner) + 1 if inner else 0
+    draw.shuffle(order)
+    return order + [[-1, 0, 0, -1]] * (blocks - len(order)), slots
 
 
 def attach_unions(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
@@ -185,6 +220,7 @@ def hopper(
     planes: int = 0,
     dim_v: int = 0,
     score: str = "",
+    mask_mod: str = "",
     **more: Any,
 ) -> Source:
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, *counter = knobs
@@ -201,6 +237,7 @@ def hopper(
         intervals,
         planes,
         score=ScoreMod(score),
+        mask_mod=MaskMod(mask_mod),
     )
     return render(Spec(problem, tuning))
 
@@ -235,6 +272,14 @@ def hopper(
                 (Mask.DENSE, 128, 128, 128, 2, 1, 1, 1),
                 (Mask.DENSE, 128, 128, 64, 3, 0, 1, 0),
                 (Mask.DENSE, 64, 64, 64, 3, 0, 0, 0),
+            )
+        ),
+        *(
+            hopper(head_dim, *knobs, mask=Mask.DENSE, mask_mod=PAIRS)
+            for head_dim, *knobs in (
+                (128, 128, 128, 2, 0, 1, 1),
+                (128, 128, 64, 3, 0, 1, 0),
+                (64, 64, 64, 3, 0, 0, 0),
             )
         ),
         hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, intervals=2),
@@ -377,6 +422,16 @@ OF_LINES: dict[str, Break] = {
         "a key tile is missing",
     ),
 }
+OF_PIECES: dict[str, Break] = {
+    "place-in-list": (
+        {"work.first_visit + index": "(broken == n ? 0 : work.first_visit) + index"},
+        "a key tile is met twice",
+    ),
+    "all-visits": (
+        {"if (work.slot >= 0) {\n        return": "if (broken != n && work.slot >= 0) {\n        return"},
+        "another key tile is masked",
+    ),
+}
 OF_OWN_HEAD_DIM: dict[str, Break] = {
     "place-of-o": (
         {"i / 4 + lane / 16, kTileM)": "i / 4 + lane / 16, broken == n ? 64 : kTileM)"},
@@ -402,8 +457,9 @@ OF_OWN_HEAD_DIM: dict[str, Break] = {
         (hopper(64, 192, 96, 2, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=3), OF_V_APART),
         (hopper(40, 192, 64, 2, 0, 1, 0, dim_v=104), OF_OWN_HEAD_DIM),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS, score=ALIBI), OF_LINES),
+        (hopper(128, 128, 128, 2, 1, 1, 1, mask=Mask.DENSE, mask_mod=PAIRS), OF_PIECES),
     ],
-    ids=["causal", "spans", "v-apart", "own-head-dim", "lines"],
+    ids=["causal", "spans", "v-apart", "own-head-dim", "lines", "pieces"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""

@@ -55,9 +55,12 @@ def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
-def pieces(counts: list[int]) -> list[list[int]]:
-    """The order of tiles whose lists of visits are cut; `counts` are their lengths. See _order in schedule.cuh."""
-    spare = -(-len(counts) // 8)
+def pieces(counts: list[int], slots: bool = False) -> list[list[int]]:
+    """The order of tiles whose lists of visits are cut; `counts` are their lengths. See _order in schedule.cuh.
+
+    `slots`: those of a forward, which has fewer pieces, each with a slot.
+    """
+    spare = -(-len(counts) // (16 if slots else 8))
     most = max(32, sum(counts) // spare + 1)
     lengths = [-(-count // max(1, -(-count // most))) for count in counts]
     order = sorted(range(len(counts)), key=lambda tile: (-lengths[tile], tile))
@@ -66,7 +69,16 @@ def pieces(counts: list[int]) -> list[list[int]]:
         for begin in range(0, max(1, counts[tile]), max(1, lengths[tile])):
             found.append([tile, begin, min(lengths[tile], counts[tile] - begin)])
     assert len(found) <= len(counts) + spare
-    return found + [[0, 0, 0]] * (len(counts) + spare - len(found))
+    found += [[-1, 0, 0]] * (len(counts) + spare - len(found))
+    if slots:
+        cut = sorted((tile, begin) for tile, begin, count in found if 0 < count < counts[tile])
+        assert len(cut) <= 2 * spare
+        places = [(piece[0], piece[1]) for piece in found]
+        found = [
+            [*piece, cut.index(place) if place in cut and piece[2] > 0 else -1]
+            for piece, place in zip(found, places, strict=True)
+        ]
+    return found
 
 
 def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor) -> None:
@@ -100,7 +112,12 @@ def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor
             )
     order = torch.sort(visits.sum(1), descending=True, stable=True).indices
     if plan.cut_lists:
-        assert tables["tile_order"].tolist() == pieces(visits.sum(1).tolist())
+        forward = plan.owner == "m"
+        expected = pieces(visits.sum(1).tolist(), slots=forward)
+        assert tables["tile_order"].tolist() == expected
+        for tile in range(visits.shape[0] if forward else 0):
+            used = [slot for owner, _, _, slot in expected if owner == tile and slot >= 0]
+            assert tables["tile_slots"][tile].tolist() == ([used[0], used[-1] + 1] if used else [0, 0])
     elif plan.descending:
         order = order.sort(descending=True).values
     else:
@@ -217,7 +234,7 @@ def test_functions(name: str, tmp_path: Path) -> None:
     header = "(t0: int32[1], t1: int32[1])"
     formulas = (
         f"documents{header}: (t0[q_idx] == t0[kv_idx]) | ((t1[kv_idx] != 0) & (kv_idx <= q_idx))",
-        "window: (abs(q_idx - kv_idx) <= 70) | (kv_idx < 4)",
+        "window: (abs(q_idx - kv_idx) <= 70) | (kv_idx < 4) | (q_idx == 200)",
         f"bits{header}: ((q_idx ^ kv_idx) & 64) == t1[0]",
     )
     draw = torch.Generator().manual_seed(2)
@@ -225,7 +242,8 @@ def test_functions(name: str, tmp_path: Path) -> None:
         mod = MaskMod(text)
         spec = spec_of(name, Mask.DENSE)
         schedule = EmulatedSchedule(replace(spec, problem=replace(spec.problem, mask_mod=mod)), tmp_path)
-        for seq_q, seq_k in SIZES:
+        long = name in ("128x96", "backward") and "window" in text
+        for seq_q, seq_k in [*SIZES, (4500, 9900)] if long else SIZES:
             longest = max(seq_q, seq_k)
             document = torch.arange(longest, dtype=torch.int32) // 190
             image = (torch.rand(longest, generator=draw) < 3 / longest).int()
@@ -233,7 +251,10 @@ def test_functions(name: str, tmp_path: Path) -> None:
             index = {"q_idx": torch.arange(seq_q)[:, None], "kv_idx": torch.arange(seq_k)[None]}
             index = {leaf: x.int() for leaf, x in index.items()}
             visible = evaluate(mod, index, captured)
-            check(schedule, schedule.run(torch.empty(0), None, seq_q, seq_k, captured), visible)
+            tables = schedule.run(torch.empty(0), None, seq_q, seq_k, captured)
+            check(schedule, tables, visible)
+            if seq_k == 9900 and schedule.plan.owner == "m":
+                assert tables["tile_slots"].any(), "a query that sees all keys"
 
 
 def test_schedules_are_shared_by_plans_that_render_the_same() -> None:
