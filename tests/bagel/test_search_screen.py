@@ -71,7 +71,7 @@ def test_only_knobs_that_differ_are_in_the_table() -> None:
     assert 0 < len(varying) < len(names)
     for name in names:
         assert (f"{name}=" in shown) == (name in varying)
-    (common,) = (line for line in remarks(finished()) if line.startswith("all of them"))
+    (common,) = (line for line in remarks(finished()) if line.startswith("in every variant:"))
     named = {knob.name for knob, _ in SPECS[0].tuning.named_knobs()}  # all but quiet ones at their defaults
     assert named < set(names)
     assert named - set(varying) == {word.partition("=")[0] for word in common.split()[3:]}

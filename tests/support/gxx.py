@@ -27,7 +27,7 @@ def library(source: Path, *flags: str, parts: tuple[str, ...] = (), header: str 
     once for all libraries with these flags.
     """
     folder = kept.directory / "libraries"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     built = folder / f"{digest(source, *flags, *parts)}.so"
     if built.exists():
         built.touch()

@@ -187,11 +187,14 @@ def test_budget_of_seconds_ends_after_one_that_works() -> None:
 def test_what_runs_today_is_measured_even_if_it_compiles_after_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    incumbent, others_done = a_spec(), threading.Event()
+    """On a GPU, where variants are measured while others compile; a CPU compiles a batch first."""
+    arch, device = Arch.SM80, "a test device"
+    space = list(candidates(small_case().problem(FORWARD, arch)))
+    incumbent, others_done = engine._with_incumbent(space, small_case(), device)[0], threading.Event()
 
     def obtain(source: Source) -> FakeEntry:
         if source.spec == incumbent:
-            others_done.wait(30)
+            assert others_done.wait(30)
         return FakeEntry()
 
     def trial(self: FakeWorker, spec: Spec, give_up_ms: float, reference: object) -> Outcome:
@@ -202,7 +205,7 @@ def test_what_runs_today_is_measured_even_if_it_compiles_after_the_end(
     monkeypatch.setattr(engine, "obtain", obtain)
     monkeypatch.setattr(FakeWorker, "trial", trial)
     monkeypatch.setattr(FakeWorker, "compare", lambda self, specs: None)
-    *_, finished = engine.search(small_case(), FORWARD, TARGET, Budget(seconds=0.0), workers=4)
+    *_, finished = engine.search(small_case(), FORWARD, (arch, device), Budget(seconds=0.0), workers=4)
     assert isinstance(finished, Finished)
     assert finished.winner is not None
     assert finished.winner.spec == incumbent
