@@ -121,12 +121,12 @@ FIELDS: tuple[Field, ...] = (
     Field("int", "seq_k", ""),
     Field("int", "tiles_m", "ceil(seq_q / tile_m)"),
     Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
+    Field("int", "blocks_n", "tiles_n + ceil(tiles_n / 8) - 1: blocks of a head where long lists are cut"),
     Field(
-        "int", "blocks_n", "tiles_n + ceil(tiles_n / 8): blocks of a head where long lists of visits are cut"
+        "int", "blocks_m", "tiles_m + ceil(tiles_m / 16) - 1: work tiles of a head where long lists are cut"
     ),
-    Field("int", "blocks_m", "tiles_m + ceil(tiles_m / 16): work tiles of a head where long lists are cut"),
     Field(
-        "int", "piece_slots", "2 * ceil(tiles_m / 16): places of a head for results of pieces in out_accum"
+        "int", "piece_slots", "2 * (blocks_m - tiles_m): places of a head for results of pieces in out_accum"
     ),
     Field("int", "tiles_packed", "ceil(seq_q * heads_q / heads_kv / tile_m)"),
     Field("int", "kv_splits", "ranges that the keys of each query tile are split into"),

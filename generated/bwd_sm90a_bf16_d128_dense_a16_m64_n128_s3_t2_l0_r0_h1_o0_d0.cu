@@ -92,7 +92,7 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
-    int blocks_n;  // tiles_n + ceil(tiles_n / 8): blocks of a head where long lists of visits are cut
+    int blocks_n;  // tiles_n + ceil(tiles_n / 8) - 1: blocks of a head where long lists are cut
     int list_stride;  // entries per row of tile_list
     int mask_batches;  // batch if each entry has a plane of its own, else 1
     int mask_heads;  // heads if each q head (of spans also: kv head) has a plane of its own, else 1
@@ -572,7 +572,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_order(cons
     for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
         visits += counts[other];
     }
-    const long long share = sum_of_block(visits) / (p.blocks_n - p.tiles_n) + 1;
+    const long long share = sum_of_block(visits) / (p.blocks_n - p.tiles_n + 1) + 1;
     const int most = static_cast<int>(max(static_cast<long long>(kLeastVisits), share));
     const int pieces = pieces_of(counts[tile], most);
     const int length = (counts[tile] + pieces - 1) / pieces;

@@ -148,7 +148,7 @@ def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
 def _cut(steps: Tensor, visits: Tensor, work_tile: float) -> Tensor:
     """Work of the pieces of all lists of visits, the longest first, as `_order` of the template cuts them.
 
-    There are blocks for an eighth more pieces than tiles; those without a piece have no work.
+    There are blocks for an eighth more pieces than tiles, less one; those without a piece have no work.
     """
     tiles = visits.numel()
     spare = -(-tiles // 8)
@@ -160,7 +160,7 @@ def _cut(steps: Tensor, visits: Tensor, work_tile: float) -> Tensor:
     number = torch.cat([torch.arange(int(n)) for n in pieces[ranked]])
     visited = (visits[tile] - number * length[tile]).clamp(min=0).minimum(length[tile])
     work = steps[tile] * visited / visits[tile].clamp(min=1) + work_tile
-    return torch.cat((work, work.new_zeros(tiles + spare - work.numel())))
+    return torch.cat((work, work.new_zeros(tiles + spare - 1 - work.numel())))
 
 
 def _ranks(

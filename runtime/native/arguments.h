@@ -109,8 +109,9 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     p.seq_k = static_cast<int>(c.k.size(2));
     p.tiles_m = static_cast<int>((p.seq_q + variant.tile_m - 1) / variant.tile_m);
     p.tiles_n = static_cast<int>((p.seq_k + variant.tile_n - 1) / variant.tile_n);
-    p.blocks_n = p.tiles_n + (p.tiles_n + 7) / 8;
-    p.blocks_m = p.tiles_m + (p.tiles_m + 15) / 16;
+    // Cutting lists of visits makes at most so many more pieces than tiles, see _order of schedule.cuh.jinja.
+    p.blocks_n = p.tiles_n + (p.tiles_n + 7) / 8 - 1;
+    p.blocks_m = p.tiles_m + (p.tiles_m + 15) / 16 - 1;
     p.piece_slots = 2 * (p.blocks_m - p.tiles_m);
     p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
     p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);
@@ -200,7 +201,7 @@ inline Scratch dkv_accum_of(const Tensor& k, const Variant& variant, Params& par
 inline Scratch out_accum_of(const Tensor& q, const Variant& variant, Params& p) {
     if (variant.cut_lists) {
         const int64_t slots = int64_t{p.batch} * p.heads_q * p.piece_slots;
-        Scratch memory(q, slots * variant.tile_m * (variant.columns_v + 1) * 4);
+        Scratch memory(q, slots * variant.tile_m * (variant.columns_v + 2) * 4);  // O, row_max and row_sum
         p.out_accum = memory.data<float>();
         return memory;
     }

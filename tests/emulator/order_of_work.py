@@ -57,7 +57,7 @@ class WorkOrder:
         p.batch, p.heads_q, p.heads_kv = case.batch, case.heads_q, case.heads_kv
         p.seq_q, p.seq_k = case.seq_q, case.seq_k
         p.tiles_m, p.tiles_n = -(-case.seq_q // self.tile_m), -(-case.seq_k // self.tile_n)
-        p.blocks_n = p.tiles_n + -(-p.tiles_n // 8)
+        p.blocks_n = p.tiles_n + -(-p.tiles_n // 8) - 1
         return p
 
     def ranks(self, case: Case) -> int:

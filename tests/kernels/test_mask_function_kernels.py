@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Mapping
 from itertools import product
@@ -194,8 +195,16 @@ static unsigned pack(float low, float high) {
 """
 
 
-@pytest.mark.parametrize("head_dim", [72, 128])
-def test_results_of_pieces_are_combined(head_dim: int, tmp_path: Path) -> None:
+# Row maxima of pieces: their spread, and a number that is added to all; the scale.
+ORDINARY, LARGE, HUGE = (20.0, 0.0, 0.25), (2.0, 1e7, 0.25), (2.0, 5.0, 1e38)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "scores"), [(72, ORDINARY), (128, ORDINARY), (128, LARGE), (128, HUGE)], ids=str
+)
+def test_results_of_pieces_are_combined(
+    head_dim: int, scores: tuple[float, float, float], tmp_path: Path
+) -> None:
     """One tile of one head has four pieces: rows that see keys in all of them, in some, and in none."""
     spec, pieces, head, heads = first(FORWARD, Arch.SM90A, DType.BFLOAT16, "window", head_dim), 4, 1, 3
     text = full_params(render(spec).text)
@@ -206,7 +215,7 @@ def test_results_of_pieces_are_combined(head_dim: int, tmp_path: Path) -> None:
     specialisation, mask, combined = kept.values()
     functions_ = "".join(
         found.group()
-        for name in ("rescale_out", "sum_of_row", "lse_of")
+        for name in ("sum_of_row", "lse_of")
         if (found := re.search(rf"^__device__ [^\n]* {name}\(.*?^}}\n", text, re.MULTILINE | re.DOTALL))
     )
     work = re.search(r"^struct Work \{.*?^};\n", text, re.MULTILINE | re.DOTALL)
@@ -221,31 +230,36 @@ def test_results_of_pieces_are_combined(head_dim: int, tmp_path: Path) -> None:
         spec.tuning.tile_m,
         2 * spec.tuning.tile_m - 9,
     )  # the last rows of tile 1 are past the end
-    p = Params(seq_q=seq_q, batch=1, heads_q=heads, tiles_m=2, piece_slots=8, scale=0.25)
+    spread, offset, scale = scores
+    p = Params(seq_q=seq_q, batch=1, heads_q=heads, tiles_m=2, piece_slots=8, scale=scale)
+    p.scale_log2 = scale / math.log(2)
     p.mask_batches = p.mask_heads = 1
     draw = torch.Generator().manual_seed(5)
     sums = torch.rand(pieces, tile_m, generator=draw) * (torch.rand(pieces, tile_m, generator=draw) < 0.6)
     sums[:, 5], sums[:, 6] = 0.0, 1.0
-    most = torch.randn(pieces, tile_m, generator=draw) * 20
+    most = torch.randn(pieces, tile_m, generator=draw).round() * spread + offset
     o = torch.randn(pieces, tile_m, head_dim, generator=draw) * sums[..., None]
     out = torch.full((1, heads, seq_q, head_dim), -7.0, dtype=torch.bfloat16)
     lse = torch.full((1, heads, seq_q), -7.0)
     slots = torch.tensor([[0, 0], [3, 3 + pieces]], dtype=torch.int32)
-    accum = torch.full((heads * 8 * tile_m * (head_dim + 1),), torch.nan)
+    accum = torch.full((heads * 8 * tile_m * (head_dim + 2),), torch.nan)
     p.out.data, p.out.head, p.out.row = out.data_ptr(), out.stride(1), out.stride(2)
     p.lse, p.tile_slots, p.out_accum = lse.data_ptr(), slots.data_ptr(), accum.data_ptr()
     for other in range(heads):  # the slots of a tile are those of all heads: the others have results, too
         given = (x.data_ptr() for x in (o, most, sums))
         library.run(ctypes.byref(p), other, pieces, *(ctypes.c_void_p(x) for x in given))
 
-    of_piece = most.double() * p.scale + sums.double().log()
-    expected_lse = of_piece.logsumexp(0)
-    weights = (of_piece - expected_lse).exp().nan_to_num(0.0)
+    # Relative to the greatest of the pieces: beside a huge score a logarithm is lost in float64, too.
+    top = torch.where(sums > 0, most, -torch.inf).amax(0).double().nan_to_num(neginf=0.0)
+    of_piece = (most.double() - top) * p.scale + sums.double().log()
+    expected_lse = top * p.scale + of_piece.logsumexp(0)
+    weights = (of_piece - of_piece.logsumexp(0)).exp().nan_to_num(0.0)
     expected = (weights[..., None] * (o.double() / sums.double()[..., None]).nan_to_num(0.0)).sum(0)
     rows = seq_q - tile_m
     assert (out[:, :, :tile_m] == -7).all()
     assert (lse[:, :, :tile_m] == -7).all()
-    torch.testing.assert_close(lse[0, head, tile_m:].double(), expected_lse[:rows], rtol=1e-5, atol=1e-5)
+    # A scale of 1e38 has an lse beyond float32, and an out that is right.
+    torch.testing.assert_close(lse[0, head, tile_m:], expected_lse[:rows].float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out[0, head, tile_m:].double(), expected[:rows], rtol=1e-2, atol=1e-4)
     assert lse[0, head, tile_m + 5] == -torch.inf
 
@@ -349,18 +363,43 @@ def test_deterministic_and_in_a_cuda_graph() -> None:
         assert (out - expected).abs().max().item() < 2e-2
 
 
+def longformer(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """A window, a query that sees all keys, and keys that all queries see."""
+    return ((q_idx - kv_idx).abs() <= 60) | (q_idx == 5000) | (kv_idx < 8)
+
+
+def is_cut(direction: Direction, head_dim: int, shape: Shape) -> bool:
+    """Does the first choice of the Hopper kernels cut a list of `longformer`?"""
+    mod = MaskMod(masks.mask_mod(longformer, shape.seq_q, shape.seq_k, "cpu").text)
+    problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.DENSE, mask_mod=mod)
+    spec = next(iter(candidates(problem)))
+    tile_m, tile_n = spec.tuning.tile_m, spec.tuning.tile_n
+    q_tile, k_tile = (
+        torch.arange(-(-size // tile)) * tile for size, tile in ((shape.seq_q, tile_m), (shape.seq_k, tile_n))
+    )
+    q_tile = q_tile[:, None]
+    near = (q_tile - 60 < k_tile + tile_n) & (k_tile - 60 < q_tile + tile_m)
+    shows = near | ((q_tile <= 5000) & (q_tile + tile_m > 5000)) | (k_tile == 0)
+    forward = direction is Direction.FORWARD
+    counts = shows.sum(1 if forward else 0)
+    spare = -(-counts.numel() // (16 if forward else 8))
+    return make_plan(spec).cut_lists and bool(counts.max() > max(32, counts.sum() // spare + 1))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_first_choices_cut_the_lists_of_the_test_on_a_gpu(head_dim: int) -> None:
+    assert all(is_cut(direction, head_dim, Shape(9300, 16000, head_dim, 1, 2, 1)) for direction in Direction)
+    assert not is_cut(FORWARD, head_dim, Shape(9300, 2000, head_dim, 1, 2, 1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tokens_that_see_all_and_that_all_see(head_dim: int) -> None:
     """As Longformer's: their lists of tiles are cut, in the forward and in the backward, some of them with a score."""
-    shape = Shape(9300, 9900, head_dim, 1, 2, 1)
-    tokens = torch.zeros(9900, dtype=torch.bool, device="cuda")
-    tokens[[0, 5000, 9299]] = True
-
-    def longformer(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return ((q_idx - kv_idx).abs() <= 60) | tokens[q_idx] | tokens[kv_idx]
-
-    x, mask = draw(shape, BF16, "cuda"), masks.mask_mod(longformer, shape.seq_q, shape.seq_k, "cuda")
+    shape = Shape(9300, 16000, head_dim, 1, 2, 1)
+    assert all(is_cut(direction, head_dim, shape) for direction in Direction)
+    x = draw(shape, BF16, "cuda")
+    mask = masks.mask_mod(longformer, shape.seq_q, shape.seq_k, "cuda")
     check(x, mask)
     slopes = scores.alibi(torch.rand(2, device="cuda") / 100)
     seen = attnforge.DenseMask(visible(longformer, shape, "cuda")[:1, :1])

@@ -68,11 +68,12 @@ def pieces(counts: list[int], slots: bool = False) -> list[list[int]]:
     for tile in order:
         for begin in range(0, max(1, counts[tile]), max(1, lengths[tile])):
             found.append([tile, begin, min(lengths[tile], counts[tile] - begin)])
-    assert len(found) <= len(counts) + spare
-    found += [[-1, 0, 0]] * (len(counts) + spare - len(found))
+    blocks = len(counts) + spare - 1
+    assert len(found) <= blocks
+    found += [[-1, 0, 0]] * (blocks - len(found))
     if slots:
         cut = sorted((tile, begin) for tile, begin, count in found if 0 < count < counts[tile])
-        assert len(cut) <= 2 * spare
+        assert len(cut) <= 2 * (spare - 1)
         places = [(piece[0], piece[1]) for piece in found]
         found = [
             [*piece, cut.index(place) if place in cut and piece[2] > 0 else -1]

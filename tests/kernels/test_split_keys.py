@@ -91,6 +91,19 @@ def test_emulated_unions(tmp_path: Path) -> None:
     compare(*kernel.forward(q, k, v, seen), (q, k, v), seen, LIMIT[BFLOAT16])
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers and half floats as on x86-64")
+def test_large_scores(tmp_path: Path) -> None:
+    """The weights of ranges add up to 1, though float32 holds no fraction of an lse of 1e11."""
+    q = torch.full((1, 2, 3, 64), 133120.0, dtype=torch.bfloat16)
+    k = q[:, :1, :1].expand(1, 1, 300, 64).contiguous()
+    problem = Problem(FORWARD, Arch.SM90, BFLOAT16, 64, Mask.FULL)
+    kernel = Emulated(Spec(problem, Sm80Forward(16, 64, 4, 3, False, 4)), tmp_path)
+    for kernel.ranges in (1, 3):
+        out, lse = kernel.forward(q, k, torch.ones_like(k), None)
+        assert (out == 1).all()
+        torch.testing.assert_close(lse, torch.full_like(lse, 133120.0**2 * 8), rtol=1e-6, atol=0)
+
+
 def test_plan() -> None:
     plan = make_plan(Spec(Problem(FORWARD, Arch.SM90, BFLOAT16, 128, Mask.CAUSAL), SPLITTING[0][1]))
     main, combine = plan.launches

@@ -171,7 +171,7 @@ def test_gradients_of_some_captured_tensors() -> None:
     with torch.no_grad():
         assert not attnforge.attention(q, k, v, score=score).requires_grad
     strict = attnforge.attention(q, k, v, score=score, deterministic=True)
-    with pytest.raises(ValueError, match="deterministic: gradients of a score.s tensors"):
+    with pytest.raises(ValueError, match="deterministic: gradients of a score's tensors"):
         strict.sum().backward()
     arguments = (x.dout, q, k, v, out.detach(), lse.detach(), None, 0, None, False, 0, None, 0)
     words = (score.text.replace("t0: float32[1]", "t0: float32[1] grad"), slopes.detach(), table)
