@@ -208,11 +208,18 @@ def _check_dense(mask: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def check_score(q: Tensor, k: Tensor, score: str, given: Sequence[Tensor | None], mask_mod: str = "") -> None:
+def check_score(
+    q: Tensor,
+    k: Tensor,
+    score: str,
+    given: Sequence[Tensor | None],
+    mask_mod: str = "",
+    rows: tuple[int, int] | None = None,
+) -> None:
     """Raises ValueError if a function of a score or of a mask is none, or if the tensors are not what they read.
 
     Tensors of the score come first. Nor may they have fewer elements along an axis than the index that reads it has
-    values.
+    values. `rows`: number of queries and keys, if not those of q and k.
     """
     what = "score, mask_mod" if score and mask_mod else "mask_mod" if mask_mod else "score"
     first = len(ScoreMod(score).tensors)
@@ -228,7 +235,8 @@ def check_score(q: Tensor, k: Tensor, score: str, given: Sequence[Tensor | None]
             raise ValueError(f"{what}: a tensor is on {x.device}, but q is on {q.device}; move it there")
         if x.numel() == 0:
             raise ValueError(f"{what}: a tensor has no elements, its shape is {_shape(x)}")
-    sizes = {"b": q.shape[0], "h": q.shape[1], "q_idx": q.shape[2], "kv_idx": k.shape[2]}
+    queries, keys = rows or (q.shape[2], k.shape[2])
+    sizes = {"b": q.shape[0], "h": q.shape[1], "q_idx": queries, "kv_idx": keys}
     for text, own in ((ScoreMod(score), tensors[:first]), (MaskMod(mask_mod), tensors[first:])):
         for tensor, axis, name in _direct(text) if text else ():
             found = own[tensor].shape[axis]

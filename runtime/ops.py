@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from attnforge.codegen.score import MAX_TENSORS
 from attnforge.runtime.inputs import MASKS, check_score, expect_flags, expect_number, expect_tensors
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans, load_operators
-from attnforge.runtime.score_trace import ScoreFunction
+from attnforge.runtime.score_trace import ScoreFunction, wants_gradients
 from attnforge.runtime.scores import Score, as_score
 from attnforge.runtime.sinks import with_sinks
 
@@ -219,18 +219,24 @@ def forward(
     variant: int = 0,
     deterministic: bool = False,
     score: Score | None = None,
+    check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), as `attention`. `variant`: a handle of kernels.load; 0 lets dispatch choose the kernel."""
+    """(out, lse), as `attention`. `variant`: a handle of kernels.load; 0 lets dispatch choose the kernel.
+
+    check: whether captured tensors are compared with the sizes of q and k; reads past the end give the last element.
+    """
     load_operators()
     data, kind, visible_keys = _unpack(mask, q, k)
-    words = _words(q, k, mask, score)
+    words = _words(q, k, mask, score, check)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
         q, k, v, data, kind, scale, deterministic, visible_keys, variant, *words
     )
     return result
 
 
-def _words(q: Tensor, k: Tensor, mask: Mask, score: Score | None) -> tuple[str | Tensor | None, ...]:
+def _words(
+    q: Tensor, k: Tensor, mask: Mask, score: Score | None, check: bool = True
+) -> tuple[str | Tensor | None, ...]:
     """The operators' last arguments, for functions of a score and of a mask. Raises ValueError for unfit tensors."""
     mod = mask if isinstance(mask, FunctionMask) else None
     if score is None and mod is None:
@@ -241,7 +247,7 @@ def _words(q: Tensor, k: Tensor, mask: Mask, score: Score | None) -> tuple[str |
         raise ValueError(
             f"score, mask: capture {len(tensors)} tensors, at most {MAX_TENSORS} are supported together"
         )
-    if q.dim() == k.dim() == 4 and not is_compiling():  # then the fake kernels check
+    if check and q.dim() == k.dim() == 4 and not is_compiling():  # then the fake kernels check
         check_score(q, k, text, tensors, "" if mod is None else mod.text)
     return (
         (text, *tensors)
@@ -263,19 +269,24 @@ def backward(
     variant: int = 0,
     dlse: Tensor | None = None,
     score: Score | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the layouts of q, k and v, from what `forward` returned. `variant` as in `forward`.
+    check: bool = True,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) in the layouts of q, k and v, from what `forward` returned. `variant`, `check` as in `forward`.
 
-    dlse: gradient of lse, float32 (B, Hq, Sq); None for zero.
+    dlse: gradient of lse, float32 (B, Hq, Sq); None for zero. Behind dv come the gradients of the captured tensors that
+    the text of the score marks `grad`.
     Workspace on a GPU: docs/attention.md, "Memory".
     """
     load_operators()
     data, kind, visible_keys = _unpack(mask, q, k)
-    words = _words(q, k, mask, score)
-    result: tuple[Tensor, Tensor, Tensor] = _operators.backward.default(
-        dout, q, k, v, out, lse, data, kind, scale, deterministic, visible_keys, dlse, variant, *words
+    words = _words(q, k, mask, score, check)
+    wanted = score is not None and wants_gradients(score.text)
+    operator = _operators.score_backward if wanted else _operators.backward
+    return tuple(
+        operator.default(
+            dout, q, k, v, out, lse, data, kind, scale, deterministic, visible_keys, dlse, variant, *words
+        )
     )
-    return result
 
 
 def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:

@@ -53,6 +53,14 @@ def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
     return text, tensors
 
 
+def wants_gradients(score: str) -> bool:
+    """Does the text of a score mark tensors whose gradients a backward computes?"""
+    return bool(ScoreMod(score).wanted)
+
+
+wants_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as masks.load_operators
+
+
 def traced_mask(
     function: MaskFunction, fixed: Mapping[str, int] | None = None
 ) -> tuple[str, tuple[Tensor, ...]]:

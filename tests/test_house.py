@@ -57,7 +57,7 @@ ALLOWED = {
     },
     "runtime.search": {"codegen", "codegen.families", "runtime", "runtime.build"},
     "runtime.integrations": {"codegen", "runtime", "runtime.build", "runtime.native"},
-    "runtime.distributed": {"runtime"},
+    "runtime.distributed": {"codegen", "runtime"},
     "runtime.doctor": {"codegen", "runtime", "runtime.build", "runtime.native"},
     "bagel": {"bagel.trainer", "runtime"},
     "bagel.trainer": {"bagel", "codegen", "runtime", "runtime.build", "runtime.integrations"},

@@ -11,13 +11,16 @@ Rank i of W holds rows [i n, (i + 1) n) of q, k and v. U divides W and the numbe
 
 U is the one that moves the least (`_shared_heads`): with few key heads and ranks, keys are less than queries and
 outputs. Masks keep their kind. Queries keep their order in every group, so an interval of queries stays an interval;
-keys are permuted, which spans, being per key, allow. With `pieces` > 1, exchanges overlap with kernels.
+keys are permuted, which spans, being per key, allow. Functions that read positions take U = 1 or W, where keys stay in
+order: a rank then adds the numbers of its first row and head to the indices (parts.py). With `pieces` > 1, exchanges
+overlap with kernels.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -25,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
-from attnforge.runtime.distributed.exchange import Attention, Call, Edges, all_gather
+from attnforge.runtime.distributed.exchange import Attention, Call, Edges, Piece, all_gather, cut
+from attnforge.runtime.distributed.parts import Place, mask_at, planes_at, reads_positions
 from attnforge.runtime.distributed.shards import (
     Layout,
     balance,
@@ -36,8 +41,11 @@ from attnforge.runtime.distributed.shards import (
     make_layout,
     plain_spans,
 )
-from attnforge.runtime.inputs import expect_layout
+from attnforge.runtime.inputs import check_score, expect_layout
 from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
+from attnforge.runtime.score_trace import ScoreFunction
+from attnforge.runtime.scores import Score, as_score
+from attnforge.runtime.sinks import with_sinks
 
 
 def context_parallel(
@@ -87,6 +95,9 @@ class ContextParallel:
         self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, tuple[Any, Spans | DenseMask]] = (
             weakref.WeakKeyDictionary()
         )
+        self._parts: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[ops.Mask, ...]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's rows of the whole `x`: ceil(S / W) along `dim`; the last ranks are padded with zeros."""
@@ -123,6 +134,8 @@ class ContextParallel:
         scale: float | None = None,
         return_lse: Literal[False] = False,
         deterministic: bool = False,
+        score: Score | ScoreFunction | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -137,6 +150,8 @@ class ContextParallel:
         scale: float | None = None,
         return_lse: Literal[True],
         deterministic: bool = False,
+        score: Score | ScoreFunction | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
@@ -150,12 +165,17 @@ class ContextParallel:
         scale: float | None = None,
         return_lse: bool = False,
         deterministic: bool = False,
+        score: Score | ScoreFunction | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`attnforge.attention` of the whole sequence; every rank passes its rows and gets its rows.
 
         q: (B, Hq, n, D); k: (B, Hkv, n, D); v: (B, Hkv, n, Dv): rows [rank n, (rank + 1) n), n the same on all ranks.
-        mask: of the whole sequence, the same on all ranks: None, Causal(), or Spans or DenseMask of `total` keys
-            (and queries).
+        mask: of the whole sequence, the same on all ranks: any that `attnforge.attention` takes, of `total` keys (and
+            queries).
+        score, sinks: as `attnforge.attention`, the whole call's, the same on all ranks: indices count from the first
+            row and head of the whole, captured tensors are of the whole. A rank's gradients of captured tensors and
+            sinks are its part of them: their sums over the ranks are the whole's, as for any parameter.
         total: number of real rows, if the last of the W n rows are padding: padding sees nothing, is hidden, and its
             output is zero. Default: the mask's length, else W n. n must be ceil(total / W).
 
@@ -169,17 +189,66 @@ class ContextParallel:
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x.to(dtype) for x in (q, k, v))
         total = self._check(q, k, v, mask, total)
-        rows = q.shape[2]
+        found = None if score is None else as_score(score)
+        if found is not None and not torch.compiler.is_compiling():  # then the fake kernels check
+            check_score(q, k, found.text, found.tensors, rows=(total, total))
+        with_lse = return_lse or sinks is not None
+        call = self._call(q, k, mask, found, total, scale, with_lse, deterministic)
+        captured = () if found is None else found.tensors
+        results: tuple[Tensor, ...] = Attention.apply(q, k, v, call, *captured)  # type: ignore[no-untyped-call,unused-ignore]
+        if sinks is not None:
+            results = with_sinks(results[0], results[1], sinks)
+        return (results[0], results[1]) if return_lse else results[0]
+
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: ops.Mask,
+        score: Score | None,
+        total: int,
+        scale: float | None,
+        with_lse: bool,
+        deterministic: bool,
+    ) -> Call:
+        """How this rank's part of a call is computed."""
+        rows, heads_q, heads_kv = q.shape[2], q.shape[1], k.shape[1]
         held = tuple(range(0, self.world * rows + 1, rows))
         balanced = self._balanced(mask, rows, total)
-        shared = self._shared_heads(q.shape[1], k.shape[1], held, balanced)
+        in_order = reads_positions(mask, score)
+        shared = self._shared_heads(heads_q, heads_kv, held, balanced, in_order)
         computed = held if balanced is None or shared > 1 else balanced
         layout = self._layout(shared)
+        pieces = cut(heads_q // shared, heads_kv // shared, self._pieces)
+        places = self._places(layout, pieces, heads_q // shared, heads_q, computed, total, q.device)
         span = None if computed == held else (computed[self.rank], computed[self.rank + 1])
-        local = self._local_mask(mask, layout, rows, total, q.device, span)
-        call = Call(layout, shared, held, computed, self._pieces, local, scale, return_lse, deterministic)
-        results: tuple[Tensor, ...] = Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call,unused-ignore]
-        return (results[0], results[1]) if return_lse else results[0]
+        masks = self._local_masks(mask, layout, rows, total, q.device, span, places)
+        return Call(
+            layout, shared, held, computed, pieces, places, masks, scale, with_lse, deterministic, score
+        )
+
+    def _places(
+        self,
+        layout: Layout,
+        pieces: tuple[Piece, ...],
+        heads: int,
+        heads_q: int,
+        computed: Edges,
+        total: int,
+        device: torch.device,
+    ) -> tuple[Place, ...]:
+        """The heads and rows of each piece; `heads`: of a share. With 1 < U < W no function reads the rows."""
+        whole = len(layout.queries) == self.world
+        row, last = (0, computed[-1]) if whole else computed[self.rank : self.rank + 2]
+        share = 0 if layout.among_heads is None else dist.get_rank(layout.among_heads)
+        of_heads: tuple[Leaf, ...] = ("h",) if heads < heads_q or len(pieces) > 1 else ()
+        moved = of_heads if whole else ("q_idx", *of_heads)
+        return tuple(
+            Place(
+                share * heads + piece.q0, piece.q1 - piece.q0, heads_q, row, last - row, total, moved, device
+            )
+            for piece in pieces
+        )
 
     __call__ = attention
 
@@ -198,19 +267,20 @@ class ContextParallel:
                 f"k: got shapes {tuple(k.shape)} and {tuple(v.shape)} for k and v, expected equal ones with the "
                 f"{rows} rows of q"
             )
-        if isinstance(mask, FunctionMask):
-            raise ValueError(
-                "mask: got a mask_mod, which context_parallel does not support; make Spans or a DenseMask"
-            )
-        if isinstance(mask, (Spans, DenseMask)):
+        if isinstance(mask, (Spans, DenseMask, FunctionMask)):
             length = mask.seq_k
-            if isinstance(mask, Spans) and mask.planes[1] > 1:
+            if isinstance(mask, Spans) and mask.planes[1] not in (1, k.shape[1], q.shape[1]):
                 raise ValueError(
-                    f"mask: has spans for {mask.planes[1]} heads, expected one plane for all heads, "
-                    "because each rank computes some of them"
+                    f"mask: has spans for {mask.planes[1]} heads, expected 1, {k.shape[1]} (of k) or "
+                    f"{q.shape[1]} (of q)"
                 )
-            if isinstance(mask, DenseMask) and mask.seq_q != length:
+            if not isinstance(mask, Spans) and mask.seq_q != length:
                 raise ValueError(f"mask: is of {mask.seq_q} queries and {length} keys, expected equally many")
+            if isinstance(mask, FunctionMask) and not mask.fits(*q.shape[:2], length, length):
+                raise ValueError(
+                    f"mask: is of shape {mask.shape} (batch, heads_q, seq_q, seq_k), but the call is of "
+                    f"{(*q.shape[:2], length, length)}"
+                )
             if total is not None and total != length:
                 raise ValueError(f"total: got {total}, but the mask is of {length} rows")
             total = length
@@ -224,7 +294,8 @@ class ContextParallel:
 
     def _balanced(self, mask: ops.Mask, rows: int, total: int) -> Edges | None:
         """Rows for the ranks to compute where heads are not shared, once per mask; None where they cannot be known."""
-        if isinstance(mask, DenseMask) or torch.compiler.is_compiling() or (self._heads or 1) > 1:
+        unknown = isinstance(mask, (DenseMask, FunctionMask))
+        if unknown or torch.compiler.is_compiling() or (self._heads or 1) > 1:
             return None
         key: Any = (rows, total)
         if isinstance(mask, Spans):
@@ -238,15 +309,27 @@ class ContextParallel:
             self._plain_edges = {key: balance(plain, self.world, rows)}
         return self._plain_edges[key]
 
-    def _shared_heads(self, heads_q: int, heads_kv: int, held: Edges, computed: Edges | None) -> int:
-        """U: by default that for which a rank sends the least, the greatest where others save less than a fifth."""
+    def _shared_heads(
+        self, heads_q: int, heads_kv: int, held: Edges, computed: Edges | None, in_order: bool
+    ) -> int:
+        """U: by default that for which a rank sends the least, the greatest where others save less than a fifth.
+
+        in_order: only 1 or W, which keep the keys in order.
+        """
         if self._heads is not None:
+            if in_order and self._heads not in (1, self.world):
+                raise ValueError(
+                    f"heads: got {self._heads}, expected 1 or {self.world} with a score or mask_mod that reads "
+                    "positions, because others gather keys in another order"
+                )
             if heads_kv % self._heads:
                 raise ValueError(
                     f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v; use a divisor of them"
                 )
             return self._heads
         most = math.gcd(self.world, heads_kv)
+        if in_order and most < self.world:
+            return 1
         if computed is None:
             return most
 
@@ -261,7 +344,8 @@ class ContextParallel:
 
         best = most
         for shared in range(most - 1, 0, -1):
-            if most % shared == 0 and sent(shared) < 0.8 * sent(best):
+            allowed = most % shared == 0 and (shared == 1 or not in_order)
+            if allowed and sent(shared) < 0.8 * sent(best):
                 best = shared
         return best
 
@@ -269,6 +353,39 @@ class ContextParallel:
         if shared not in self._layouts:
             self._layouts[shared] = make_layout(self._group, shared)
         return self._layouts[shared]
+
+    def _local_masks(
+        self,
+        mask: ops.Mask,
+        layout: Layout,
+        rows: int,
+        total: int,
+        device: torch.device,
+        span: tuple[int, int] | None,
+        places: tuple[Place, ...],
+    ) -> tuple[ops.Mask, ...]:
+        """The masks of the pieces, once per mask: what is made here owns tile schedules."""
+        if isinstance(mask, FunctionMask):
+            keys = self.world * rows
+            return self._kept(mask, places, lambda place: mask_at(mask, place, keys))
+        local = self._local_mask(mask, layout, rows, total, device, span)
+        if isinstance(local, (Spans, DenseMask)):
+            return self._kept(local, places, lambda place: planes_at(local, place))
+        return (local,) * len(places)
+
+    def _kept(
+        self, mask: Any, places: tuple[Place, ...], make: Callable[[Place], ops.Mask]
+    ) -> tuple[ops.Mask, ...]:
+        """What `make` gives for each place, kept as long as the mask. In a trace there are no tensors to keep."""
+        if torch.compiler.is_compiling():
+            return tuple(make(place) for place in places)
+        stream = torch.cuda.current_stream(mask.device).stream_id if mask.device.type == "cuda" else 0
+        known = self._parts.get(mask)
+        if known is None or known[0] != (places, stream):
+            known = ((places, stream), tuple(make(place) for place in places))
+            # Not the mask itself, which would never go.
+            self._parts[mask] = (known[0], tuple(None if x is mask else x for x in known[1]))
+        return tuple(mask if x is None else x for x in known[1])
 
     def _local_mask(
         self,

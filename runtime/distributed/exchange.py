@@ -13,8 +13,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from attnforge.runtime import ops
+from attnforge.runtime.distributed.parts import Place, add_gradients, score_at
 from attnforge.runtime.distributed.shards import Layout
-from attnforge.runtime.masks import DenseMask
+from attnforge.runtime.scores import Score
 
 # torch 2.13 renamed it, and warns about the name of 2.11 and 2.12.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,14 +30,16 @@ class Call:
     shared: int  # U
     held: Edges  # rows of q that ranks are given
     computed: Edges  # rows of q that their kernels compute; the same unless U is 1
-    pieces: int
-    mask: ops.Mask
+    pieces: tuple[Piece, ...]
+    places: tuple[Place, ...]  # of the pieces
+    masks: tuple[ops.Mask, ...]  # of the pieces
     scale: float | None
     return_lse: bool
     deterministic: bool
+    score: Score | None = None  # of the whole
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Query heads [q0, q1) of those that a rank gets, and the key heads [k0, k1) that they read."""
 
     q0: int
@@ -53,7 +56,7 @@ class _Piece(NamedTuple):
         return self.k0, self.k1
 
 
-def _cut(heads_q: int, heads_kv: int, pieces: int) -> list[_Piece]:
+def cut(heads_q: int, heads_kv: int, pieces: int) -> tuple[Piece, ...]:
     """Up to `pieces` portions: whole groups of query heads if there are enough kv heads, else parts of groups."""
     group = heads_q // heads_kv
 
@@ -62,13 +65,13 @@ def _cut(heads_q: int, heads_kv: int, pieces: int) -> list[_Piece]:
 
     if pieces <= heads_kv:
         cuts = edges(heads_kv, pieces)
-        return [_Piece(a * group, b * group, a, b) for a, b in pairwise(cuts)]
+        return tuple(Piece(a * group, b * group, a, b) for a, b in pairwise(cuts))
     cuts = edges(group, min(group, -(-pieces // heads_kv)))
-    return [
-        _Piece(head * group + a, head * group + b, head, head + 1)
+    return tuple(
+        Piece(head * group + a, head * group + b, head, head + 1)
         for head in range(heads_kv)
         for a, b in pairwise(cuts)
-    ]
+    )
 
 
 class _Flight:
@@ -174,9 +177,11 @@ class Attention(torch.autograd.Function):
     """Exchanges and kernels, forward and backward. Names with `u`: tensors with shared heads, laid out by rows."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
-        shared = call.shared
-        pieces = _cut(q.shape[1] // shared, k.shape[1] // shared, call.pieces)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, *captured: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`captured`: the tensors of the whole's score."""
+        shared, pieces = call.shared, call.pieces
         keys: dict[tuple[int, int], list[_Flight]] = {}
         flights = []
         for piece in pieces:
@@ -184,18 +189,19 @@ class Attention(torch.autograd.Function):
                 keys[piece.keys] = [_gather_keys(x, call, *piece.keys) for x in (k, v)]
             flights.append(_send_rows(q, call, *piece.queries))
         saved, back, lses = [], [], []
-        for piece, flight in zip(pieces, flights, strict=True):
+        for piece, place, mask, flight in zip(pieces, call.places, call.masks, flights, strict=True):
             k_u, v_u = (_heads_view(x.land()) for x in keys[piece.keys])
             q_u = _heads_view(flight.land())
-            out_u, lse_u = ops.forward(q_u, k_u, v_u, _mask_of(call, piece, q.shape[1]), call.scale)
+            score = None if call.score is None else score_at(call.score, captured, place)
+            out_u, lse_u = ops.forward(q_u, k_u, v_u, mask, call.scale, score=score, check=False)
             saved += [q_u, k_u, v_u, out_u, lse_u]
             back.append(_return_rows(out_u, call))
             if call.return_lse:
                 lses.append(_return_rows(lse_u[..., None], call))
         heads = [piece.queries for piece in pieces]
         out = _collect(heads, back, shared, _like(q, v.shape[3]))
-        ctx.save_for_backward(*saved)
-        ctx.call, ctx.pieces = call, pieces
+        ctx.save_for_backward(*saved, *captured)
+        ctx.call = call
         ctx.layouts = [torch.empty_like(x, device="meta") for x in (q, k, v)]
         if not call.return_lse:
             return (out,)
@@ -204,7 +210,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *dlse: Tensor) -> Any:
-        call, pieces, saved = ctx.call, ctx.pieces, ctx.saved_tensors
+        call, pieces, saved = ctx.call, ctx.call.pieces, ctx.saved_tensors
+        captured = saved[5 * len(pieces) :]
+        wanted = [i for i in range(len(captured)) if ctx.needs_input_grad[4 + i]]
+        scores = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in wanted}
         flights = [_send_rows(dout, call, *piece.queries) for piece in pieces]
         rows = [[_send_rows(x[..., None], call, *piece.queries) for x in dlse] for piece in pieces]
         back = []
@@ -213,11 +222,15 @@ class Attention(torch.autograd.Function):
         for index, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
             q_u, k_u, v_u, out_u, lse_u = saved[5 * index : 5 * index + 5]
             dlse_u = [_heads_view(row.land()).squeeze(3) for row in rows[index]]
-            dq_u, *parts = ops.backward(
-                _heads_view(flight.land()), q_u, k_u, v_u, out_u, lse_u,
-                _mask_of(call, piece, ctx.layouts[0].shape[1]), call.scale, call.deterministic,
-                dlse=dlse_u[0] if dlse_u else None,
+            place = call.places[index]
+            score = None if call.score is None else score_at(call.score, captured, place, wanted)
+            dq_u, dk_u, dv_u, *of_score = ops.backward(
+                _heads_view(flight.land()), q_u, k_u, v_u, out_u, lse_u, call.masks[index], call.scale,
+                call.deterministic, dlse=dlse_u[0] if dlse_u else None, score=score, check=False,
             )  # fmt: skip
+            parts = [dk_u, dv_u]
+            if call.score is not None:
+                add_gradients(call.score, place, scores, of_score)
             back.append(_return_rows(dq_u, call))
             more = piece.keys in (other.keys for other in pieces[index + 1 :])
             if sums or more:
@@ -232,7 +245,8 @@ class Attention(torch.autograd.Function):
             _collect(list(keys), flights, call.shared, like)
             for flights, like in zip(zip(*keys.values(), strict=True), ctx.layouts[1:], strict=True)
         )
-        return dq, dk, dv, None
+        of_scores = (scores[i].to(x.dtype) if i in scores else None for i, x in enumerate(captured))
+        return dq, dk, dv, None, *of_scores
 
 
 def _like(q: Tensor, dim: int) -> Tensor:
@@ -240,15 +254,6 @@ def _like(q: Tensor, dim: int) -> Tensor:
     if dim == q.shape[3]:
         return torch.empty_like(q, device="meta")
     return torch.empty(q.shape[0], q.shape[2], q.shape[1], dim, dtype=q.dtype, device="meta").transpose(1, 2)
-
-
-def _mask_of(call: Call, piece: _Piece, heads: int) -> ops.Mask:
-    """The mask of a piece: of a DenseMask with one plane per query head, the planes of the piece's heads."""
-    if not isinstance(call.mask, DenseMask):
-        return call.mask
-    group = call.layout.among_heads
-    first = 0 if group is None else dist.get_rank(group) * (heads // call.shared)
-    return call.mask.narrow(1, first + piece.q0, piece.q1 - piece.q0)
 
 
 def _gather_keys(x: Tensor, call: Call, first: int, last: int) -> _Flight:

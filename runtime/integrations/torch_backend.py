@@ -148,7 +148,8 @@ def scaled_backward(
     """aten::_scaled_dot_product_flash_attention_backward."""
     _refuse(dropout_p=dropout_p)
     mask = Causal() if is_causal else None
-    return ops.backward(grad_out, query, key, value, out, logsumexp, mask, scale)
+    dq, dk, dv = ops.backward(grad_out, query, key, value, out, logsumexp, mask, scale)
+    return dq, dk, dv
 
 
 def forward(

@@ -383,7 +383,7 @@ def is_cut(direction: Direction, head_dim: int, shape: Shape) -> bool:
     forward = direction is Direction.FORWARD
     counts = shows.sum(1 if forward else 0)
     spare = -(-counts.numel() // (16 if forward else 8))
-    return make_plan(spec).cut_lists and bool(counts.max() > max(32, counts.sum() // spare + 1))
+    return make_plan(spec).cut_lists and int(counts.max()) > max(32, int(counts.sum()) // spare + 1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

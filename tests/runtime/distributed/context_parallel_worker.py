@@ -8,10 +8,15 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from mask_functions import functions as mask_functions
+from oracle import Shape
+from score_oracle import functions as score_functions
+from score_oracle import learned
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -215,9 +220,99 @@ def check_reuse(mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             cp(bad[0], bad[1], bad[2], mask)
-    function = attnforge.masks.mask_mod(lambda b, h, i, j: i != j, 4, 4, "cpu")
-    with pytest.raises(ValueError, match="mask: got a mask_mod, which context_parallel does not support"):
+    function = attnforge.masks.mask_mod(lambda b, h, i, j: i != j, 96, 96, "cpu")
+    with pytest.raises(
+        ValueError, match="heads: got 2, expected 1 or 4 with a score or mask_mod that reads posi"
+    ):
         cp(q, k, v, function)
+    with pytest.raises(ValueError, match="mask: has spans for 3 heads, expected 1, 2"):
+        cp(
+            q,
+            k,
+            v,
+            attnforge.Spans(
+                starts.expand(1, 3, 1, 96), ends.expand(1, 3, 1, 96) + torch.arange(3)[:, None, None].int()
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A call with a function of scores or of a mask, or with planes of spans; names of score_oracle, mask_functions."""
+
+    total: int
+    heads_q: int
+    heads_kv: int
+    score: str = ""
+    mask: str = ""
+    heads: int | None = None
+    pieces: int = 1
+    sinks: bool = False
+    compiled: bool = False
+
+
+FUNCTIONS = (
+    Functions(96, 4, 2, "softcap", heads=2),  # reads no position, so ranks may share two heads
+    Functions(93, 4, 2, "alibi", sinks=True),
+    Functions(96, 8, 4, "alibi"),  # all heads are shared
+    Functions(96, 8, 4, "table", heads=1, compiled=True),
+    Functions(93, 4, 1, "slopes", pieces=2),
+    Functions(93, 4, 2, "plane"),
+    Functions(93, 8, 4, "relative", pieces=2),
+    Functions(93, 4, 2, mask="documents"),
+    Functions(96, 8, 4, mask="heads", pieces=2, compiled=True),
+    Functions(93, 4, 2, "alibi", mask="window"),
+    Functions(93, 4, 2, mask="2 planes", heads=2),
+    Functions(93, 8, 4, mask="8 planes", pieces=3),
+)
+
+
+def function_arguments(case: Functions) -> tuple[Any, Any, list[Tensor]]:
+    """Mask, score, and the learned tensors."""
+    sizes = (1, case.heads_q, case.total, case.total)
+    fixed, made = score_functions(*sizes), learned(*sizes)
+    mask: Any = attnforge.Causal()
+    if case.mask.endswith("planes"):
+        count = int(case.mask.split()[0])
+        key = torch.arange(case.total, dtype=torch.int32).expand(1, count, 1, -1)
+        mask = attnforge.Spans(key, key + 7 * torch.arange(1, count + 1, dtype=torch.int32).view(-1, 1, 1))
+    elif case.mask:
+        shape = Shape(case.total, case.total, 16, case.heads_kv, case.heads_q // case.heads_kv, 1)
+        mask = attnforge.masks.mask_mod(mask_functions(shape)[case.mask], case.total, case.total, "cpu")
+    if case.score in made:
+        make, _, tensors = made[case.score]
+        return mask, make(*tensors), tensors
+    return mask, fixed[case.score][0] if case.score else None, []
+
+
+def check_functions(case: Functions, mesh: DeviceMesh) -> None:
+    """Results and all gradients are those of one process; learned tensors and sinks have them summed over the ranks."""
+    cp = attnforge.context_parallel(mesh, heads=case.heads, pieces=case.pieces)
+    mask, score, tensors = function_arguments(case)
+    heads = (case.heads_q, case.heads_kv, case.heads_kv, case.heads_q)
+    shape = Case("", case.total, *heads[:2])
+    q, k, v, dout = (
+        draw(shape, n, 16, torch.float32, torch.device("cpu"), seed) for seed, n in enumerate(heads)
+    )
+    sinks = torch.randn(case.heads_q, generator=torch.Generator().manual_seed(9)) if case.sinks else None
+    learned_tensors = [*tensors, *([sinks.requires_grad_()] if sinks is not None else [])]
+    for x in (q, k, v):
+        x.requires_grad_()
+    a, b, c = (cp.shard(x.detach(), dim=2).requires_grad_() for x in (q, k, v))
+    one = attnforge.attention(q, k, v, mask, score=score, sinks=sinks)
+    theirs = (one, *torch.autograd.grad(one, (q, k, v, *learned_tensors), dout))
+    compiled = [torch.compile(cp.attention, backend="eager", fullgraph=True)] if case.compiled else []
+    for attend in (cp.attention, *compiled):
+        out = attend(a, b, c, mask, total=case.total, score=score, sinks=sinks)
+        ours = (out, *torch.autograd.grad(out, (a, b, c, *learned_tensors), cp.shard(dout, dim=2)))
+        for mine, whole in zip(ours[:4], theirs[:4], strict=True):
+            found = cp.gather(mine, dim=2, total=case.total)
+            torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+        for mine, whole in zip(ours[4:], theirs[4:], strict=True):
+            dist.all_reduce(mine, group=mesh.get_group())
+            limit = 2e-2 if mine.dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(mine, whole, rtol=limit, atol=limit)
+    assert not cp.gather(out, dim=2)[:, :, case.total :].any(), "padding has an output"
 
 
 def main() -> None:
@@ -228,6 +323,8 @@ def main() -> None:
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     check_reuse(everyone)
     check_lse(everyone)
+    for functions in FUNCTIONS:
+        check_functions(functions, everyone)
     failed = 0
     cases = (*product(CASES, (torch.float32, torch.bfloat16)), *product(WIDE, (torch.float32,)))
     for case, dtype in cases:

@@ -11,7 +11,7 @@ from oracle import unions
 from ranks import torchrun
 
 import attnforge
-from attnforge.runtime.distributed.exchange import _cut
+from attnforge.runtime.distributed.exchange import cut
 from attnforge.runtime.distributed.shards import (
     balance,
     divide,
@@ -106,14 +106,14 @@ def test_rows_that_are_balanced_stay() -> None:
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(7, 1), (14, 2), (28, 4), (4, 4)])
 def test_pieces_cover_the_heads(heads_q: int, heads_kv: int, pieces: int) -> None:
     group = heads_q // heads_kv
-    cut = _cut(heads_q, heads_kv, pieces)
-    assert [head for piece in cut for head in range(piece.q0, piece.q1)] == list(range(heads_q))
-    for piece in cut:
+    portions = cut(heads_q, heads_kv, pieces)
+    assert [head for piece in portions for head in range(piece.q0, piece.q1)] == list(range(heads_q))
+    for piece in portions:
         ratio, rest = divmod(piece.q1 - piece.q0, piece.k1 - piece.k0)
         assert rest == 0
         for head in range(piece.q0, piece.q1):
             assert piece.k0 + (head - piece.q0) // ratio == head // group
-    assert len(cut) >= min(pieces, heads_kv)
+    assert len(portions) >= min(pieces, heads_kv)
 
 
 def test_four_processes_are_one() -> None:
