@@ -32,7 +32,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"pieces": 2}, {"heads": 2})
 REPEATS = 10
 
 
-def long_pack(tokens: int) -> attnforge.bagel.PackedMask:
+def long_pack(tokens: int, device: str = "cuda") -> attnforge.bagel.PackedMask:
     """Samples of pretrain/0 to 3 without their padding, as many as fit, then padding up to `tokens`."""
     samples: list[int] = []
     splits: list[int] = []
@@ -53,7 +53,7 @@ def long_pack(tokens: int) -> attnforge.bagel.PackedMask:
     used = sum(samples)
     rest = [tokens - used] if used < tokens else []
     return attnforge.bagel.PackedMask(
-        [*samples, *rest], [*splits, *rest], [*modes, *["causal"] * len(rest)], "cuda", used=used
+        [*samples, *rest], [*splits, *rest], [*modes, *["causal"] * len(rest)], device, used=used
     )
 
 

@@ -9,11 +9,12 @@ Rank i of W holds rows [i n, (i + 1) n) of q, k and v. U divides W and the numbe
 - if U = 1, there is the all-gather only. Each rank computes a run of rows, its own but for some at the ends: so many
   that all ranks have as many visible pairs. Those few rows of q go to another rank, and their output comes back.
 
-U is the one that moves the least (`_shared_heads`): with few key heads and ranks, keys are less than queries and
-outputs. Masks keep their kind. Queries keep their order in every group, so an interval of queries stays an interval;
-keys are permuted, which spans, being per key, allow. Functions that read positions take U = 1 or W, where keys stay in
-order: a rank then adds the numbers of its first row and head to the indices (parts.py). With `pieces` > 1, exchanges
-overlap with kernels.
+U is the fastest by a model of kernels and links (cost.py): with few key heads and ranks, keys are less than queries and
+outputs. The ranks of an all-to-all are neighbours, and so of one node, where the model says that this is worth more
+than equal work. Masks keep their kind. Queries keep their order in every group, so an interval of queries stays an
+interval; keys are permuted, which spans, being per key, allow. Functions that read positions take neighbours, too,
+which keep keys in order: a rank adds the numbers of its first row and head to the indices (parts.py). With
+`pieces` > 1, exchanges overlap with kernels.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
+from attnforge.runtime.distributed.cost import Shapes, Way, fastest, nodes_of
 from attnforge.runtime.distributed.exchange import Attention, Call, Edges, Piece, all_gather, cut
 from attnforge.runtime.distributed.parts import Place, mask_at, planes_at, reads_positions
 from attnforge.runtime.distributed.shards import (
+    Balance,
     Layout,
     balance,
     local_dense,
@@ -58,8 +61,8 @@ def context_parallel(
         out = cp.attention(q, k, v, mask)             # shards in, shard out; the mask is the whole pack's
 
     heads: number of ranks that share the heads (U above), a divisor of the mesh size and of the kv heads; 1 only
-        gathers keys. None: what moves the least for the mask of a call, which is read once; in compiled code, which
-        cannot read it, and for a DenseMask the largest possible number.
+        gathers keys. None: the fastest for the mask of a call, by a model; the mask is read once. The largest possible
+        number for a DenseMask or a mask_mod, and in compiled code, which cannot read it.
     pieces: number of portions of the heads in which exchanges and kernels overlap. 1 does not overlap, and was the
         fastest on H200s, whose kernels leave no SM to the exchange (docs/recipes/context_parallel.md).
     Raises ValueError for a mesh of more dimensions and for numbers that do not divide, TypeError for wrong types.
@@ -88,10 +91,11 @@ class ContextParallel:
         if pieces < 1:
             raise ValueError(f"pieces: got {pieces}, expected at least 1")
         self._heads, self._pieces = heads, pieces
-        self._layouts: dict[int, Layout] = {}
+        self._nodes = nodes_of(dist.get_process_group_ranks(self._group))
+        self._layouts: dict[Way, Layout] = {}
         self._plain: dict[Any, Spans] = {}
-        self._plain_edges: dict[Any, Edges] = {}
-        self._edges: weakref.WeakKeyDictionary[Spans, tuple[Any, Edges]] = weakref.WeakKeyDictionary()
+        self._plain_balance: dict[Any, Balance] = {}
+        self._balances: weakref.WeakKeyDictionary[Spans, tuple[Any, Balance]] = weakref.WeakKeyDictionary()
         self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, tuple[Any, Spans | DenseMask]] = (
             weakref.WeakKeyDictionary()
         )
@@ -216,9 +220,10 @@ class ContextParallel:
         held = tuple(range(0, self.world * rows + 1, rows))
         balanced = self._balanced(mask, rows, total)
         in_order = reads_positions(mask, score)
-        shared = self._shared_heads(heads_q, heads_kv, held, balanced, in_order)
-        computed = held if balanced is None or shared > 1 else balanced
-        layout = self._layout(shared)
+        way = self._way(q, k, balanced, in_order)
+        shared = way.shared
+        computed = held if balanced is None or shared > 1 else balanced.edges
+        layout = self._layout(way)
         pieces = cut(heads_q // shared, heads_kv // shared, self._pieces)
         places = self._places(layout, pieces, heads_q // shared, heads_q, computed, total, q.device)
         span = None if computed == held else (computed[self.rank], computed[self.rank + 1])
@@ -237,9 +242,10 @@ class ContextParallel:
         total: int,
         device: torch.device,
     ) -> tuple[Place, ...]:
-        """The heads and rows of each piece; `heads`: of a share. With 1 < U < W no function reads the rows."""
-        whole = len(layout.queries) == self.world
-        row, last = (0, computed[-1]) if whole else computed[self.rank : self.rank + 2]
+        """The heads and rows of each piece; `heads`: of a share. No function reads the rows where they are apart."""
+        whole, alone = len(layout.queries) == self.world, len(layout.queries) == 1
+        blocks = (self.rank, self.rank) if alone else (layout.queries[0], layout.queries[-1])
+        row, last = computed[blocks[0]], computed[blocks[1] + 1]
         share = 0 if layout.among_heads is None else dist.get_rank(layout.among_heads)
         of_heads: tuple[Leaf, ...] = ("h",) if heads < heads_q or len(pieces) > 1 else ()
         moved = of_heads if whole else ("q_idx", *of_heads)
@@ -292,67 +298,49 @@ class ContextParallel:
             )
         return total
 
-    def _balanced(self, mask: ops.Mask, rows: int, total: int) -> Edges | None:
-        """Rows for the ranks to compute where heads are not shared, once per mask; None where they cannot be known."""
+    def _balanced(self, mask: ops.Mask, rows: int, total: int) -> Balance | None:
+        """Work of the ranks, and rows for them if heads are not shared, once per mask; None if it cannot be known."""
         unknown = isinstance(mask, (DenseMask, FunctionMask))
         if unknown or torch.compiler.is_compiling() or (self._heads or 1) > 1:
             return None
         key: Any = (rows, total)
         if isinstance(mask, Spans):
-            known = self._edges.get(mask)
+            known = self._balances.get(mask)
             if known is None or known[0] != key:
-                self._edges[mask] = known = (key, balance(mask, self.world, rows))
+                self._balances[mask] = known = (key, balance(mask, self.world, rows))
             return known[1]
         key = (mask is not None, *key)
-        if key not in self._plain_edges:
+        if key not in self._plain_balance:
             plain = plain_spans(mask is not None, total, torch.device("cpu"))
-            self._plain_edges = {key: balance(plain, self.world, rows)}
-        return self._plain_edges[key]
+            self._plain_balance = {key: balance(plain, self.world, rows)}
+        return self._plain_balance[key]
 
-    def _shared_heads(
-        self, heads_q: int, heads_kv: int, held: Edges, computed: Edges | None, in_order: bool
-    ) -> int:
-        """U: by default that for which a rank sends the least, the greatest where others save less than a fifth.
+    def _way(self, q: Tensor, k: Tensor, balanced: Balance | None, in_order: bool) -> Way:
+        """U, and which ranks share heads: by default the fastest by the model of cost.py.
 
-        in_order: only 1 or W, which keep the keys in order.
+        in_order: only what keeps the keys in order. Without `balanced`, the largest possible U.
         """
+        heads_kv, world = k.shape[1], self.world
         if self._heads is not None:
-            if in_order and self._heads not in (1, self.world):
-                raise ValueError(
-                    f"heads: got {self._heads}, expected 1 or {self.world} with a score or mask_mod that reads "
-                    "positions, because others gather keys in another order"
-                )
             if heads_kv % self._heads:
                 raise ValueError(
                     f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v; use a divisor of them"
                 )
-            return self._heads
-        most = math.gcd(self.world, heads_kv)
-        if in_order and most < self.world:
-            return 1
-        if computed is None:
-            return most
+            return Way(self._heads, in_order and 1 < self._heads < world)
+        most = math.gcd(world, heads_kv)
+        if balanced is None:
+            return Way(most, in_order and 1 < most < world)
+        shapes = Shapes(q.shape[2], q.shape[1], heads_kv, q.shape[3], q.element_size(), self._nodes)
+        held = tuple(range(0, world * q.shape[2] + 1, q.shape[2]))
+        stay = (
+            min(held[i + 1], balanced.edges[i + 1]) - max(held[i], balanced.edges[i]) for i in range(world)
+        )
+        return fastest(shapes, most, in_order, balanced.work, q.shape[2] - max(0, min(stay)))
 
-        def sent(shared: int) -> float:
-            """Heads of a row that a rank sends, one way: of q and the keys to those that share, of keys to others."""
-            keys = heads_kv * (self.world // shared - 1)
-            if shared > 1:
-                return (heads_q + heads_kv) * (shared - 1) / shared + keys
-            stay = (min(held[i + 1], computed[i + 1]) - max(held[i], computed[i]) for i in range(self.world))
-            moved = held[1] - max(0, min(stay))
-            return keys + heads_q * moved / held[1]
-
-        best = most
-        for shared in range(most - 1, 0, -1):
-            allowed = most % shared == 0 and (shared == 1 or not in_order)
-            if allowed and sent(shared) < 0.8 * sent(best):
-                best = shared
-        return best
-
-    def _layout(self, shared: int) -> Layout:
-        if shared not in self._layouts:
-            self._layouts[shared] = make_layout(self._group, shared)
-        return self._layouts[shared]
+    def _layout(self, way: Way) -> Layout:
+        if way not in self._layouts:
+            self._layouts[way] = make_layout(self._group, *way)
+        return self._layouts[way]
 
     def _local_masks(
         self,

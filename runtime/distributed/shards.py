@@ -21,11 +21,11 @@ class Layout(NamedTuple):
     keys: tuple[int, ...]  # blocks in the order of the gathered keys
 
 
-def make_layout(group: Any, shared: int) -> Layout:
+def make_layout(group: Any, shared: int, inside: bool) -> Layout:
     """Create the layout. Only the members of a process group take part in creating it."""
     ranks = dist.get_process_group_ranks(group)
     world = len(ranks)
-    queries, neighbours, keys = divide(world, shared, dist.get_rank(group))
+    queries, neighbours, keys = divide(world, shared, dist.get_rank(group), inside)
     if shared in (1, world):
         return Layout(group if shared > 1 else None, group if shared < world else None, queries, keys)
     among_heads = dist.new_group([ranks[block] for block in queries], use_local_synchronization=True)
@@ -33,20 +33,33 @@ def make_layout(group: Any, shared: int) -> Layout:
     return Layout(among_heads, among_rows, queries, keys)
 
 
-def divide(world: int, shared: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(all-to-all group of a rank, its all-gather group, blocks of keys in the order of the gathered keys)."""
-    gathered = world // shared
+def divide(
+    world: int, shared: int, rank: int, inside: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(all-to-all group of a rank, its all-gather group, blocks of keys in the order of the gathered keys).
 
-    def team(block: int) -> int:
+    inside: groups of the all-to-all, which moves most bytes, are of neighbours, and so of one node. Keys stay in order.
+    Otherwise each has early and late rows.
+    """
+    gathered = world // shared
+    if inside:
+        team, place = divmod(rank, shared)
+        return (
+            tuple(range(team * shared, (team + 1) * shared)),
+            tuple(range(place, world, shared)),
+            tuple(range(world)),
+        )
+
+    def team_of(block: int) -> int:
         """The all-to-all group of a block: 0 1 .. R-1, R-1 .. 1 0, 0 1 ..: early and late rows in each."""
         turn, place = divmod(block, gathered)
         return place if turn % 2 == 0 else gathered - 1 - place
 
-    teams = [tuple(block for block in range(world) if team(block) == t) for t in range(gathered)]
+    teams = [tuple(block for block in range(world) if team_of(block) == t) for t in range(gathered)]
     # One rank of each team, at the same place of its team: they have the same heads.
     first = rank // gathered * gathered
     neighbours = tuple(range(first, first + gathered))
-    return teams[team(rank)], neighbours, tuple(b for block in neighbours for b in teams[team(block)])
+    return teams[team_of(rank)], neighbours, tuple(b for block in neighbours for b in teams[team_of(block)])
 
 
 def local_spans(
@@ -112,11 +125,15 @@ def plain_spans(causal: bool, total: int, device: torch.device) -> Spans:
 SLACK = 1.03  # of the mean work, that the busiest rank may have before rows move
 
 
-def balance(mask: Spans, world: int, rows: int) -> tuple[int, ...]:
-    """Edges of runs of queries, one a rank, with equally many visible pairs; those of the ranks' own rows if nearly so.
+class Balance(NamedTuple):
+    """`edges` of runs of queries, one a rank, with equally many pairs; `work`: pairs of each rank's own rows."""
 
-    Reads counts from the device.
-    """
+    edges: tuple[int, ...]
+    work: tuple[int, ...]
+
+
+def balance(mask: Spans, world: int, rows: int) -> Balance:
+    """Runs of queries with equally many pairs, or the ranks' own rows if nearly so. Reads counts from the device."""
     length = world * rows
     starts, ends = (x.reshape(-1).clamp(0, length).long() for x in (mask.starts, mask.ends))
     change = torch.zeros(length + 1, dtype=torch.int64, device=mask.device)
@@ -128,12 +145,12 @@ def balance(mask: Spans, world: int, rows: int) -> tuple[int, ...]:
     places = torch.searchsorted(done, goals) + 1
     numbers = torch.cat((done[rows - 1 :: rows], places)).tolist()
     sums, found = [0, *numbers[:world]], numbers[world:]
-    busiest = max(after - before for before, after in pairwise(sums))
-    if busiest * world <= SLACK * sums[-1]:
-        return held
+    work = tuple(after - before for before, after in pairwise(sums))
+    if max(work) * world <= SLACK * sums[-1]:
+        return Balance(held, work)
     # Every rank computes at least one row.
     inner = [min(max(place, rank), length - world + rank) for rank, place in enumerate(found, 1)]
-    return (0, *accumulate(inner, lambda before, place: max(before + 1, place)), length)
+    return Balance((0, *accumulate(inner, lambda before, place: max(before + 1, place)), length), work)
 
 
 def rows_of(blocks: tuple[int, ...], rows: int, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
+from attnforge.runtime.distributed.cost import Way
 from attnforge.runtime.ops import Mask
 from attnforge.runtime.search.reference import reference
 
@@ -186,7 +187,7 @@ def check_reuse(mesh: DeviceMesh) -> None:
     assert isinstance(mask, attnforge.Spans)
     x = [torch.randn(1, heads, 24, 16, requires_grad=True) for heads in (4, 2, 2)]
     q, k, v = x
-    layout = cp._layout(2)
+    layout = cp._layout(Way(2, False))
     first = cp._local_mask(mask, layout, 24, 96, mask.device)
     assert first is cp._local_mask(mask, layout, 24, 96, mask.device)
     starts, ends = (
@@ -220,20 +221,9 @@ def check_reuse(mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             cp(bad[0], bad[1], bad[2], mask)
-    function = attnforge.masks.mask_mod(lambda b, h, i, j: i != j, 96, 96, "cpu")
-    with pytest.raises(
-        ValueError, match="heads: got 2, expected 1 or 4 with a score or mask_mod that reads posi"
-    ):
-        cp(q, k, v, function)
+    three = torch.arange(3, dtype=torch.int32)[:, None, None] + starts.expand(1, 3, 1, 96)
     with pytest.raises(ValueError, match="mask: has spans for 3 heads, expected 1, 2"):
-        cp(
-            q,
-            k,
-            v,
-            attnforge.Spans(
-                starts.expand(1, 3, 1, 96), ends.expand(1, 3, 1, 96) + torch.arange(3)[:, None, None].int()
-            ),
-        )
+        cp(q, k, v, attnforge.Spans(three, three + 8))
 
 
 @dataclass(frozen=True)
@@ -257,9 +247,9 @@ FUNCTIONS = (
     Functions(96, 8, 4, "alibi"),  # all heads are shared
     Functions(96, 8, 4, "table", heads=1, compiled=True),
     Functions(93, 4, 1, "slopes", pieces=2),
-    Functions(93, 4, 2, "plane"),
+    Functions(93, 4, 2, "plane", heads=2),  # neighbours share them, and keys stay in order
     Functions(93, 8, 4, "relative", pieces=2),
-    Functions(93, 4, 2, mask="documents"),
+    Functions(93, 4, 2, mask="documents", heads=2),
     Functions(96, 8, 4, mask="heads", pieces=2, compiled=True),
     Functions(93, 4, 2, "alibi", mask="window"),
     Functions(93, 4, 2, mask="2 planes", heads=2),

@@ -23,21 +23,28 @@ from attnforge.runtime.distributed.shards import (
 )
 
 WORKER = Path(__file__).parent / "context_parallel_worker.py"
-SPLITS = [(world, shared) for world in (1, 2, 4, 6, 8, 16) for shared in (1, 2, 4) if world % shared == 0]
+SPLITS = [
+    (world, shared, inside)
+    for world, shared, inside in product((1, 2, 4, 6, 8, 16), (1, 2, 4), (False, True))
+    if world % shared == 0 and (not inside or 1 < shared < world)
+]
 
 
-@pytest.mark.parametrize(("world", "shared"), SPLITS)
-def test_every_head_of_every_row_is_computed_once(world: int, shared: int) -> None:
+@pytest.mark.parametrize(("world", "shared", "inside"), SPLITS)
+def test_every_head_of_every_row_is_computed_once(world: int, shared: int, inside: bool) -> None:
     done = set()
     for rank in range(world):
-        queries, neighbours, keys = divide(world, shared, rank)
+        queries, neighbours, keys = divide(world, shared, rank, inside)
         assert rank in queries
         assert rank in neighbours
         assert (len(queries), len(neighbours)) == (shared, world // shared)
         assert sorted(keys) == list(range(world))
         share = queries.index(rank)
-        assert {divide(world, shared, other)[0].index(other) for other in neighbours} == {share}
+        assert {divide(world, shared, other, inside)[0].index(other) for other in neighbours} == {share}
         done |= {(share, block) for block in queries}
+        if inside or shared in (1, world):
+            assert keys == tuple(range(world)), "functions of positions need keys in order"
+            assert queries == tuple(range(queries[0], queries[0] + shared)), "and rows from a first one on"
     assert len(done) == shared * world
 
 
@@ -47,9 +54,11 @@ def test_a_causal_mask_is_the_same_work_for_all(world: int, shared: int) -> None
     assert len(set(work)) == 1
 
 
-@pytest.mark.parametrize(("world", "shared"), SPLITS)
+@pytest.mark.parametrize(("world", "shared", "inside"), SPLITS)
 @pytest.mark.parametrize("total", [96, 90])
-def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(world: int, shared: int, total: int) -> None:
+def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(
+    world: int, shared: int, inside: bool, total: int
+) -> None:
     rows = -(-total // world)
     splits = [total // 3, total // 4, total - total // 3 - total // 4]
     packed = attnforge.bagel.PackedMask([total], splits, ["full", "noise", "causal"], "cpu")
@@ -57,7 +66,7 @@ def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(world: int, shared
     holes = attnforge.DenseMask(torch.rand(1, 3, total, total) < 0.5)
     two, many = unions(total, total, 2, "cpu"), unions(total, total, 3, "cpu", (2, 3))
     for rank, mask in product(range(world), (packed, attnforge.Causal(), None, holes, two, many)):
-        queries, _, keys = divide(world, shared, rank)
+        queries, _, keys = divide(world, shared, rank, inside)
         seen = torch.ones(total, total, dtype=torch.bool) if mask is None else mask.visible(total, total)
         padded = torch.zeros(*seen.shape[:-2], rows * world, rows * world, dtype=torch.bool)
         padded[..., :total, :total] = seen
@@ -79,7 +88,7 @@ def test_runs_of_rows_have_as_many_visible_pairs(world: int, total: int) -> None
     splits = [total // 3, total // 4, total - total // 3 - total // 4]
     packed = attnforge.bagel.PackedMask([total], splits, ["full", "noise", "causal"], "cpu")
     for mask in (packed, plain_spans(True, total, torch.device("cpu")), unions(total, total, 2, "cpu")):
-        edges = balance(mask, world, rows)
+        edges = balance(mask, world, rows).edges
         pairs = mask.visible(total, total).sum(-1).reshape(-1, total).sum(0)
         parts = [int(pairs[first:last].sum()) for first, last in pairwise(edges)]
         assert (edges[0], edges[-1], len(edges)) == (0, world * rows, world + 1)
@@ -97,9 +106,9 @@ def test_runs_of_rows_have_as_many_visible_pairs(world: int, total: int) -> None
 
 
 def test_rows_that_are_balanced_stay() -> None:
-    assert balance(plain_spans(False, 64, torch.device("cpu")), 4, 16) == (0, 16, 32, 48, 64)
+    assert balance(plain_spans(False, 64, torch.device("cpu")), 4, 16).edges == (0, 16, 32, 48, 64)
     first = torch.zeros(64, dtype=torch.int32)
-    assert balance(attnforge.Spans(first, first + 1), 4, 16) == (0, 1, 2, 3, 64)  # a row each at least
+    assert balance(attnforge.Spans(first, first + 1), 4, 16).edges == (0, 1, 2, 3, 64)  # a row each at least
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5, 20])

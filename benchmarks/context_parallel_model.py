@@ -1,0 +1,247 @@
+"""Context parallelism on more GPUs than were measured: the exchange code itself, simulated, and a model of its time.
+
+    python benchmarks/context_parallel_model.py [--tokens 131072] [--ranks 2 4 8 16 32 64] [--node 8]
+
+No GPU is used. Each rank runs runtime/distributed/ in turn, in a process group that sends nothing and with kernels
+that compute nothing; what it would send to whom, and the visible pairs of its kernels, are recorded. A model turns
+these into time:
+
+    a collective takes a latency + the bytes that leave a GPU / the bandwidth of the link, NVLink inside a node and a
+    network port for each GPU between nodes, whichever takes longer; a kernel takes one GPU's time times its share of
+    the pairs; nothing overlaps (pieces=1).
+
+context_parallel chooses U by the same model (runtime/distributed/cost.py).
+
+NVLink's bandwidth and the latency are fitted to the measured times of 2 and 4 H200s below; the rows of these show how
+far the model is off. The network's bandwidth is nine tenths of the data sheet's, and its rows have not been measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from context_parallel import DIM, HEADS_KV, HEADS_Q, long_pack
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import attnforge
+from attnforge.bagel.workloads import workload
+from attnforge.runtime import ops
+from attnforge.runtime.distributed import exchange
+from attnforge.runtime.distributed.cost import Links, Way
+from attnforge.runtime.masks import Spans
+
+# Milliseconds (forward, both passes) by tokens and GPUs: docs/recipes/context_parallel.md, one piece, shared heads.
+MEASURED = {
+    (36864, 1): (3.51, 15.43),
+    (36864, 2): (2.84, 9.43),
+    (36864, 4): (1.59, 4.95),
+    (131072, 1): (11.35, 46.32),
+    (131072, 2): (8.90, 28.61),
+    (131072, 4): (4.81, 14.63),
+}
+
+
+@dataclass
+class Load:
+    """What one rank does in a pass: bytes that leave it inside its node and beyond, collectives, visible pairs."""
+
+    near: float = 0.0
+    far: float = 0.0
+    collectives: int = 0
+    pairs: float = 0.0
+
+    @property
+    def sent(self) -> tuple[float, float, int]:
+        return self.near, self.far, self.collectives
+
+
+@dataclass
+class Recorder:
+    """Counts the collectives of a rank, whose node has `node` GPUs."""
+
+    rank: int
+    node: int
+    load: Load = field(default_factory=Load)
+
+    def add(self, peers: Sequence[int], bytes_each: float) -> None:
+        """A collective in which `bytes_each` go to each of `peers`."""
+        self.load.collectives += 1
+        for peer in peers:
+            if peer == self.rank:
+                continue
+            if peer // self.node == self.rank // self.node:
+                self.load.near += bytes_each
+            else:
+                self.load.far += bytes_each
+
+    def all_to_all(self, result: Tensor, x: Tensor, group: Any = None, **_: Any) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        self.add(ranks, x.numel() * x.element_size() / len(ranks))
+        return mock.Mock()
+
+    def all_gather(self, result: Tensor, x: Tensor, group: Any = None, **_: Any) -> Any:
+        """As rings, which send all data once through each GPU of a node, and once between nodes through all ports."""
+        ranks = dist.get_process_group_ranks(group)
+        here = sum(rank // self.node == self.rank // self.node for rank in ranks)
+        size = x.numel() * x.element_size()
+        self.load.collectives += 1
+        self.load.near += size * (len(ranks) - len(ranks) / here)
+        self.load.far += size * (len(ranks) - here) / here
+        return mock.Mock()
+
+    def send(self, transfers: Sequence[Any]) -> Sequence[Any]:
+        sizes = Counter[int]()
+        for transfer in transfers:
+            if transfer.op is dist.isend:
+                sizes[transfer.peer] += transfer.tensor.numel() * transfer.tensor.element_size()
+        before = self.load.collectives
+        for peer, size in sizes.items():
+            self.add([peer], size)
+        self.load.collectives = before + 1
+        return ()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.load.pairs += pairs_of(mask, q.shape[2], k.shape[2]) * q.shape[1]
+        return torch.empty_like(q), torch.empty(q.shape[:3])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, ...]:
+        self.load.pairs += self.forward_pairs
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    forward_pairs = 0.0
+
+
+def pairs_of(mask: Any, queries: int, keys: int) -> float:
+    """Visible pairs of a mask of one plane."""
+    assert isinstance(mask, Spans)
+    starts, ends = (x.clamp(0, queries).double() for x in (mask.starts, mask.ends))
+    return float((ends - starts).clamp(min=0).sum())
+
+
+@contextmanager
+def rank_of(rank: int, world: int, node: int) -> Iterator[Recorder]:
+    """This process as one rank of many, whose collectives and kernels are only recorded."""
+    recorder = Recorder(rank, node)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    patches: list[Any] = [
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(node)}),
+        mock.patch.object(dist, "all_to_all_single", recorder.all_to_all),
+        mock.patch.object(exchange, "all_gather", recorder.all_gather),
+        mock.patch.object(dist, "batch_isend_irecv", recorder.send),
+        mock.patch.object(ops, "forward", recorder.forward),
+        mock.patch.object(ops, "backward", recorder.backward),
+    ]
+    try:
+        for patch in patches:
+            patch.start()
+        yield recorder
+    finally:
+        mock.patch.stopall()
+        dist.destroy_process_group()
+
+
+def simulate(
+    mask: attnforge.Spans, tokens: int, world: int, node: int, heads: int | None
+) -> tuple[Way, list[tuple[Load, Load]]]:
+    """How heads and rows are divided, and the loads of forward and backward of each rank."""
+    loads, way = [], Way(1, False)
+    for rank in range(world):
+        with rank_of(rank, world, node) as recorder:
+            cp = attnforge.context_parallel(init_device_mesh("cpu", (world,)), heads=heads)
+            rows = -(-tokens // world)
+            q, k, v = (
+                torch.empty(1, rows, count, DIM, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+                for count in (HEADS_Q, HEADS_KV, HEADS_KV)
+            )
+            out = cp.attention(q, k, v, mask, total=tokens)
+            forward, recorder.load = recorder.load, Load()
+            recorder.forward_pairs = forward.pairs
+            out.backward(torch.empty_like(out))
+            loads.append((forward, recorder.load))
+            (way,) = cp._layouts
+    return way, loads
+
+
+def predict(
+    loads: list[tuple[Load, Load]], links: Links, one: tuple[float, float], pairs: float
+) -> tuple[float, float]:
+    """Milliseconds (forward, both) of the slowest rank; `one`: those of one GPU."""
+    parts = [one[0], one[1] - one[0]]
+    times = [
+        max(part * load[i].pairs / pairs + links.seconds(*load[i].sent) * 1e3 for load in loads)
+        for i, part in enumerate(parts)
+    ]
+    return times[0], sum(times)
+
+
+def fit(simulated: dict[tuple[int, int], list[tuple[Load, Load]]], pairs: dict[int, float]) -> Links:
+    """NVLink's bandwidth and the latency that give the measured times of 2 and 4 GPUs, by least squares of ratios."""
+    rows, rest = [], []
+    for (tokens, world), loads in simulated.items():
+        one, measured = MEASURED[tokens, 1], MEASURED[tokens, world]
+        for i, (whole, time) in enumerate(
+            ((one[0], measured[0]), (one[1] - one[0], measured[1] - measured[0]))
+        ):
+            load = max((load[i] for load in loads), key=lambda x: x.pairs)
+            rows.append(np.array([load.near, load.collectives]) / time)
+            rest.append((time - whole * load.pairs / pairs[tokens]) / time)
+    (per_byte, latency), *_ = np.linalg.lstsq(np.array(rows), np.array(rest), rcond=None)
+    return Links(near=1e3 / per_byte, latency=max(0.0, latency) / 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[36864, 131072], help="lengths of the pack")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="numbers of GPUs")
+    parser.add_argument("--node", type=int, default=8, help="GPUs of a node")
+    options = parser.parse_args()
+    masks = {36864: workload("pretrain/0").mask("cpu"), 131072: long_pack(131072, "cpu")}
+    pairs = {tokens: pairs_of(mask, tokens, tokens) * HEADS_Q for tokens, mask in masks.items()}
+    shared = {
+        (tokens, world): simulate(masks[tokens], tokens, world, options.node, world)[1]
+        for tokens, world in MEASURED
+        if world > 1
+    }
+    links = fit(shared, pairs)
+    print(
+        f"fitted to 2 and 4 GPUs: NVLink {links.near / 1e9:.0f} GB/s a direction, {links.latency * 1e6:.0f} us a "
+        f"collective; network {links.far / 1e9:.0f} GB/s a GPU, nodes of {options.node}"
+    )
+    print("| tokens | GPUs | U | fwd ms | fwd+bwd ms | speed-up fwd | both | measured fwd | both |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for tokens in options.tokens:
+        one = MEASURED[tokens, 1]
+        for world in options.ranks:
+            for heads in (world, None) if (tokens, world) in MEASURED else (None,):
+                way, loads = simulate(masks[tokens], tokens, world, options.node, heads)
+                forward, both = predict(loads, links, one, pairs[tokens])
+                known = MEASURED[tokens, world] if heads else None
+                measured = f"{known[0]:.2f} | {known[1]:.2f}" if known else " | "
+                division = f"{way.shared}{', neighbours' if way.inside else ''}"
+                print(
+                    f"| {tokens} | {world} | {division} | {forward:.2f} | {both:.2f} | "
+                    f"{one[0] / forward:.2f} | {one[1] / both:.2f} | {measured} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

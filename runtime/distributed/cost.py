@@ -1,0 +1,127 @@
+"""Which division of heads and rows among ranks is the fastest, by a model of kernels and links.
+
+A collective takes a latency and the bytes that leave a GPU over the bandwidth of the link that they leave by: inside a
+node, or through a port of the GPU to other nodes, whichever takes longer. Kernels take their visible pairs over a rate,
+and a step lasts as long as its slowest rank. benchmarks/context_parallel_model.py has the same model and compares it
+with measured times; the recorded bytes of its simulation are those that `traffic` computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from attnforge.runtime.distributed.shards import divide
+
+
+class Way(NamedTuple):
+    """U, and whether the ranks that share heads are neighbours: of one node, and keys stay in order."""
+
+    shared: int
+    inside: bool
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that leave a GPU, inside a node and to other nodes; seconds before a collective moves anything.
+
+    As fitted to 2 and 4 H200s, and nine tenths of 400 Gbit/s.
+    """
+
+    near: float = 216e9
+    far: float = 45e9
+    latency: float = 41e-6
+
+    def seconds(self, near: float, far: float, collectives: int) -> float:
+        return collectives * self.latency + max(near / self.near, far / self.far)
+
+
+RATE = 600e12  # FLOP a second of a GPU's kernels, forward and backward together
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of a call: rows of a rank, heads, columns of a head, bytes of an element, and the node of each rank."""
+
+    rows: int
+    heads_q: int
+    heads_kv: int
+    dim: int
+    bytes: int
+    nodes: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.nodes)
+
+
+def nodes_of(ranks: Sequence[int]) -> tuple[int, ...]:
+    """The node of each rank, as torchrun numbers them; one node for all where nothing says how many ranks it has."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(ranks) + 1
+    return tuple(rank // size for rank in ranks)
+
+
+def ways(shapes: Shapes, most: int, in_order: bool) -> list[Way]:
+    """The divisions that a call may have, U up to `most`; with `in_order` only those that keep the keys in order."""
+    world = shapes.world
+    found = [
+        Way(shared, inside)
+        for shared, inside in product((u for u in range(most, 0, -1) if most % u == 0), (False, True))
+        if inside == (1 < shared < world) or (not inside and not in_order)
+    ]
+    return found
+
+
+def traffic(shapes: Shapes, way: Way, rank: int, backward: bool) -> tuple[float, float, int]:
+    """Bytes that leave a rank inside its node and to others, and collectives, of a pass.
+
+    Without the rows that ranks exchange for balance where U is 1.
+    """
+    s, here = shapes, shapes.nodes[rank]
+    blocks, neighbours, _ = divide(s.world, way.shared, rank, way.inside)
+    row = s.rows * s.dim * s.bytes  # of one head
+    near = far = 0.0
+    collectives = 0
+    if way.shared > 1:  # q, k, v and out; dout, dq, dk and dv
+        each = 2 * (s.heads_q + s.heads_kv) * row / way.shared
+        others = sum(s.nodes[peer] == here for peer in blocks) - 1
+        near, far, collectives = each * others, each * (way.shared - 1 - others), 4
+    if way.shared < s.world:
+        size, count = 2 * s.heads_kv * row, len(neighbours)
+        local = sum(s.nodes[peer] == here for peer in neighbours)
+        if backward:  # dk and dv of all rows, to those whose rows they are
+            near += size * (local - 1)
+            far += size * (count - local)
+        else:  # k and v, in rings: once through each GPU of a node, between nodes through all ports
+            near += size * (count - count / local)
+            far += size * (count - local) / local
+        collectives += 2
+    return near, far, collectives
+
+
+def seconds(shapes: Shapes, way: Way, work: Sequence[float], moved: float) -> float:
+    """Of both passes. `work`: visible pairs of each rank's own rows; `moved`: rows that leave a rank if U is 1."""
+    s, links = shapes, Links()
+    if way.shared == 1:
+        slowest = sum(work) / s.world
+    else:
+        teams = {divide(s.world, way.shared, rank, way.inside)[0] for rank in range(s.world)}
+        slowest = max(sum(work[block] for block in team) for team in teams) / way.shared
+    kernels = 3.5 * 4 * s.dim * s.heads_q * slowest / RATE
+    exchange = sum(
+        max(links.seconds(*traffic(s, way, rank, backward)) for rank in range(s.world))
+        for backward in (False, True)
+    )
+    if way.shared == 1 and moved:  # q and out, dout and dq
+        exchange += 2 * links.seconds(2 * moved * s.heads_q * s.dim * s.bytes, 0, 2)
+    return kernels + exchange
+
+
+def fastest(shapes: Shapes, most: int, in_order: bool, work: Sequence[float], moved: float) -> Way:
+    """The way that takes the least time; of nearly equal ones the first, which shares more heads."""
+    times = [(seconds(shapes, way, work, moved), way) for way in ways(shapes, most, in_order)]
+    least = min(time for time, _ in times)
+    return next(way for time, way in times if time <= 1.02 * least)
