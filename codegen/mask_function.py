@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from attnforge.codegen.score import WIDTH, Code, Formula, Kind, Node, Printer, Program, least, wrapped
+from attnforge.codegen.int_bounds import HELPERS
+from attnforge.codegen.score import WIDTH, Code, Formula, Kind, Node, Printer, Program, wrapped
 
 SHORT = 12  # values of a function whose evaluation is unrolled
+PRODUCT = "rounded_product"  # of floats, which no sum takes up unrounded: that would move an equality
 
 # Operators and functions of ranges, by the kind of their operands: "+" of two ranges is the range of all sums.
 _OF_INTS = {"+", "-", "neg", "*", "abs", "maximum", "minimum", "//", "%", ">>", "where",
@@ -100,7 +102,7 @@ class MaskMod(Formula):
     @property
     def short(self) -> bool:
         """Is it a few comparisons and sums, which kernels unroll for all pairs of a thread? Longer ones would spill."""
-        return not self.calls and len(self.parsed[0].nodes) <= SHORT
+        return self.calls <= {*HELPERS.values(), PRODUCT} and len(self.parsed[0].nodes) <= SHORT
 
     def reads(self, leaf: str) -> bool:
         """Does the function depend on this index, such as `h`?"""
@@ -137,22 +139,40 @@ def _places(program: Program, result: int) -> dict[int, tuple[str, str]]:
 
 def _side(program: Program, index: Literal["q_idx", "kv_idx"], members: dict[int, str], first: int) -> Side:
     printer = _PairPrinter(program, tuple(members), first, {})
-    texts = printer.print()
+    texts = tuple(
+        f"static_cast<bool>({text})" if printer.gives_int(x) else text
+        for x, text in zip(members, printer.print(), strict=True)
+    )
     values = tuple((name, program.kind(x)) for x, name in members.items())
     return Side(index, values, texts, tuple(printer.lines), frozenset(printer.calls), printer.names)
 
 
 class _PairPrinter(Printer):
-    """C++ text without branches: where && and || would skip a read, several pairs could not be read at once."""
+    """C++ text without branches: where && and || would skip a read, several pairs could not be read at once.
+
+    Floats are rounded as torch rounds them, so that equalities hold.
+    """
+
+    reciprocals = False
 
     def __init__(self, program: Program, results: tuple[int, ...], first: int, given: dict[int, str]) -> None:
         super().__init__(program, results, cpp=True, first=first, tiled=True, given=given)
 
     def index(self, x: int) -> str:
         """Indices of queries and keys are never negative: counting from the end is left out."""
-        never = self.p.nodes[x].value in ("q_idx", "kv_idx") or least(self.p, x) >= 0
-        plain = self.p.nodes[x].op == "const" or not never
-        return self.plain(x) if plain else f"static_cast<unsigned>({self.plain(x)})"
+        natural = self.natural(x, ("q_idx", "kv_idx"))
+        return f"static_cast<unsigned>({self.plain(x)})" if natural else self.plain(x)
+
+    def helper(self, x: int) -> str | None:
+        node = self.p.nodes[x]
+        return PRODUCT if node.op == "*" and node.kind == "float" else super().helper(x)
+
+    def gives_int(self, x: int) -> bool:
+        """Is a bool an int for C++, which a member of a structure would not take?"""
+        node = self.p.nodes[x]
+        if node.kind != "bool" or self.plain(x).isidentifier():
+            return False
+        return node.op in ("&", "|", "^") or (node.op == "where" and any(map(self.gives_int, node.args[1:])))
 
     def infix(self, node: Node) -> tuple[str, bool]:
         if node.kind == "bool" and node.op in ("&", "|"):
@@ -185,9 +205,12 @@ class _TilePrinter(_PairPrinter):
         if node.kind == "float" or "float" in kinds or node.op.startswith("load:"):
             return False
         if node.op in _BY_NUMBER:
-            divisor = self.p.nodes[node.args[1]]
-            return divisor.op == "const" and float(divisor.value) >= (0 if node.op == ">>" else 1)
+            number = self.p.nodes[node.args[1]]
+            return number.op == "const" and (node.op == ">>" or float(number.value) >= 1)
         return node.op in (_OF_INTS if "int" in kinds else _OF_BOOLS)
+
+    def helper(self, x: int) -> None:
+        """None: operators of ranges are defined for all of them."""
 
     def spell(self, x: int) -> tuple[str, bool]:
         node = self.p.nodes[x]
@@ -203,7 +226,10 @@ class _TilePrinter(_PairPrinter):
         self.operators.add("not" if node.op == "~" else node.op)
         if node.op in _BY_NUMBER:
             name = {"//": "floor_div", "%": "floor_mod", ">>": "shift_right"}[node.op]
-            return f"{name}({self.plain(node.args[0])}, {self.constant(self.p.nodes[node.args[1]])})", False
+            number = int(self.p.nodes[node.args[1]].value)
+            if node.op == ">>" and not 0 <= number < 32:
+                number = 31  # as torch has it: the sign
+            return f"{name}({self.plain(node.args[0])}, {number})", False
         if node.op == "where":
             return f"choose({', '.join(self.plain(a) for a in node.args)})", False
         return super().spell(x)

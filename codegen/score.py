@@ -25,6 +25,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from attnforge.codegen.int_bounds import HELPERS, INT32, int_bounds
+
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
@@ -169,6 +171,8 @@ class Program:
             return self.node(op, (x, y), "bool")
         if op in ("&", "|", "^", "<<", ">>", "//", "%") and kinds != ("int", "int"):
             raise ScoreError(f"{op} of float32 is not supported, only of int32")
+        if op in ("//", "%") and self.nodes[y] == Node("const", (), "int", 0.0):
+            raise ScoreError(f"{op} by 0 is not supported")
         kind: Kind = "float" if "float" in kinds or op == "/" else "int"
         return self.node(op, (x, y), kind)
 
@@ -958,18 +962,6 @@ def _clamps(p: Program, x: int) -> bool:
     return p.nodes[x].op in ("minimum", "maximum") or any(_clamps(p, a) for a in p.nodes[x].args)
 
 
-def least(p: Program, x: int) -> float:
-    """A lower bound of an integer that its form shows."""
-    node = p.nodes[x]
-    if node.op == "const":
-        return float(node.value)
-    if node.op in ("minimum", "maximum"):
-        return (min if node.op == "minimum" else max)(least(p, a) for a in node.args)
-    if node.op == "+":
-        return sum(least(p, a) for a in node.args)
-    return 0.0 if node.op == "abs" or node.value == "kv_idx" else -math.inf
-
-
 # ---- C++ and Python text of a program
 
 
@@ -996,6 +988,8 @@ class Code:
 class Printer:
     """Text of a program: values that are used more than once get a name, others are written where they are used."""
 
+    reciprocals = True  # x / c as x * (1 / c), which is cheaper and may differ in the last bit
+
     def __init__(
         self,
         program: Program,
@@ -1008,6 +1002,7 @@ class Printer:
         """`given`: the text of values that are not computed here."""
         self.p, self.results, self.cpp, self.first, self.tiled = program, results, cpp, first, tiled
         self.given = given
+        self.bounds = int_bounds(program.nodes)
         self.uses: dict[int, int] = {}
         self.text: dict[int, tuple[str, bool]] = {}  # and whether it must be put into parentheses
         self.lines: list[str] = []
@@ -1075,6 +1070,9 @@ class Printer:
             indices = ", ".join(self.plain(i) for i in node.args)
             self.calls.add(f"place_{len(node.args)}d")
             return f"place_{len(node.args)}d(p.dscore{node.op[6:]}, {indices})", False
+        if self.cpp and (helper := self.helper(x)) is not None:
+            self.calls.add(helper)
+            return f"{helper}({', '.join(self.plain(a) for a in node.args)})", False
         if node.op in ("neg", "~"):
             sign = "-" if node.op == "neg" else "!" if self.cpp and node.kind == "bool" else "~"
             inner = self.inner(node.args[0])
@@ -1083,10 +1081,19 @@ class Printer:
             return self.infix(node)
         return self.function(node)
 
+    def helper(self, x: int) -> str | None:
+        """What C++ calls in place of an operation that it does not have, or not for all operands."""
+        op = self.p.nodes[x].op
+        if op in ("//", "%"):
+            return "floor_div" if op == "//" else "floor_mod"
+        return HELPERS[op] if x in self.bounds.undefined else None
+
     def constant(self, node: Node) -> str:
         value = float(node.value)
         if node.kind != "float":
             name = str(int(value)) if node.kind == "int" else str(bool(value))
+            if self.cpp and value == INT32[0]:
+                return "(-2147483647 - 1)"  # -2147483648 is a long
             return name.lower() if self.cpp else name
         if not math.isfinite(value):
             text = "nan" if math.isnan(value) else "-inf" if value < 0 else "inf"
@@ -1107,18 +1114,18 @@ class Printer:
 
     def index(self, x: int) -> str:
         """For tiles one that is never negative is unsigned: what it takes to count from the end is left out."""
-        plain = not self.tiled or self.p.nodes[x].op == "const" or least(self.p, x) < 0
-        return self.plain(x) if plain else f"static_cast<unsigned>({self.plain(x)})"
+        return f"static_cast<unsigned>({self.plain(x)})" if self.tiled and self.natural(x) else self.plain(x)
+
+    def natural(self, x: int, leaves: tuple[str, ...] = ("kv_idx",)) -> bool:
+        """Is it an index of these, or computed and never negative?"""
+        node = self.p.nodes[x]
+        return node.value in leaves if node.op in ("leaf", "const") else self.bounds.ranges[x][0] >= 0
 
     def infix(self, node: Node) -> tuple[str, bool]:
         x, y = node.args
-        if self.cpp and node.op in ("//", "%"):
-            name = "floor_div" if node.op == "//" else "floor_mod"
-            self.calls.add(name)
-            return f"{name}({self.plain(x)}, {self.plain(y)})", False
         if self.cpp and node.op == "/":
-            divisor = self.p.constant(y)
-            if divisor is not None and divisor:  # a product is cheaper, and within one rounding
+            divisor = self.p.constant(y) if self.reciprocals else None
+            if divisor is not None and divisor:
                 return f"{self.inner(x)} * (1.0f / {self.inner(y)})", True
             if self.p.kind(x) == self.p.kind(y) == "int":
                 return f"static_cast<float>({self.plain(x)}) / {self.inner(y)}", True

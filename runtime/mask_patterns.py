@@ -180,7 +180,8 @@ def mask_mod(
 
     function: integers, floats, comparisons, &, |, ~, where, and up to 4 captured tensors, together with those of a
         score, indexed by numbers: int32, bool, float32, bfloat16, float16, other integers that fit int32 (int64 waits
-        for the device to check that). They are copied to `device`: later changes do not change the mask.
+        for the device to check that). They are copied to `device`: later changes do not change the mask. Integers
+        of all widths, also `x.long()`, are computed as int32.
     visible_keys: as for `Spans`.
     Raises ScoreError, a ValueError, that names an operation which cannot be translated.
     """

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import MAX_TENSORS, Formula, Program, ScoreError, ScoreMod
@@ -39,6 +40,23 @@ class _Indexing(TorchFunctionMode):
                     args[0], [torch.as_tensor(i, dtype=torch.int32) for i in at]
                 )
         return func(*args, **(kwargs or {}))
+
+
+class _Dividing(TorchDispatchMode):
+    """x // 0 and x % 0 of integers as 0, as kernels have it; all indices are 0 here, and torch would refuse."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "ZeroDivisionError" not in str(error):
+                raise
+            if not isinstance(args[1], Tensor):
+                raise ScoreError("an integer is divided by the constant 0") from None
+        none = args[1] == 0
+        return torch.where(none, 0, func(args[0], torch.where(none, 1, args[1]), **(kwargs or {})))
 
 
 def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
@@ -66,7 +84,8 @@ def traced_mask(
 ) -> tuple[str, tuple[Tensor, ...]]:
     """(text, captured tensors) of a function (b, h, q_idx, kv_idx) that says which pairs are visible.
 
-    fixed: values of indices that the text shall not depend on. Captured tensors are copies: bool and int64 as int32.
+    fixed: values of indices that the text shall not depend on. Captured tensors are copies: bool and integers as int32,
+    in which the function computes: it wraps around at 32 bits, also where torch would at 8 or at 64.
     Raises ScoreError naming what is wrong.
     """
     try:
@@ -84,7 +103,7 @@ def _indices() -> list[Tensor]:
 
 def _graph(function: Callable[..., Tensor], scalars: list[Tensor]) -> GraphModule:
     def trace() -> GraphModule:
-        with torch.no_grad(), _Indexing():
+        with torch.no_grad(), _Indexing(), _Dividing():  # type: ignore[no-untyped-call]
             return make_fx(function, tracing_mode="real")(*scalars)
 
     # Dynamo of torch 2.11 cannot break a graph inside a mode, and leaves the mode on. Not a decorator: disable imports
@@ -206,13 +225,13 @@ class _Translation:
         if name == "index":
             return self.indexed(node)
         if name in _SAME:
-            return self.values[node.args[0]]  # type: ignore[index]
+            return self.same(node)
         if name == "_to_copy":
             return self.converted(node)
         if name in _FILLED:
             return self.filled(node, _FILLED[name])
         if name in ("scalar_tensor", "full"):
-            return self.number(node.args[-1 if name == "full" else 0])
+            return self.filled(node, node.args[-1])  # type: ignore[arg-type]
         if name not in _OPERATIONS:
             raise ScoreError(f"{node.target} is not supported")
         if float(node.kwargs.get("alpha", 1)) != 1:  # type: ignore[arg-type]
@@ -225,14 +244,24 @@ class _Translation:
         except ScoreError as error:
             raise ScoreError(f"{node.target}: {error}") from None
 
-    def filled(self, node: Node, value: int) -> int:
-        """One scalar of zeros or ones."""
-        dtype = node.kwargs.get("dtype") or torch.float32
-        shape = node.args[-1]
-        if shape not in ([], ()) or dtype not in (torch.bool, torch.float32, torch.int32, torch.int64):
-            raise ScoreError(f"{node.target} of shape {shape} and {dtype} is not supported")
-        kinds: dict[Any, Callable[[int], float]] = {torch.bool: bool, torch.float32: float}
-        return self.program.const(kinds.get(dtype, int)(value))
+    def same(self, node: Node) -> int | _Partial:
+        """An operation that changes no value: of a captured tensor without all its indices, no shape either."""
+        source: Node = node.args[0]  # type: ignore[assignment]
+        before, after = (x.meta["val"].shape for x in (source, node))
+        if before != after and isinstance(self.values[source], _Partial):
+            raise ScoreError(
+                f"{node.target} of a captured tensor, {tuple(before)} to {tuple(after)}, is not supported; "
+                "call it outside of the function"
+            )
+        return self.values[source]
+
+    def filled(self, node: Node, value: float) -> int:
+        """A scalar."""
+        shape, dtype = node.meta["val"].shape, node.meta["val"].dtype
+        if shape:
+            raise ScoreError(f"{node.target} of shape {tuple(shape)} is not supported, only of shape ()")
+        kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
+        return self.program.const(kind(value))
 
     def indexed(self, node: Node) -> _Partial:
         of = self.values[node.args[0]]  # type: ignore[index]
@@ -285,7 +314,10 @@ def _truth(p: Program, x: int) -> int:
 def _div_trunc(p: Program, x: int, y: int) -> int:
     if (p.kind(x), p.kind(y)) != ("int", "int"):
         raise ScoreError("float32 with a rounding mode is not supported")
-    return p.call("int", p.binary("/", x, y))
+    zero, one = p.const(0), p.const(1)
+    negative = p.binary("!=", p.binary("<", x, zero), p.binary("<", y, zero))
+    up = p.binary("&", negative, p.binary("!=", p.binary("%", x, y), zero))
+    return p.binary("+", p.binary("//", x, y), p.call("where", up, one, zero))
 
 
 def _infix(op: str) -> Callable[..., int]:
@@ -363,7 +395,8 @@ _DTYPE = {"float": torch.float32, "int": torch.int32, "bool": torch.bool}
 def evaluate(text: Formula, leaves: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """What the function gives with torch's operations, for tensors of indices by name that can be broadcast.
 
-    As in kernels, an index of a captured tensor below 0 counts from its end, and one outside of it is moved inside.
+    As in kernels, an index of a captured tensor below 0 counts from its end, one outside of it is moved inside, and an
+    integer divided by 0 gives 0.
     """
     program, result = text.parsed
     device = next(iter(leaves.values())).device
@@ -380,6 +413,9 @@ def evaluate(text: Formula, leaves: Mapping[str, Tensor], tensors: Sequence[Tens
             at = (i.long() + (i < 0) * n for i, n in zip(args, x.shape, strict=True))
             loaded = x[tuple(i.clamp(0, n - 1) for i, n in zip(at, x.shape, strict=True))]
             found.append(loaded.to(_DTYPE[node.kind]))
+        elif node.op in ("//", "%") and program.nodes[node.args[1]].op != "const":
+            none = args[1] == 0  # torch refuses to divide
+            found.append(torch.where(none, 0, _TORCH[node.op](args[0], torch.where(none, 1, args[1]))))
         else:
             found.append((_TORCH.get(node.op) or getattr(torch, node.op))(*args))
     return found[result]

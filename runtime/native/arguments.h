@@ -52,7 +52,7 @@ inline void set_dense(Params& p, const Tensor& mask) {
 inline ScoreRef score_ref(const Tensor& x) {
     ScoreRef found{x.const_data_ptr(), {0, 0, 0, 0}, {1, 1, 1, 1}};
     for (int64_t axis = 0; axis < x.dim(); ++axis) {
-        found.stride[axis] = x.stride(axis);
+        found.stride[axis] = x.size(axis) == 1 ? 0 : x.stride(axis);  // of one element it may be anything
         found.size[axis] = static_cast<int>(x.size(axis));
     }
     return found;
@@ -63,6 +63,10 @@ inline void set_score(Params& p, const Variant& variant, at::TensorList tensors)
     ScoreRef* const places[] = {&p.score0, &p.score1, &p.score2, &p.score3};
     TORCH_CHECK_VALUE(tensors.size() == variant.score_tensors.size(), "score, mask_mod: got ", tensors.size(),
                       " tensors, but the formulas have ", variant.score_tensors.size());
+    // codegen/int_bounds.py takes indices for less than 2^30, also those behind the last one in its tile.
+    TORCH_CHECK_VALUE(std::max({p.batch, p.heads_q, p.seq_q, p.seq_k}) <= 1 << 29,
+                      "score, mask_mod: got batch ", p.batch, ", heads_q ", p.heads_q, ", seq_q ", p.seq_q, ", seq_k ",
+                      p.seq_k, ", each may be up to 2^29");
     for (size_t i = 0; i < tensors.size(); ++i) {
         const Tensor& x = tensors[i];
         const auto dtype = x.scalar_type();
@@ -70,11 +74,12 @@ inline void set_score(Params& p, const Variant& variant, at::TensorList tensors)
         const std::string kind = name + "[" + std::to_string(x.dim()) + "]";
         TORCH_CHECK_VALUE(kind == variant.score_tensors[i], "score, mask_mod: tensor ", i, " is ", kind,
                           ", but the formulas have ", variant.score_tensors[i]);
-        for (const int64_t stride : x.strides()) {  // kernels multiply them as 32-bit words
-            TORCH_CHECK_VALUE(stride * x.element_size() < int64_t{1} << 32, "score, mask_mod: tensor ", i,
-                              " has a stride of ", stride, " elements, expected less than 4 GiB");
-        }
         *places[i] = score_ref(x);
+        for (const int64_t stride : places[i]->stride) {  // GPU kernels multiply them as 32-bit words
+            TORCH_CHECK_VALUE(variant.device.is_cpu() || stride * x.element_size() < int64_t{1} << 32,
+                              "score, mask_mod: tensor ", i, " has a stride of ", stride,
+                              " elements, expected less than 4 GiB");
+        }
     }
 }
 

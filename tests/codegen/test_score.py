@@ -280,7 +280,9 @@ def test_slopes_are_products_of_floats() -> None:
 
 def python_value(code: Code, names: dict[str, Any]) -> float:
     """What C++ text of sums, products and loads computes, in float64; only `names` may occur in it."""
-    scope = dict(names)
+    scope = {
+        f"wrapping_{name}": getattr(operator, name) for name in ("add", "sub", "mul", "neg", "abs")
+    } | names
     for statement in (*code.locals, f"const float result = {code.result};"):
         declared = re.fullmatch(r"const (?:float|int) (\w+) = (.*);", statement)
         assert declared is not None

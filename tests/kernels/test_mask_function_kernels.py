@@ -18,7 +18,7 @@ from emulator import FLAGS, PARTS, Emulated
 from mask_functions import functions, visible
 from oracle import Shape, check, draw
 from score_oracle import compare
-from strict_nvcc import SERIALISED, check_resources
+from strict_nvcc import SERIALISED, check_resources, compile_strictly
 from torch import Tensor
 
 import attnforge
@@ -304,6 +304,22 @@ def test_nvcc(arch: Arch, dtype: DType, nvcc: None, tmp_path: Path) -> None:
     specs = [first(direction, arch, dtype, name, 128) for direction, name in cases]
     log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
+
+
+# A side with the truth of two conditions, integers that wrap around, and every other helper.
+HELPERS = """all(t0: float32[1]): x0 = q_idx * 1013904223 + 12345; (((q_idx > 2) & (x0 % 7 < 3)) & (kv_idx <= q_idx))
+ | (-x0 - h * kv_idx < abs(x0) << b) & (x0 >> b != -2147483648) ^ (t0[q_idx] * t0[kv_idx] - t0[h] / 3.0 == 0.0)"""
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A], ids=lambda arch: arch.value)
+def test_nvcc_with_helpers(arch: Arch, nvcc: None, tmp_path: Path) -> None:
+    mod = MaskMod(HELPERS.replace("\n", ""))
+    problem = Problem(FORWARD, arch, DType.BFLOAT16, 64, Mask.DENSE, mask_mod=mod)
+    source = render(next(candidates(problem)))
+    compile_strictly(source, tmp_path)
+    for name in ("add", "sub", "mul", "neg", "abs"):
+        assert f"int wrapping_{name}(int" in source.text
 
 
 @pytest.mark.nvcc

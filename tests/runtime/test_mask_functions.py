@@ -50,6 +50,61 @@ def test_results(name: str, dtype: torch.dtype) -> None:
     check(draw(SHAPE, dtype, "cpu"), mask_of(name))
 
 
+ONE_OR_NONE = torch.arange(64, dtype=torch.int32) % 2
+EQUAL = torch.rand(64, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+# What C++ leaves undefined, or may round otherwise than torch; kernels also compute behind the last query.
+EXACTLY: dict[str, MaskFunction] = {
+    "hash": lambda b, h, i, j: ((j * 1013904223 + 12345) % 7 < 3) & (j <= i),
+    "overflow of a sum": lambda b, h, i, j: (j + 2147483600 < 0) | (i == j),
+    "0 behind the last query": lambda b, h, i, j: (j // (60 - i)) % 2 == 0,
+    "-1 behind the last query": lambda b, h, i, j: (-2147483648 + 0 * j) // (59 - i - (i == 59).int()) < j,
+    "truncated": lambda b, h, i, j: (
+        torch.div((i - j) * 16777259, 16777258 + j, rounding_mode="trunc") == i - j
+    ),
+    "shifts": lambda b, h, i, j: ((1 << (j % 40)) > i) & (((i - j) >> 40) == -1),
+    "quotients": lambda b, h, i, j: torch.floor(i / 41.0) == torch.floor(j / 41.0),
+    "products": lambda b, h, i, j: EQUAL[i] * EQUAL[i] - EQUAL[j] * EQUAL[j] == 0,
+    "constants": lambda b, h, i, j: i - j > 2 * torch.full((), 2.5, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", EXACTLY)
+def test_kernels_decide_as_torch(name: str) -> None:
+    """Pair by pair: v is the identity."""
+    index = torch.arange(60, dtype=torch.int32)
+    mask = masks.mask_mod(EXACTLY[name], 60, 60, "cpu")
+    scalar = torch.zeros((), dtype=torch.int32)
+    exact = EXACTLY[name](scalar, scalar, index[:, None], index).expand(60, 60)
+    q, v = torch.zeros(1, 1, 60, 60), torch.eye(60)[None, None]
+    assert torch.equal(attnforge.attention(q, q, v, mask)[0, 0] > 0, exact)
+    assert torch.equal(mask.visible(60, 60), exact)
+
+
+def test_integers_divided_by_0() -> None:
+    """Functions are traced at index 0, where torch divides by 0 and raises; in kernels such a pair gives 0."""
+    index = torch.arange(60, dtype=torch.int32)
+    dividing: tuple[MaskFunction, ...] = (
+        lambda b, h, i, j: (i % j == 0) & (i // j < 9),
+        lambda b, h, i, j: (i % ONE_OR_NONE[j] == 0) & (torch.div(-i, j, rounding_mode="trunc") > -9),
+    )
+    none = torch.zeros((), dtype=torch.int32)
+    for function in dividing:
+        mask = masks.mask_mod(function, 60, 60, "cpu")
+        seen = mask.visible(60, 60)
+        assert seen[:, 0].all()
+        assert torch.equal(seen[:, 1::2], function(none, none, index[:, None], index[1::2]))
+        q, v = torch.zeros(1, 1, 60, 60), torch.eye(60)[None, None]
+        assert torch.equal(attnforge.attention(q, q, v, mask)[0, 0] > 0, seen)
+
+
+def test_strides_of_axes_that_have_one_element() -> None:
+    """They are never used, and may be anything; on a CPU others may be, too."""
+    table = torch.as_strided(torch.rand(9), (1, 9), (1 << 31, 1))
+    mask = FunctionMask("a(t0: float32[2]): t0[b, q_idx] > t0[b, kv_idx]", (table,), 9, 9, "cpu")
+    q, v = torch.zeros(1, 1, 9, 9), torch.eye(9)[None, None]
+    assert torch.equal(attnforge.attention(q, q, v, mask)[0, 0] > 0, table[0, :, None] > table[0])
+
+
 def test_with_a_score() -> None:
     """Both read tensors: those of the score come first."""
     slopes = torch.rand(4)
@@ -110,11 +165,17 @@ def test_what_a_function_becomes() -> None:
 
 
 WIDE, DOUBLES = torch.tensor([1 << 40]), torch.zeros(9, dtype=torch.float64)
+PLANE = torch.zeros(2, 8, dtype=torch.int32)
 REFUSED: dict[str, MaskFunction] = {
     r"mask_mod: aten.erfinv.default is not supported": lambda b, h, i, j: torch.erfinv(i * 0.1) > j,
     "slices": lambda b, h, i, j: DOUBLES[None][:, i] > j,
     "do not fit int32": lambda b, h, i, j: WIDE[i] > j,
     "float64": lambda b, h, i, j: DOUBLES[i] > j,
+    r"aten.view.default of a captured tensor, \(2, 8\) to \(8, 2\)": lambda b, h, i, j: (
+        PLANE.view(8, 2)[i, j] > 0
+    ),
+    r"aten.full.default of shape \(2,\)": lambda b, h, i, j: (i > torch.full((2,), 1))[0],
+    "an integer is divided by the constant 0": lambda b, h, i, j: i % 0 == j,
 }
 
 

@@ -110,6 +110,13 @@ def test_wrong_arguments_are_named() -> None:
             )
 
 
+def test_more_keys_than_indices_are_for() -> None:
+    """Kernels take sums of an index and a small number for int32."""
+    k = torch.zeros(1, 1, 1, 8).expand(1, 1, (1 << 29) + 1, 8)
+    with pytest.raises(ValueError, match=r"seq_q 1, seq_k 536870913, each may be up to 2\^29"):
+        attnforge.attention(torch.zeros(1, 1, 1, 8), k, k, score=scores.softcap(3.0))
+
+
 LEARNED = ["slopes", "plane", "table", "buckets", "keys", "sharpened"]
 
 
@@ -171,7 +178,7 @@ def test_gradients_of_some_captured_tensors() -> None:
     with torch.no_grad():
         assert not attnforge.attention(q, k, v, score=score).requires_grad
     strict = attnforge.attention(q, k, v, score=score, deterministic=True)
-    with pytest.raises(ValueError, match="deterministic: gradients of a score's tensors"):
+    with pytest.raises(ValueError, match=r"deterministic: gradients of a score.s tensors"):
         strict.sum().backward()
     arguments = (x.dout, q, k, v, out.detach(), lse.detach(), None, 0, None, False, 0, None, 0)
     words = (score.text.replace("t0: float32[1]", "t0: float32[1] grad"), slopes.detach(), table)

@@ -55,7 +55,8 @@ class ScoreRef(ctypes.Structure):
     def of(x: torch.Tensor) -> ScoreRef:
         """As score_ref of runtime/native/arguments.h."""
         rest = [0] * (4 - x.dim())
-        return ScoreRef(x.data_ptr(), (*x.stride(), *rest), (*x.shape, *(1 for _ in rest)))
+        strides = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return ScoreRef(x.data_ptr(), (*strides, *rest), (*x.shape, *(1 for _ in rest)))
 
 
 CTYPES: dict[str, Any] = {
