@@ -82,6 +82,11 @@ void launch_mask_kernel(void* function, int64_t blocks, c10::Device device, std:
                    "launching a mask kernel");
 }
 
+// For errors: dtype, shape and device of a tensor.
+inline std::string described(const Tensor& x) {
+    return c10::str(x.scalar_type(), " ", x.sizes(), " on ", x.device());
+}
+
 // ---- Spans ----------------------------------------------------------------------------------------------------------
 
 // starts, ends: int32 (seq_k) -> (2, seq_k); int32 (batch, heads, intervals, seq_k), those of a key disjoint ->
@@ -91,8 +96,8 @@ inline Tensor mask_of_spans(const Tensor& starts, const Tensor& ends) {
     TORCH_CHECK_VALUE(starts.scalar_type() == at::kInt && ends.scalar_type() == at::kInt &&
                           (starts.dim() == 1 || unions) && starts.sizes() == ends.sizes() &&
                           starts.device() == ends.device(),
-                      "starts, ends: expected two int32 tensors of one shape on one device, (seq_k) or (batch, heads, "
-                      "intervals, seq_k)");
+                      "starts, ends: got ", described(starts), " and ", described(ends),
+                      ", expected two int32 tensors of one shape on one device, (seq_k) or (batch, heads, intervals, seq_k)");
     const c10::DeviceGuard guard(starts.device());
     std::vector<int64_t> sizes = starts.sizes().vec();
     sizes.insert(sizes.end() - 1, 2);
@@ -105,7 +110,7 @@ inline Tensor mask_of_spans(const Tensor& starts, const Tensor& ends) {
 // A copy of the data of a mask, or of a part of it, as a mask of its own.
 inline Tensor mask_of_data(const Tensor& data) {
     TORCH_CHECK_VALUE(data.scalar_type() == at::kInt && (data.dim() < 3 || data.dim() == 4 || data.dim() == 5),
-                      "data: expected that of a mask, int32");
+                      "data: got ", described(data), ", expected that of a mask, int32");
     const c10::DeviceGuard guard(data.device());
     const Tensor copy = new_mask(data.sizes(), data.device(), data.dim() == 2 ? room_for_schedules(data.size(1)) : 0);
     copy.copy_(data);
@@ -119,7 +124,8 @@ inline Tensor mask_of_splits(at::IntArrayRef ends, at::IntArrayRef firsts, at::I
     const c10::Device device =
         place.has_index() || place.is_cpu() ? place : c10::impl::VirtualGuardImpl(place.type()).getDevice();
     TORCH_CHECK_VALUE(ends.size() == firsts.size() && ends.size() == lasts.size(),
-                      "ends, firsts, lasts: differ in length");
+                      "ends, firsts, lasts: got ", ends.size(), ", ", firsts.size(), " and ", lasts.size(),
+                      " numbers, expected equally many");
     const int64_t total = ends.empty() ? 0 : ends.back();
     // In the host's memory, since the numbers come from there. Pinned: otherwise the copy would wait for the device.
     const auto options = at::TensorOptions().dtype(at::kInt).pinned_memory(!device.is_cpu());
@@ -154,8 +160,10 @@ inline Tensor mask_of_documents(const Tensor& cu_seqlens_q, const Tensor& cu_seq
     TORCH_CHECK_VALUE(cu_seqlens_q.scalar_type() == at::kInt && cu_seqlens_k.scalar_type() == at::kInt &&
                           cu_seqlens_q.dim() == 1 && cu_seqlens_q.sizes() == cu_seqlens_k.sizes() &&
                           cu_seqlens_q.size(0) > 1 && cu_seqlens_k.device() == device,
-                      "cu_seqlens_q, cu_seqlens_k: expected two int32 vectors of one length on one device");
-    TORCH_CHECK_VALUE(std::max(seq_q, seq_k) <= INT_MAX / 2, "q, k: at most ", INT_MAX / 2, " rows are supported");
+                      "cu_seqlens_q, cu_seqlens_k: got ", described(cu_seqlens_q), " and ", described(cu_seqlens_k),
+                      ", expected two int32 vectors of one length, at least 2, on one device");
+    TORCH_CHECK_VALUE(std::max(seq_q, seq_k) <= INT_MAX / 2, "q, k: got ", seq_q, " and ", seq_k, " rows, at most ",
+                      INT_MAX / 2, " are supported");
     const c10::DeviceGuard guard(device);
     const Tensor data = new_mask({2, seq_k}, device, room_for_schedules(seq_k));
     const Tensor bounds_q = cu_seqlens_q.contiguous(), bounds_k = cu_seqlens_k.contiguous();
@@ -195,7 +203,7 @@ inline Tensor mask_of_documents(const Tensor& cu_seqlens_q, const Tensor& cu_seq
 // visible: bool (seq_q, seq_k) or (batch, heads, seq_q, seq_k), any strides; an expanded axis becomes one plane.
 inline Tensor mask_of_pairs(const Tensor& visible_any) {
     TORCH_CHECK_VALUE(visible_any.scalar_type() == at::kBool && (visible_any.dim() == 2 || visible_any.dim() == 4),
-                      "mask: expected a bool tensor of 2 or 4 dimensions");
+                      "mask: got ", described(visible_any), ", expected a bool tensor of 2 or 4 dimensions");
     Tensor visible = visible_any.dim() == 2 ? visible_any.unsqueeze(0).unsqueeze(0) : visible_any;
     for (int64_t axis = 0; axis < 2; ++axis) {
         if (visible.stride(axis) == 0 && visible.size(axis) > 1) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -90,6 +91,21 @@ def test_opcheck_masks(device: str) -> None:
     torch.library.opcheck(make.mask_of_documents.default, (cu, cu, 9, 11, -1, 0))
     torch.library.opcheck(make.mask_of_data.default, (mask.data,))
     torch.library.opcheck(make.mask_of_splits.default, ([3, 9], [-1, 3], [9, 9], 9, torch.device(device)))
+
+
+def test_errors_of_mask_operators_say_what_they_got() -> None:
+    load_operators()
+    make, x = torch.ops.attnforge, torch.zeros(3, dtype=torch.int32)
+    for call, message in (
+        (lambda: make.mask_of_spans(x, x.long()), "starts, ends: got Int [3] on cpu and Long [3] on cpu"),
+        (lambda: make.mask_of_data(x.float()), "data: got Float [3] on cpu"),
+        (lambda: make.mask_of_splits([1, 2], [0], [2], 2, x.device), "got 2, 1 and 1 numbers"),
+        (lambda: make.mask_of_documents(x, x[1:], 3, 3, -1, -1), "got Int [3] on cpu and Int [2] on cpu"),
+        (lambda: make.mask_of_documents(x, x, 1 << 40, 3, -1, -1), "q, k: got 1099511627776 and 3 rows"),
+        (lambda: make.mask_of_pairs(x), "mask: got Int [3] on cpu, expected a bool tensor"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 @devices
