@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -120,7 +121,8 @@ def seconds(shapes: Shapes, way: Way, work: Sequence[float], moved: float) -> fl
     return kernels + exchange
 
 
-def fastest(shapes: Shapes, most: int, in_order: bool, work: Sequence[float], moved: float) -> Way:
+@lru_cache(maxsize=256)  # layers of a step ask alike, and it walks all ranks
+def fastest(shapes: Shapes, most: int, in_order: bool, work: tuple[float, ...], moved: float) -> Way:
     """The way that takes the least time; of nearly equal ones the first, which shares more heads."""
     times = [(seconds(shapes, way, work, moved), way) for way in ways(shapes, most, in_order)]
     least = min(time for time, _ in times)

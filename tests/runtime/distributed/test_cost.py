@@ -50,8 +50,8 @@ def test_ways() -> None:
 
 def test_what_is_preferred() -> None:
     """Few ranks with few key heads gather keys; two nodes keep all-to-alls inside unless work decides."""
-    equal, causal = [1e7] * 16, [float(2 * i + 1) * 1e9 for i in range(16)]
-    assert fastest(shapes(2, 2, 18432), 2, False, [1e8] * 2, 0.0).shared == 1
+    equal, causal = (1e7,) * 16, tuple(float(2 * i + 1) * 1e9 for i in range(16))
+    assert fastest(shapes(2, 2, 18432), 2, False, (1e8,) * 2, 0.0).shared == 1
     assert fastest(shapes(16, 8, 8192), 4, False, equal, 0.0) == Way(4, True)
     assert fastest(shapes(16, 8, 8192), 4, False, causal, 0.0).inside is False
     assert fastest(shapes(16, 8, 8192), 4, True, equal, 0.0) == Way(4, True)
