@@ -94,26 +94,28 @@ static bool has_rows(int tile, int group) {
 static int keys_of(int query) {
     return shape.causal ? max(0, min(call.seq_k, query + 1 + call.seq_k - call.seq_q)) : call.seq_k;
 }
-static bool visible_pair(int plane, int query, int key) {
-    if (!shape.listed) {
-        return key < keys_of(query);
-    }
-    if (call.dense != nullptr) {
-        return call.dense[plane % call.planes * call.dense_head + query * call.dense_row + key] != 0;
-    }
-    return call.starts[key] <= query && query < call.ends[key];
-}
 // How many of the pairs of a warpgroup's rows, from `row` on, and a key tile are visible, and how many pairs there are.
 // `plane`: batch entry * heads + head.
 static std::pair<int, int> count_pairs(int plane, int row, int key0) {
-    int seen = 0, pairs = 0;
-    for (int query = max(row, 0); query < min(row + 64, call.seq_q); ++query) {
-        pairs += shape.tile_n;
-        for (int key = key0; key < min(key0 + shape.tile_n, call.seq_k); ++key) {
-            seen += visible_pair(plane, query, key);
+    const int first = max(row, 0), last = min(row + 64, call.seq_q), end = min(key0 + shape.tile_n, call.seq_k);
+    int seen = 0;
+    if (call.dense != nullptr) {
+        const unsigned char* const mask = call.dense + plane % call.planes * call.dense_head;
+        for (int query = first; query < last; ++query) {
+            for (int key = key0; key < end; ++key) {
+                seen += mask[query * call.dense_row + key] != 0;
+            }
+        }
+    } else if (shape.listed) {  // each key is visible from its start to its end
+        for (int key = key0; key < end; ++key) {
+            seen += max(0, min(call.ends[key], last) - max(call.starts[key], first));
+        }
+    } else {
+        for (int query = first; query < last; ++query) {
+            seen += max(0, min(keys_of(query), end) - key0);
         }
     }
-    return {seen, pairs};
+    return {seen, max(0, last - first) * shape.tile_n};
 }
 // Whether a work tile's rows see a key: those of the warpgroup if it skips what is hidden from it, else those of any.
 static bool sees_any(int plane, int tile, int group) {
