@@ -1,13 +1,12 @@
-// Products and scalar work of the Hopper backward as backward_pipeline.h sees them: which visit of which key tile the
+// Products and scalar work of the Hopper backward as backward_pipeline.cpp sees them: which visit of which key tile the
 // registers of a warp hold, from what lay in shared memory; and whether dQ, dK and dV got each visit once.
 #pragma once
 
-static const int* visits_of;  // (tiles_n, tiles_m): query tile * 2 + (1 if some is hidden), or -1
-
-constexpr int kDqParts = kDqColumns == kHeadDim ? 1 : kConsumers;  // of a tile; 1: consumers take turns
+// Parts of dQ of a tile. 1: consumers take turns.
+static int dq_parts() { return shape.dq_columns == shape.head_dim ? 1 : shape.consumers; }
 static int group_of() { return warp() / 4 - 1; }
 static int visit_of(const Rows& keys, const Rows& queries) {
-    return visits_of[keys.row / kTileN * params->tiles_m + queries.row / kTileM];
+    return call.visits[keys.row / shape.tile_n * call.tiles_m + queries.row / shape.tile_m];
 }
 
 // ---- Registers ------------------------------------------------------------------------------------------------------
@@ -39,43 +38,43 @@ static void note_read(std::vector<Range> ranges) {
     std::vector<int> found = snapshot(blockIdx.x, ranges);
     current->reads.push_back({std::move(ranges), std::move(found), current->group});
 }
-static void wgmma_fence() {
+void wgmma_fence() {
     sync_warp();
     for (auto& [registers, value] : current->registers) {
         value.touched = false;
     }
 }
-static void wgmma_commit() {
+void wgmma_commit() {
     sync_warp();
     ++current->group;
 }
-template <int groups>
-static void wgmma_wait() {
+void wgmma_wait_for(int groups) {
     give_way();
     current->complete = max(current->complete, current->group - groups);
-    for (; !current->reads.empty() && current->reads.front().group < current->complete; current->reads.erase(current->reads.begin())) {
-        const Read& read = current->reads.front();
+    std::vector<Read>& reads = current->reads;
+    for (; !reads.empty() && reads.front().group < current->complete; reads.erase(reads.begin())) {
+        const Read& read = reads.front();
         require(snapshot(blockIdx.x, read.ranges) == read.writes, "something overwrites what a product reads");
     }
     sync_warp();
 }
-template <class T>
-static void accumulator_fence(T&) {}
 
 // ---- Products -------------------------------------------------------------------------------------------------------
 
 // The warp's 16 rows of the 64 that start at `keys`, in every panel of K or V.
 static std::vector<Range> own_rows(unsigned keys) {
     std::vector<Range> ranges;
-    for (int panel = 0; panel < kPanels; ++panel) {
-        const unsigned from = keys + panel * kTileN * kSwizzleBytes + warp() % 4 * 16 * kSwizzleBytes;
-        ranges.push_back({from, from + 16 * kSwizzleBytes});
+    for (int panel = 0; panel < shape.panels; ++panel) {
+        const unsigned from = keys + (panel * shape.tile_n + warp() % 4 * 16) * shape.swizzle_bytes;
+        ranges.push_back({from, from + 16 * shape.swizzle_bytes});
     }
     return ranges;
 }
-static Write own_keys(unsigned keys) { return origin(own_rows(keys), keys < kOffsetV ? kOffsetK : kOffsetV); }
+static Write own_keys(unsigned keys) {
+    return origin(own_rows(keys), keys < shape.offset_v ? shape.offset_k : shape.offset_v);
+}
 static void set_scores(const void* s, const Write& keys, unsigned queries) {
-    const Range range{queries, queries + kTileBytesM};
+    const Range range{queries, queries + shape.tile_bytes_m};
     const Write tile = origin({range}, queries);
     const bool gradient = keys.kind == kTensorV && tile.kind == kTensorDo;
     Value& value = issue(s, &Value::written);
@@ -83,8 +82,7 @@ static void set_scores(const void* s, const Write& keys, unsigned queries) {
     value.kind = gradient ? kDp : keys.kind == kTensorK && tile.kind == kTensorQ ? kS : kNothing;
     note_read({range});
 }
-template <class T>
-static void load_fragments(T& fragments, unsigned keys) {
+void load_fragments(const void* fragments, unsigned keys) {
     sync_warp();
     const Write found = own_keys(keys);
     require(found.kind != kNothing, "fragments of what is not there");
@@ -92,36 +90,32 @@ static void load_fragments(T& fragments, unsigned keys) {
     value.kind = found.kind;
     value.keys = found.keys;
 }
-template <class S>
-static void start_scores(S& s, unsigned keys, unsigned queries) {
+void start_scores(const void* s, unsigned keys, unsigned queries) {
     set_scores(s, own_keys(keys), queries);
     note_read(own_rows(keys));
 }
-template <class S, int n>
-static void start_scores(S& s, const unsigned (&keys)[n][4], unsigned queries) {
+void start_scores(const void* s, const void* keys, unsigned queries) {
     const Value& value = issue(keys, &Value::read);
     set_scores(s, {value.kind, {}, value.keys, true}, queries);
 }
-template <class Ones>
-static void set_ones(Ones& ones) {
+void set_ones(const void* ones) {
     define(ones).kind = kOnes;
 }
-template <class S, class Ones>
-static void start_row_stats(S& s, const Ones& ones, unsigned row_stats) {
-    const unsigned offset = (row_stats - kOffsetRowStats) % kRowStatsBytes;  // lse, then delta
-    const Range range{row_stats, row_stats + kRowStatsBytes / 2};
+void start_row_stats(const void* s, const void* ones, unsigned row_stats) {
+    const unsigned bytes = shape.row_stats_bytes / 2;
+    const unsigned offset = (row_stats - shape.offset_row_stats) % (2 * bytes);  // lse, then delta
+    const Range range{row_stats, row_stats + bytes};
     const Write found = origin({range}, row_stats - offset);
     require(issue(ones, &Value::read).kind == kOnes, "row_stats times what is not one");
     Value& value = issue(s, &Value::written);
     const bool of_rows = found.kind == kStats && found.queries == value.queries;
-    value.row_stats = of_rows && offset == (value.kind == kDp ? kRowStatsBytes / 2 : 0);
+    value.row_stats = of_rows && offset == (value.kind == kDp ? bytes : 0);
     note_read({range});
 }
-template <class S, class F>
-static void start_dkv(S& sum, const F& frags, unsigned queries, int add) {
-    const Range range{queries, queries + kTileBytesM};
+void start_dkv(const void* sum, const void* fragments, unsigned queries, int add) {
+    const Range range{queries, queries + shape.tile_bytes_m};
     const Write tile = origin({range}, queries);
-    const Value from = issue(frags, &Value::read);
+    const Value from = issue(fragments, &Value::read);
     Value& value = issue(sum, &Value::written);
     if (!add) {
         value.sum.clear();
@@ -134,12 +128,12 @@ static void start_dkv(S& sum, const F& frags, unsigned queries, int add) {
     value.sum.push_back(tile.queries);
     note_read({range});
 }
-template <class S>
-static void start_dq(S& dq, unsigned ds, unsigned k) {
-    const unsigned panels = (kDqColumns + kColumns - 1) / kColumns, panel = kTileN * kSwizzleBytes;
-    const unsigned first = kOffsetK + (k - kOffsetK) / panel * panel;
-    const Range scores{ds, ds + kDsBytes}, keys{first, first + panels * panel};
-    const Write a = origin({scores}, ds), b = origin({keys}, kOffsetK);
+void start_dq(const void* dq, unsigned ds, unsigned k) {
+    const unsigned panels = (shape.dq_columns + shape.columns - 1) / shape.columns;
+    const unsigned panel = shape.tile_n * shape.swizzle_bytes;
+    const unsigned first = shape.offset_k + (k - shape.offset_k) / panel * panel;
+    const Range scores{ds, ds + shape.ds_bytes}, keys{first, first + panels * panel};
+    const Write a = origin({scores}, ds), b = origin({keys}, shape.offset_k);
     Value& value = issue(dq, &Value::written);
     require(b.kind == kTensorK, "dQ with a wrong tile of K");
     value.kind = a.kind == kDs && a.keys == b.keys ? kDq : kNothing;

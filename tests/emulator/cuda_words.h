@@ -1,17 +1,5 @@
-// What CUDA has beyond C++, as far as the Hopper kernels use it, and what turns.h includes.
+// What CUDA has beyond C++, as far as the Hopper kernels use it. Includes nothing: each kernel is compiled with it.
 #pragma once
-
-#include <algorithm>
-#include <cstdint>
-#include <functional>
-#include <map>
-#include <random>
-#include <set>
-#include <string>
-#include <tuple>
-#include <vector>
-
-#include "fibers.h"
 
 #define __device__
 #define __forceinline__ inline
@@ -49,5 +37,7 @@ static T __shfl_xor_sync(unsigned, T x, int) {
 }
 template <class T>
 static T __ldg(const T* x) { return *x; }
-using std::max;
-using std::min;
+template <class T>
+static constexpr T max(T x, T y) { return x < y ? y : x; }
+template <class T>
+static constexpr T min(T x, T y) { return y < x ? y : x; }

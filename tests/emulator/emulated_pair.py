@@ -1,4 +1,4 @@
-"""Run a Hopper backward by pairs of blocks on the CPU: pair.h in place of its PTX functions."""
+"""Run a Hopper backward by pairs of blocks on the CPU: pair.cpp in place of its PTX functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.ops import Mask
 
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-w", "-fPIC", "-shared", f"-I{gxx.HERE}")
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-march=native",
+    "-fno-semantic-interposition",  # functions of a shared library may be inlined
+    "-w",
+    "-fPIC",
+    "-shared",
+    f"-I{gxx.HERE}",
+)
 WORDS = 16  # of a tensor map, 64 bits each
 # Functions of pair.h without PTX of their own, or templates of which only the asm statement goes.
 REPLACED = "accumulator_fence|load_float|load_int|load_pair|load_quad|load_span|pack|shared_address|unpack"
@@ -25,15 +34,14 @@ KEPT = ("start_dq", "start_scores")
 FUNCTION = r"^__device__ __forceinline__ [^\n;{]*?\b(\w+)\([^;{]*\) \{\n(?:.*\n)*?\}\n"
 RUNS = """
 struct Arguments { const Params* p; const TensorMaps* maps; };
-extern "C" void prepare(unsigned seed, int change) { draw.seed(seed), broken = change, said.clear(); }
 extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clusters, int shared) {
     const Arguments x = {p, maps};
     const auto call = [](const void* x) {
         const auto* all = static_cast<const Arguments*>(x);
         SYMBOL(*all->p, *all->maps);
     };
-    for (int i = 0; i < clusters && said.empty(); ++i) { run_cluster(call, &x, 2 * i, 2, 384, shared); }
-    return said.c_str();
+    for (int i = 0; i < clusters && run_cluster(call, &x, 2 * i, 2, 384, shared); ++i) {}
+    return what_went_wrong();
 }
 """
 RUN_ROWS = """
@@ -74,7 +82,7 @@ class EmulatedPair:
         self.plan = render(spec).plan
         path = directory / "pair.cpp"
         path.write_text(translate(render(spec), breaks or {}))
-        self.library = gxx.library(path, *FLAGS, header="pair.h")
+        self.library = gxx.library(path, *FLAGS, parts=("pair.cpp",))
         self.library.run_main.restype = ctypes.c_char_p
 
     def backward(
@@ -113,7 +121,7 @@ class EmulatedPair:
         return said, list(grads.values())
 
     def _maps(self, tensors: dict[str, Tensor]) -> tuple[ctypes.Array[ctypes.c_longlong], int]:
-        """Tensor maps as pair.h reads them, and where they begin."""
+        """Tensor maps as pair.cpp reads them, and where they begin."""
         boxes = self.plan.tensor_maps
         words = (ctypes.c_longlong * (WORDS * len(boxes) + 8))()
         first = -ctypes.addressof(words) % 64 // 8

@@ -1,6 +1,6 @@
 """The barriers of the Hopper backward kernel, run on the CPU in random turns: nothing hangs, every sum gets its parts.
 
-The rendered producers, reducing warps, consumers and kernel run as they are (backward_pipeline.h replaces single
+The rendered producers, reducing warps, consumers and kernel run as they are (backward_pipeline.cpp replaces single
 instructions, backward_products.h products and backward_results.h scalar work).
 """
 
@@ -50,6 +50,30 @@ ASM = {
 }
 
 
+# What follows the text of a kernel.
+RUN = """
+static const Params* params;
+static const TensorMaps* tensor_maps;
+extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, const int* visits, unsigned seed,
+                           int change) {
+    params = p, tensor_maps = maps, broken = change;
+    const Shape shape = {
+        .consumers = kConsumers, .tile_m = kTileM, .tile_n = kTileN, .head_dim = kHeadDim,
+        .columns = kColumns, .swizzle_bytes = kSwizzleBytes, .panels = kPanels, .tile_bytes_m = kTileBytesM,
+        .row_stats_bytes = kRowStatsBytes, .ds_bytes = kDsBytes, .ds_row_bytes = kDsRowBytes,
+        .dq_columns = kDqColumns, .dq_bytes = DQ_BYTES,
+        .offset_k = kOffsetK, .offset_v = kOffsetV, .offset_row_stats = kOffsetRowStats, .offset_dq = DQ_OFFSET,
+        .shared_bytes = kSharedBytes, .deterministic = DETERMINISTIC,
+    };
+    const Call call = {
+        .batch = p->batch, .heads_q = p->heads_q, .heads_kv = p->heads_kv, .tiles_m = p->tiles_m,
+        .tiles_n = p->tiles_n, .seq_k = p->seq_k, .padded_q = p->padded_q, .padded_k = p->padded_k,
+        .delta = p->delta, .dq_accum = p->dq_accum, .dkv_accum = p->dkv_accum, .visits = visits,
+    };
+    return run_blocks([] { SYMBOL(*params, *tensor_maps); }, shape, call, count, seed);
+}
+"""
+
 CURVED = "softcap: 30.0 * tanh(score / 30.0)"  # its derivative is not 1
 
 
@@ -67,7 +91,7 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
     text = (
         full_params(source.text)
         .replace("#pragma unroll", "//")
-        .replace("work_of(p, blockIdx.x)", "work_of(p, here().number)")
+        .replace("work_of(p, blockIdx.x)", "work_of(p, block_number())")
     )
     text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = nullptr;", text)
     text = text.replace('extern "C" __global__', "static")
@@ -86,14 +110,14 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
         for old, new in changes.items():
             assert old in text, name
             text = text.replace(old, re.sub(r"\bn\b(?=[ )|])", str(n), new))
-    deterministic = str(source.plan.dq_semaphore).lower()
-    return text + (
-        'extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, const int* list,'
-        " unsigned seed, int change) {\n"
-        f"    broken = change;\n    body = [=] {{ {source.spec.symbol}(*p, *maps); }};\n"
-        f"    static std::string said;\n    said = run_blocks(*p, count, list, {deterministic}, seed);\n"
-        "    return said.c_str();\n}\n"
-    )
+    added = getattr(source.spec.tuning, "dq_red", False)  # dQ from registers
+    words = {
+        "DQ_BYTES": "kDqFloats * 4" if added else "kDqBytes",
+        "DQ_OFFSET": "0" if added else "kOffsetDq",
+        "DETERMINISTIC": str(source.plan.dq_semaphore).lower(),
+        "SYMBOL": source.spec.symbol,
+    }
+    return text + re.sub("|".join(words), lambda match: words[match[0]], RUN)
 
 
 def list_visits(mask: Mask, p: Params, seed: int) -> list[list[int]]:
@@ -148,8 +172,7 @@ class Simulated:
         self.plan = source.plan
         path = directory / "kernel.cpp"
         path.write_text(translate(source, breaks))
-        words = ["-DDQ_RED"] if source.spec.to_json()["tuning"].get("dq_red") else []
-        self.library = gxx.library(path, *FLAGS, *words, header="cuda_words.h")
+        self.library = gxx.library(path, *FLAGS, parts=("backward_pipeline.cpp",), for_parts=("-O2",))
         self.library.run.restype = ctypes.c_char_p
         self.words = (ctypes.c_ulonglong * (16 * len(self.plan.tensor_maps) + 8))()
         start = -ctypes.addressof(self.words) % 64 // 8

@@ -1,6 +1,7 @@
 """The barriers of the Hopper forward kernel, run on the CPU in random order: nothing hangs, nothing is overwritten.
 
-The rendered producer, consumer, epilogue and kernel run as they are (pipeline.h replaces PTX, products and softmax).
+The rendered producer, consumer, epilogue and kernel run as they are (pipeline.h replaces PTX, products and softmax, and
+pipeline.cpp is the machine that they run on).
 """
 
 from __future__ import annotations
@@ -42,6 +43,27 @@ ALIBI = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
 
 PAIRS = "pairs(t0: int32[2]): t0[q_idx, kv_idx] != 0"
 
+# What follows the text of a kernel.
+RUN = """
+static const Params* params;
+static const TensorMaps* tensor_maps;
+extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, unsigned seed, int change) {
+    params = p, tensor_maps = maps, broken = change;
+    const Shape shape = {
+        .consumers = kConsumers, .tile_m = kTileM, .tile_n = kTileN, .columns = kColumns,
+        .swizzle_bytes = kSwizzleBytes, .panels = kPanels, .main = kMain, .row_bytes = kRowBytes, FACTS
+    };
+    const Call call = {
+        .batch = p->batch, .heads_q = p->heads_q, .heads_kv = p->heads_kv, .seq_q = p->seq_q, .seq_k = p->seq_k,
+        .padded_k = p->padded_k, .tiles_m = p->tiles_m, .planes = max(1, p->mask_planes),
+        .dense = p->dense.data, .dense_head = p->dense.head, .dense_row = p->dense.row,
+        .starts = p->starts, .ends = p->ends, .bounds = p->bounds,
+        .tile_slots = p->tile_slots, .tile_counter = p->tile_counter,
+    };
+    return run_blocks([] { SYMBOL(*params, *tensor_maps); }, shape, call, count, seed);
+}
+"""
+
 # What the text becomes if `broken` is n, and what is then found (among other things).
 Break = tuple[dict[str, str], str]
 NO_BREAKS: Mapping[str, Break] = {}
@@ -75,13 +97,22 @@ def translate(source: Source) -> str:
     assert "asm" not in text
     stores = "store_out(p, maps, tail.work,"
     assert stores in text
+    work = [f"tail.work.{name}" for name in ("batch", "head", "tile")]
+    work.append("tail.work.slot" if source.plan.cut_lists else "-1")
     for call in (stores, "store_piece(p, tail.work,"):
-        text = text.replace(call, f"check_tile(p, tail.work, warpgroup);\n        {call}")
-    return text + (
-        'extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, unsigned seed, int change) {\n'
-        f"    broken = change;\n    body = [=] {{ {source.spec.symbol}(*p, *maps); }};\n"
-        "    static std::string said;\n    said = run_blocks(*p, count, seed);\n    return said.c_str();\n}\n"
-    )
+        text = text.replace(call, f"check_tile({', '.join(work)}, warpgroup);\n        {call}")
+    plan, problem = source.plan, source.spec.problem
+    facts = {
+        "head_dim_v": problem.head_dim_v,
+        "panels_v": plan.constants["panels_v"],
+        "intervals": problem.intervals,
+        "causal": int(plan.from_end),
+        "listed": int(problem.mask.listed),
+        "cut": int(plan.cut_lists),
+        "lines": int(problem.score.lines is not None),
+    }
+    words = ", ".join(f".{name} = {value}" for name, value in facts.items())
+    return text + RUN.replace("FACTS", words).replace("SYMBOL", source.spec.symbol)
 
 
 def spans(seq_q: int, seq_k: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -107,17 +138,10 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
         for old, new in changes.items():
             assert old in text, name
             text = text.replace(old, re.sub(r"(?<=broken [=!]= )n\b", str(n), new))
-    listed = source.spec.problem.mask.listed
-    text = re.sub(r"\bPiece\b", "PieceOfList", text) if plan.cut_lists else text  # the emulator has another
     path.write_text(text)
-    words = [f"-DCUT={int(plan.cut_lists)}"]
-    words += [f"-DkCausal={int(plan.from_end)}", f"-DMASKED={int(listed)}"]
-    words.append(f"-DINTERVALS={source.spec.problem.intervals}")
-    words.append(f"-DLINES={int(source.spec.problem.score.lines is not None)}")
-    words += [f"-DHEAD_DIM_V={source.spec.problem.head_dim_v}", f"-DPANELS_V={plan.constants['panels_v']}"]
-    library = gxx.library(path, *FLAGS, *words, header="cuda_words.h")
+    library = gxx.library(path, *FLAGS, parts=("pipeline.cpp",), for_parts=("-O2",))
     library.run.restype = ctypes.c_char_p
-    schedule = EmulatedSchedule(source.spec, directory) if listed else None
+    schedule = EmulatedSchedule(source.spec, directory) if source.spec.problem.mask.listed else None
     per_tensor = len(plan.tensor_maps) // len(TENSORS)
     boxes = (ctypes.c_ulonglong * (16 * len(plan.tensor_maps) + 8))()
     start = -ctypes.addressof(boxes) % 64 // 8

@@ -20,19 +20,25 @@ KEPT = 300  # libraries; those used longest ago go first
 KEPT_HEADERS = 6  # 50 MB each
 
 
-def library(source: Path, *flags: str, parts: tuple[str, ...] = (), header: str = "") -> ctypes.CDLL:
+def library(
+    source: Path,
+    *flags: str,
+    parts: tuple[str, ...] = (),
+    for_parts: tuple[str, ...] = (),
+    header: str = "",
+) -> ctypes.CDLL:
     """The shared library of a C++ file that includes nothing but headers of the system and of tests/emulator.
 
     `parts` are files of tests/emulator that it is linked with, and `header` is one that it includes; they are compiled
-    once for all libraries with these flags.
+    once for all libraries with these flags. `for_parts`: more flags, of the parts alone.
     """
     folder = kept.directory / "libraries"
     folder.mkdir(parents=True, exist_ok=True)
-    built = folder / f"{digest(source, *flags, *parts)}.so"
+    built = folder / f"{digest(source, *flags, *parts, *for_parts)}.so"
     if built.exists():
         built.touch()
     else:
-        objects = [str(compiled(HERE / name, flags)) for name in parts]
+        objects = [str(compiled(HERE / name, (*flags, *for_parts))) for name in parts]
         # Its own definitions, not those of the same names in another library.
         first = ("-include", str(precompiled(header, flags))) if header else ()
         words = (*flags, *first, "-Wl,-Bsymbolic", str(source), *objects)
@@ -86,5 +92,5 @@ def last_used(path: Path) -> float:
 def surroundings() -> str:
     """What else a library depends on: the compiler, the machine and the emulator's headers and parts."""
     tool = toolchain(Arch.CPU)
-    files = sorted([*HERE.glob("*.h"), *HERE.glob("emulator*.cpp")])
+    files = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
     return "\0".join((tool.identity, *(path.read_text() for path in files)))

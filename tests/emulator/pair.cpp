@@ -1,0 +1,413 @@
+// Enough of Hopper to run a backward by pairs of blocks on the CPU, one cluster after another: a fiber per thread of
+// both blocks, warps in random order. Copies land, and products are done, as late as the waits for them allow.
+#include "pair.h"
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fibers.h"
+
+// As in the text of kernels; words: data, strides in elements of batch, head and row; rows, columns of a box, its rows,
+// its panels.
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// ---- Fibers ---------------------------------------------------------------------------------------------------------
+
+Index blockIdx, gridDim;
+Index* current_thread;
+unsigned char* shared_memory;
+size_t shared_size;
+
+namespace {  // for kernels may have types of the same names
+
+struct Product {  // one wgmma of a thread
+    float* d;
+    int n, add, fragment, by_rows_a, by_rows_b;
+    float a[2][16];
+    unsigned long long left, right;
+};
+struct Fiber {
+    Context context;
+    Index index;
+    int block = 0;
+    bool done = false;
+    std::vector<Product> open;
+    std::deque<std::vector<Product>> groups;
+};
+struct Warp {
+    int arrived = 0;
+    long generation = 0;
+    void* operands[32];
+};
+struct Barrier {
+    int count, pending;
+    long long bytes;
+    int phase;
+};
+struct Landing {  // of a copy
+    std::function<void()> move;
+    int bytes;
+};
+struct Block {
+    std::vector<unsigned char> memory;
+    std::map<unsigned, Barrier> barriers;
+    std::multimap<unsigned, Landing> copies;  // by barrier
+    struct {
+        int arrived;
+        long over;
+    } named[16];
+};
+
+}  // namespace
+
+static std::vector<Fiber> fibers;
+static std::vector<Warp> warps;
+static std::vector<std::vector<char>> stacks;
+static std::vector<Block> blocks;
+static Context scheduler;
+static Fiber* current;
+static void (*call_kernel)(const void*);
+static const void* called;
+static std::mt19937 draw;
+static long progress;
+static std::string said;  // what went wrong
+int broken;
+
+extern "C" void prepare(unsigned seed, int change) {
+    draw.seed(seed);
+    broken = change;
+    said.clear();
+}
+const char* what_went_wrong() { return said.c_str(); }
+
+void give_way() { switch_to(current->context, scheduler); }
+void stop(const char* why, long long value) {
+    said = "block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(threadIdx.x) + ": " + why + " " +
+           std::to_string(value);
+    for (;;) {
+        give_way();
+    }
+}
+static void run_fiber() {
+    call_kernel(called);
+    current->done = true;
+    ++progress;
+    give_way();
+}
+static Block& here() { return blocks[current->block]; }
+static Warp& my_warp() { return warps[(current - fibers.data()) / 32]; }
+void** arrive_at_warp(void* operand) {
+    Warp& warp = my_warp();
+    const long generation = warp.generation;
+    warp.operands[threadIdx.x % 32] = operand;
+    ++progress;
+    if (++warp.arrived == 32) {
+        return warp.operands;
+    }
+    while (warp.generation == generation) {
+        give_way();
+    }
+    return nullptr;
+}
+void release_warp() {
+    my_warp().arrived = 0;
+    ++my_warp().generation;
+}
+// All threads of the blocks that run; those of one block meet as all do.
+static long meetings;
+static int met;
+static void meet_all() {
+    const long meeting = meetings;
+    ++progress;
+    size_t alive = 0;
+    for (const Fiber& fiber : fibers) {
+        alive += !fiber.done;
+    }
+    if (++met == static_cast<int>(alive)) {
+        met = 0;
+        ++meetings;
+    }
+    while (meetings == meeting) {
+        give_way();
+    }
+}
+int __syncthreads_count(bool) { meet_all(); return 0; }
+int threads_of_block() { return 0; }
+
+bool run_cluster(void (*call)(const void*), const void* kernel, int first, int count, int threads, size_t shared) {
+    call_kernel = call, called = kernel;
+    blocks = std::vector<Block>(count);
+    for (Block& block : blocks) {
+        block.memory.assign(shared + 1024, 0xff);
+        for (auto& named : block.named) {
+            named = {0, 0};
+        }
+    }
+    shared_size = shared;
+    fibers = std::vector<Fiber>(count * threads);
+    warps = std::vector<Warp>(count * threads / 32);
+    stacks.resize(fibers.size(), std::vector<char>(1 << 17));
+    met = 0;
+    for (size_t i = 0; i < fibers.size(); ++i) {
+        fibers[i].index = {static_cast<int>(i % threads)};
+        fibers[i].block = i / threads;
+        make_context(fibers[i].context, stacks[i].data(), stacks[i].size(), run_fiber);
+    }
+    long seen = -1;
+    int still = 0;
+    for (bool any = true; any && said.empty();) {
+        any = false;
+        for (size_t turn = 0; turn < warps.size(); ++turn) {
+            const size_t warp = draw() % warps.size();
+            for (int i = 0; i < 32; ++i) {
+                Fiber& fiber = fibers[warp * 32 + i];
+                if (!fiber.done && said.empty()) {
+                    current = &fiber;
+                    current_thread = &fiber.index;
+                    blockIdx = {first + fiber.block};
+                    shared_memory = reinterpret_cast<unsigned char*>(
+                        (reinterpret_cast<uintptr_t>(here().memory.data()) + 1023) / 1024 * 1024);
+                    switch_to(scheduler, fiber.context);
+                }
+            }
+        }
+        for (const Fiber& fiber : fibers) {
+            any |= !fiber.done;
+        }
+        still = progress == seen ? still + 1 : 0;
+        seen = progress;
+        if (still > 3000) {
+            said = "nothing moves";
+        }
+    }
+    return said.empty();
+}
+
+// ---- Shared memory --------------------------------------------------------------------------------------------------
+
+static unsigned char* memory_of(int block) {
+    const auto begin = reinterpret_cast<uintptr_t>(blocks[block].memory.data());
+    return reinterpret_cast<unsigned char*>((begin + 1023) / 1024 * 1024);
+}
+unsigned char* shared_at(unsigned address, unsigned bytes) {
+    if (address + size_t{bytes} > shared_size || address % min(bytes, 16u) != 0) {
+        stop("bad shared address", address);
+    }
+    return shared_memory + address;
+}
+float widen(unsigned x) { return __uint_as_float(x << 16); }
+static unsigned narrow(float x) {
+    const unsigned bits = __builtin_bit_cast(unsigned, x);
+    return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+unsigned pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
+void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    struct Lane {
+        unsigned address, r[4];
+    } operand = {address, {r0, r1, r2, r3}};
+    together(&operand, [](Lane** lanes) {
+        for (int m = 0; m < 4; ++m) {
+            for (int i = 0; i < 32; ++i) {
+                std::memcpy(shared_at(lanes[m * 8 + i / 4]->address, 16) + i % 4 * 4, &lanes[i]->r[m], 4);
+            }
+        }
+    });
+}
+int rank() { return current->block; }
+
+// ---- Barriers and copies --------------------------------------------------------------------------------------------
+
+static Barrier& barrier_at(Block& block, unsigned address) {
+    const auto found = block.barriers.find(address);
+    if (found == block.barriers.end()) {
+        stop("no barrier at", address);
+    }
+    return found->second;
+}
+static void end_phase(Barrier& barrier) {
+    if (barrier.pending == 0 && barrier.bytes == 0) {
+        barrier.pending = barrier.count;
+        ++barrier.phase;
+        ++progress;
+    }
+}
+static void arrive_in(Block& block, unsigned address, int bytes) {
+    Barrier& barrier = barrier_at(block, address);
+    if (--barrier.pending < 0) {
+        stop("more arrivals than a barrier takes at", address);
+    }
+    barrier.bytes += bytes;
+    end_phase(barrier);
+}
+void barrier_init(unsigned address, int count) { here().barriers[address] = {count, count, 0, 0}; }
+void barrier_arrive(unsigned address) {
+    arrive_in(here(), address, 0);
+    for (unsigned turns = draw() % 8; turns > 0; --turns) {  // who arrived too early is overtaken
+        give_way();
+    }
+}
+void barrier_expect(unsigned address, int bytes) { arrive_in(here(), address, bytes); }
+void barrier_arrive_at(unsigned address, unsigned rank) { arrive_in(blocks[rank], address, 0); }
+static void land(Block& block, unsigned address) {
+    for (auto copy = block.copies.find(address); copy != block.copies.end(); copy = block.copies.find(address)) {
+        copy->second.move();
+        Barrier& barrier = barrier_at(block, address);
+        barrier.bytes -= copy->second.bytes;
+        block.copies.erase(copy);
+        end_phase(barrier);
+    }
+}
+void barrier_wait(unsigned address, unsigned parity) {
+    Barrier& barrier = barrier_at(here(), address);
+    while (barrier.phase % 2 == static_cast<int>(parity)) {
+        if (draw() % 64 == 0) {
+            land(here(), address);
+        }
+        if (barrier.phase % 2 == static_cast<int>(parity)) {
+            give_way();
+        }
+    }
+}
+void cluster_sync() { meet_all(); }
+void named_sync(int id, int threads) {
+    auto& named = here().named[id];
+    const long over = named.over;
+    ++progress;
+    if (++named.arrived == threads) {
+        named.arrived = 0;
+        ++named.over;
+    }
+    while (named.over == over) {
+        give_way();
+    }
+}
+
+template <typename Move>
+static void each_chunk(const TensorMap& map, int column, int row, int panel, int head, int batch, Move move) {
+    const auto* words = reinterpret_cast<const long long*>(map.words);
+    auto* data = reinterpret_cast<unsigned short*>(words[0]) + batch * words[1] + head * words[2];
+    const int columns = words[5], rows = words[6], panels = words[7];
+    unsigned place = 0;
+    for (int i = 0; i < panels; ++i) {
+        for (int r = 0; r < rows; ++r) {
+            for (int c = 0; c < columns; c += 8, place += 16) {
+                const bool inside = row + r < words[4];
+                move(place, inside ? data + (row + r) * words[3] + (panel + i) * columns + column + c : nullptr);
+            }
+        }
+    }
+}
+static unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+static void load_to(int block, unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel,
+                    int head, int batch) {
+    unsigned char* memory = memory_of(block);
+    const int bytes = map.words[5] * map.words[6] * map.words[7] * 2;
+    shared_at(dst + bytes - 16, 16);
+    std::memset(memory + dst, 0xff, bytes);
+    blocks[block].copies.insert({barrier, {[=, &map] {
+        each_chunk(map, column, row, panel, head, batch, [=](unsigned place, const unsigned short* from) {
+            unsigned char* to = memory + swizzled(dst + place);
+            from ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
+        });
+    }, bytes}});
+}
+void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
+              int batch) {
+    load_to(current->block, dst, map, barrier, column, row, panel, head, batch);
+}
+void tma_multicast(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
+                   int batch) {
+    for (int block = 0; block < 2; ++block) {
+        load_to(block, dst, map, barrier, column, row, panel, head, batch);
+    }
+}
+void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch) {
+    each_chunk(map, column, row, panel, head, batch, [=](unsigned place, unsigned short* to) {
+        if (to) {
+            std::memcpy(to, shared_memory + swizzled(src + place), 16);
+        }
+    });
+}
+void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
+    unsigned char* to = shared_at(dst, 16);
+    std::memset(to, 0xff, bytes);
+    here().copies.insert({barrier, {[=] { std::memcpy(to, src, bytes); }, bytes}});
+}
+void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned rank) {
+    unsigned char *to = memory_of(rank) + dst, *from = shared_memory + src;
+    std::memset(to, 0xff, bytes);
+    blocks[rank].copies.insert({barrier, {[=] { std::memcpy(to, from, bytes); }, bytes}});
+}
+
+// ---- Products: done when their group is waited for ------------------------------------------------------------------
+
+static float operand_at(unsigned long long descriptor, int line, int byte) {
+    const unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
+    const unsigned stride = (descriptor >> 32 & 0x3fff) << 4;
+    const unsigned inside = start % 128;  // a range may start inside of a row
+    if (descriptor >> 62 != 1 || (inside + byte % 128 >= 128 && leading == 0)) {
+        stop("operand crosses a panel", byte);
+    }
+    const unsigned address = swizzled(start + line / 8 * stride + line % 8 * 128 + byte / 128 * leading + byte % 128);
+    return widen(read_shared<unsigned short>(address));
+}
+static void compute(const Product& x) {
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    float a[2][16];
+    for (int i = 0; i < 2; ++i) {
+        for (int k = 0; k < 16; ++k) {
+            const int row = row0 + i * 8;
+            a[i][k] = x.fragment      ? x.a[i][k]
+                      : x.by_rows_a ? operand_at(x.left, k, row * 2)
+                                    : operand_at(x.left, row, k * 2);
+        }
+    }
+    for (int c = 0; c < x.n; c += 4) {
+        for (int odd = 0; odd < 2; ++odd) {
+            const int column = c / 4 * 8 + lane % 4 * 2 + odd;
+            double sum[2] = {0, 0};
+            for (int k = 0; k < 16; ++k) {
+                const float b = x.by_rows_b ? operand_at(x.right, k, column * 2) : operand_at(x.right, column, k * 2);
+                sum[0] += double{a[0][k]} * b;
+                sum[1] += double{a[1][k]} * b;
+            }
+            for (int i = 0; i < 2; ++i) {
+                float& d = x.d[c + i * 2 + odd];
+                d = static_cast<float>((x.add ? d : 0.0) + sum[i]);
+            }
+        }
+    }
+}
+void issue(float* d, int n, unsigned long long a, unsigned long long b, int add, int rows_a, int rows_b) {
+    current->open.push_back({d, n, add, 0, rows_a, rows_b, {}, a, b});
+}
+void issue(float* d, int n, const unsigned (&a)[4], unsigned long long b, int add) {
+    const auto fragments = exchange(std::array<unsigned, 4>{a[0], a[1], a[2], a[3]});
+    Product x = {d, n, add, 1, 0, 1, {}, 0, b};
+    for (int i = 0; i < 2; ++i) {
+        for (int k = 0; k < 16; ++k) {
+            const unsigned pair = fragments[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][i + k / 8 * 2];
+            x.a[i][k] = widen(k % 2 ? pair >> 16 : pair & 0xffff);
+        }
+    }
+    current->open.push_back(x);
+}
+void wgmma_commit() {
+    current->groups.push_back(std::move(current->open));
+    current->open.clear();
+}
+void finish_products(int pending) {
+    while (current->groups.size() > static_cast<size_t>(pending)) {
+        for (const Product& x : current->groups.front()) {
+            compute(x);
+        }
+        current->groups.pop_front();
+    }
+    __syncwarp();
+}
