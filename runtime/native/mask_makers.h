@@ -97,7 +97,8 @@ inline Tensor mask_of_spans(const Tensor& starts, const Tensor& ends) {
                           (starts.dim() == 1 || unions) && starts.sizes() == ends.sizes() &&
                           starts.device() == ends.device(),
                       "starts, ends: got ", described(starts), " and ", described(ends),
-                      ", expected two int32 tensors of one shape on one device, (seq_k) or (batch, heads, intervals, seq_k)");
+                      ", expected two int32 tensors of one shape on one device, (seq_k) or (batch, heads, intervals, "
+                      "seq_k)");
     const c10::DeviceGuard guard(starts.device());
     std::vector<int64_t> sizes = starts.sizes().vec();
     sizes.insert(sizes.end() - 1, 2);
