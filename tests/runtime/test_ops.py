@@ -96,14 +96,15 @@ def test_opcheck_masks(device: str) -> None:
 def test_errors_of_mask_operators_say_what_they_got() -> None:
     load_operators()
     make, x = torch.ops.attnforge, torch.zeros(3, dtype=torch.int32)
-    for call, message in (
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: make.mask_of_spans(x, x.long()), "starts, ends: got Int [3] on cpu and Long [3] on cpu"),
         (lambda: make.mask_of_data(x.float()), "data: got Float [3] on cpu"),
         (lambda: make.mask_of_splits([1, 2], [0], [2], 2, x.device), "got 2, 1 and 1 numbers"),
         (lambda: make.mask_of_documents(x, x[1:], 3, 3, -1, -1), "got Int [3] on cpu and Int [2] on cpu"),
         (lambda: make.mask_of_documents(x, x, 1 << 40, 3, -1, -1), "q, k: got 1099511627776 and 3 rows"),
         (lambda: make.mask_of_pairs(x), "mask: got Int [3] on cpu, expected a bool tensor"),
-    ):
+    ]
+    for call, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
 
