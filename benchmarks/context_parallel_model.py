@@ -134,13 +134,19 @@ def pairs_of(mask: Any, queries: int, keys: int) -> float:
     return float((ends - starts).clamp(min=0).sum())
 
 
+def torchrun_says(world: int, node: int) -> dict[str, str]:
+    """The environment by which ranks know their nodes."""
+    sizes = {"LOCAL": min(node, world), "GROUP": -(-world // node)}
+    return {f"{name}_WORLD_SIZE": str(size) for name, size in sizes.items()} | {"WORLD_SIZE": str(world)}
+
+
 @contextmanager
 def rank_of(rank: int, world: int, node: int) -> Iterator[Recorder]:
     """This process as one rank of many, whose collectives and kernels are only recorded."""
     recorder = Recorder(rank, node)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     patches: list[Any] = [
-        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(node)}),
+        mock.patch.dict(os.environ, torchrun_says(world, node)),
         mock.patch.object(dist, "all_to_all_single", recorder.all_to_all),
         mock.patch.object(exchange, "all_gather", recorder.all_gather),
         mock.patch.object(dist, "batch_isend_irecv", recorder.send),
@@ -235,7 +241,7 @@ def main() -> None:
                 forward, both = predict(loads, links, one, pairs[tokens])
                 known = MEASURED[tokens, world] if heads else None
                 measured = f"{known[0]:.2f} | {known[1]:.2f}" if known else " | "
-                division = f"{way.shared}{', neighbours' if way.inside else ''}"
+                division = f"{way.shared}{', neighbours' if way.beside else ''}"
                 print(
                     f"| {tokens} | {world} | {division} | {forward:.2f} | {both:.2f} | "
                     f"{one[0] / forward:.2f} | {one[1] / both:.2f} | {measured} |",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -312,6 +312,11 @@ def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
                 "(batch or 1, heads_q or 1) in front if it has any"
             )
         return mask.data, _DENSE, mask.visible_keys_rounded
+    refuse_mask(mask)
+
+
+def refuse_mask(mask: object) -> NoReturn:
+    """The TypeError for what is no mask."""
     hint = "; a bool tensor, True where a key is visible, goes in as attnforge.DenseMask(mask)"
     raise TypeError(
         f"mask: got {type(mask).__name__}, accepted are None, attnforge.Causal(), attnforge.Spans(...), "

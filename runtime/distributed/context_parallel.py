@@ -19,7 +19,6 @@ which keep keys in order: a rank adds the numbers of its first row and head to t
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -28,12 +27,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
 from attnforge.runtime.distributed.cost import Shapes, Way, fastest, nodes_of
-from attnforge.runtime.distributed.exchange import Attention, Call, Edges, Piece, all_gather, cut
-from attnforge.runtime.distributed.parts import Place, mask_at, planes_at, reads_positions
+from attnforge.runtime.distributed.exchange import Attention, Call, Edges, all_gather, cut
+from attnforge.runtime.distributed.parts import (
+    Place,
+    expect_few_tensors,
+    mask_at,
+    planes_at,
+    reads_heads,
+    reads_positions,
+)
 from attnforge.runtime.distributed.shards import (
     Balance,
     Layout,
@@ -44,8 +51,8 @@ from attnforge.runtime.distributed.shards import (
     make_layout,
     plain_spans,
 )
-from attnforge.runtime.inputs import check_score, expect_layout
-from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
+from attnforge.runtime.inputs import check_score, expect_flags, expect_layout, expect_number
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
 from attnforge.runtime.sinks import with_sinks
@@ -189,25 +196,30 @@ class ContextParallel:
         Raises as `attnforge.attention`; ValueError also for shards that do not match the mask or each other.
         """
         expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
+        expect_number("scale", scale)
+        expect_flags(return_lse=return_lse, deterministic=deterministic)
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x.to(dtype) for x in (q, k, v))
         total = self._check(q, k, v, mask, total)
         found = None if score is None else as_score(score)
-        if found is not None and not torch.compiler.is_compiling():  # then the fake kernels check
-            check_score(q, k, found.text, found.tensors, rows=(total, total))
+        self._check_functions(q, k, mask, found, total, deterministic)
         with_lse = return_lse or sinks is not None
-        call = self._call(q, k, mask, found, total, scale, with_lse, deterministic)
+        call = self._call(q, k, v, mask, found, total, scale, with_lse, deterministic)
         captured = () if found is None else found.tensors
         results: tuple[Tensor, ...] = Attention.apply(q, k, v, call, *captured)  # type: ignore[no-untyped-call,unused-ignore]
         if sinks is not None:
-            results = with_sinks(results[0], results[1], sinks)
+            out, lse = with_sinks(results[0], results[1], sinks)
+            real = min(max(0, total - self.rank * q.shape[2]), q.shape[2])
+            padding = q.shape[2] - real  # sees not even a sink
+            results = (out, pad(lse[:, :, :real], (0, padding), value=-torch.inf) if padding else lse)
         return (results[0], results[1]) if return_lse else results[0]
 
     def _call(
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         mask: ops.Mask,
         score: Score | None,
         total: int,
@@ -216,50 +228,38 @@ class ContextParallel:
         deterministic: bool,
     ) -> Call:
         """How this rank's part of a call is computed."""
-        rows, heads_q, heads_kv = q.shape[2], q.shape[1], k.shape[1]
+        rows, heads_q = q.shape[2], q.shape[1]
         held = tuple(range(0, self.world * rows + 1, rows))
         balanced = self._balanced(mask, rows, total)
-        in_order = reads_positions(mask, score)
-        way = self._way(q, k, balanced, in_order)
-        shared = way.shared
-        computed = held if balanced is None or shared > 1 else balanced.edges
+        # A mask that is a function hides padding by its position, whatever it reads.
+        in_order = isinstance(mask, FunctionMask) or (score is not None and reads_positions(score))
+        way = self._way(q, k, v, held, balanced, in_order)
+        computed = held if balanced is None or way.shared > 1 else balanced.edges
         layout = self._layout(way)
-        pieces = cut(heads_q // shared, heads_kv // shared, self._pieces)
-        places = self._places(layout, pieces, heads_q // shared, heads_q, computed, total, q.device)
-        span = None if computed == held else (computed[self.rank], computed[self.rank + 1])
-        masks = self._local_masks(mask, layout, rows, total, q.device, span, places)
-        return Call(
-            layout, shared, held, computed, pieces, places, masks, scale, with_lse, deterministic, score
+        heads = heads_q // way.shared
+        pieces = cut(heads, k.shape[1] // way.shared, self._pieces)
+        alone = way.shared == 1
+        first, last = (self.rank, self.rank) if alone else (layout.queries[0], layout.queries[-1])
+        row, count = computed[first], computed[last + 1] - computed[first]
+        head = 0 if layout.among_heads is None else dist.get_rank(layout.among_heads) * heads
+        moved: tuple[Leaf, ...] = ("q_idx",) if way.shared < self.world else ()
+        moved += ("h",) if heads < heads_q or len(pieces) > 1 else ()
+        places = tuple(
+            Place(head + x.q0, x.q1 - x.q0, heads_q, row, count, total, moved, q.device) for x in pieces
         )
-
-    def _places(
-        self,
-        layout: Layout,
-        pieces: tuple[Piece, ...],
-        heads: int,
-        heads_q: int,
-        computed: Edges,
-        total: int,
-        device: torch.device,
-    ) -> tuple[Place, ...]:
-        """The heads and rows of each piece; `heads`: of a share. No function reads the rows where they are apart."""
-        whole, alone = len(layout.queries) == self.world, len(layout.queries) == 1
-        blocks = (self.rank, self.rank) if alone else (layout.queries[0], layout.queries[-1])
-        row, last = computed[blocks[0]], computed[blocks[1] + 1]
-        share = 0 if layout.among_heads is None else dist.get_rank(layout.among_heads)
-        of_heads: tuple[Leaf, ...] = ("h",) if heads < heads_q or len(pieces) > 1 else ()
-        moved = of_heads if whole else ("q_idx", *of_heads)
-        return tuple(
-            Place(
-                share * heads + piece.q0, piece.q1 - piece.q0, heads_q, row, last - row, total, moved, device
-            )
-            for piece in pieces
+        span = None if computed == held else (row, row + count)
+        masks = self._local_masks(mask, layout, rows, total, q.device, span, places)
+        expect_few_tensors(score, masks[0], places[0])
+        return Call(
+            layout, way.shared, held, computed, pieces, places, masks, scale, with_lse, deterministic, score
         )
 
     __call__ = attention
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, total: int | None) -> int:
         rows = q.shape[2]
+        if mask is not None and not isinstance(mask, (Causal, Spans, DenseMask, FunctionMask)):
+            ops.refuse_mask(mask)
         for name, x in (("k", k), ("v", v)):
             if x.dtype != q.dtype or x.device != q.device or x.shape[0] != q.shape[0]:
                 raise ValueError(
@@ -280,6 +280,10 @@ class ContextParallel:
                     f"mask: has spans for {mask.planes[1]} heads, expected 1, {k.shape[1]} (of k) or "
                     f"{q.shape[1]} (of q)"
                 )
+            if isinstance(mask, DenseMask) and mask.shape[1] not in (1, q.shape[1]):
+                raise ValueError(
+                    f"mask: has shape {mask.shape}, expected one plane for all heads or {q.shape[1]} of q's"
+                )
             if not isinstance(mask, Spans) and mask.seq_q != length:
                 raise ValueError(f"mask: is of {mask.seq_q} queries and {length} keys, expected equally many")
             if isinstance(mask, FunctionMask) and not mask.fits(*q.shape[:2], length, length):
@@ -298,6 +302,23 @@ class ContextParallel:
             )
         return total
 
+    def _check_functions(
+        self, q: Tensor, k: Tensor, mask: ops.Mask, score: Score | None, total: int, deterministic: bool
+    ) -> None:
+        """What would be refused later, when other ranks wait for this one. In a trace the fake kernels check."""
+        if torch.compiler.is_compiling():
+            return
+        mod = mask if isinstance(mask, FunctionMask) else None
+        text, tensors = ("", ()) if score is None else (score.text, score.tensors)
+        if score is not None or mod is not None:
+            of_mask = () if mod is None else mod.tensors
+            check_score(q, k, text, (*tensors, *of_mask), "" if mod is None else mod.text, (total, total))
+        if deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise ValueError(
+                "deterministic: gradients of a score's tensors are added in any order; detach them or pass "
+                "deterministic=False"
+            )
+
     def _balanced(self, mask: ops.Mask, rows: int, total: int) -> Balance | None:
         """Work of the ranks, and rows for them if heads are not shared, once per mask; None if it cannot be known."""
         unknown = isinstance(mask, (DenseMask, FunctionMask))
@@ -309,13 +330,15 @@ class ContextParallel:
             if known is None or known[0] != key:
                 self._balances[mask] = known = (key, balance(mask, self.world, rows))
             return known[1]
-        key = (mask is not None, *key)
+        key = (isinstance(mask, Causal), *key)
         if key not in self._plain_balance:
-            plain = plain_spans(mask is not None, total, torch.device("cpu"))
+            plain = plain_spans(isinstance(mask, Causal), total, torch.device("cpu"))
             self._plain_balance = {key: balance(plain, self.world, rows)}
         return self._plain_balance[key]
 
-    def _way(self, q: Tensor, k: Tensor, balanced: Balance | None, in_order: bool) -> Way:
+    def _way(
+        self, q: Tensor, k: Tensor, v: Tensor, held: Edges, balanced: Balance | None, in_order: bool
+    ) -> Way:
         """U, and which ranks share heads: by default the fastest by the model of cost.py.
 
         in_order: only what keeps the keys in order. Without `balanced`, the largest possible U.
@@ -326,12 +349,16 @@ class ContextParallel:
                 raise ValueError(
                     f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v; use a divisor of them"
                 )
-            return Way(self._heads, in_order and 1 < self._heads < world)
-        most = math.gcd(world, heads_kv)
+            return Way.in_order(self._heads, world) if in_order else Way(self._heads, False)
+        # Not math.gcd, which Dynamo does not take of symbolic numbers.
+        most = max(u for u in range(1, world + 1) if world % u == 0 and heads_kv % u == 0)
+        unknown = Way.in_order(most, world) if in_order else Way(most, False)
+        if not torch.compiler.is_compiling():
+            self._layout(unknown)  # compiled code takes this way, and cannot create process groups
         if balanced is None:
-            return Way(most, in_order and 1 < most < world)
-        shapes = Shapes(q.shape[2], q.shape[1], heads_kv, q.shape[3], q.element_size(), self._nodes)
-        held = tuple(range(0, world * q.shape[2] + 1, q.shape[2]))
+            return unknown
+        dim = (q.shape[3] + v.shape[3]) / 2
+        shapes = Shapes(q.shape[0], q.shape[2], q.shape[1], heads_kv, dim, q.element_size(), self._nodes)
         stay = (
             min(held[i + 1], balanced.edges[i + 1]) - max(held[i], balanced.edges[i]) for i in range(world)
         )
@@ -355,6 +382,8 @@ class ContextParallel:
         """The masks of the pieces, once per mask: what is made here owns tile schedules."""
         if isinstance(mask, FunctionMask):
             keys = self.world * rows
+            if not reads_heads(mask):  # pieces share its tile lists
+                return self._kept(mask, places[:1], lambda place: mask_at(mask, place, keys)) * len(places)
             return self._kept(mask, places, lambda place: mask_at(mask, place, keys))
         local = self._local_mask(mask, layout, rows, total, device, span)
         if isinstance(local, (Spans, DenseMask)):
@@ -394,7 +423,7 @@ class ContextParallel:
         stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" and not trace else 0
         key: Any = (where, span, stream)
         if not isinstance(mask, (Spans, DenseMask)):
-            causal = mask is not None
+            causal = isinstance(mask, Causal)
             if trace:
                 return local_plain(causal, *where, device, span)
             key = (causal, device, key)

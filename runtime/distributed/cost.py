@@ -12,17 +12,28 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from attnforge.runtime.distributed.shards import divide
 
+RATE = 600e12  # FLOP a second of a GPU's kernels, forward and backward together
+BOTH_PASSES = 3.5  # FLOP of forward and backward over those of the forward
+NEARLY = 1.02  # times that differ by less are taken for equal
+
+# (all-to-all group of a rank, its all-gather group), which the model asks for again and again.
+_groups = lru_cache(maxsize=4096)(divide)
+
 
 class Way(NamedTuple):
-    """U, and whether the ranks that share heads are neighbours: of one node, and keys stay in order."""
+    """U, and whether the ranks that share heads are beside each other: of one node, and keys stay in order."""
 
     shared: int
-    inside: bool
+    beside: bool
+
+    @staticmethod
+    def in_order(shared: int, world: int) -> Way:
+        """The way that keeps keys in order: with all ranks or none sharing heads, any does."""
+        return Way(shared, 1 < shared < world)
 
 
 @dataclass(frozen=True)
@@ -40,17 +51,15 @@ class Links:
         return collectives * self.latency + max(near / self.near, far / self.far)
 
 
-RATE = 600e12  # FLOP a second of a GPU's kernels, forward and backward together
-
-
 @dataclass(frozen=True)
 class Shapes:
-    """Of a call: rows of a rank, heads, columns of a head, bytes of an element, and the node of each rank."""
+    """Of a call: batch, rows of a rank, heads, columns (mean of q and v), bytes of an element, node of each rank."""
 
+    batch: int
     rows: int
     heads_q: int
     heads_kv: int
-    dim: int
+    dim: float
     bytes: int
     nodes: tuple[int, ...]
 
@@ -60,30 +69,34 @@ class Shapes:
 
 
 def nodes_of(ranks: Sequence[int]) -> tuple[int, ...]:
-    """The node of each rank, as torchrun numbers them; one node for all where nothing says how many ranks it has."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(ranks) + 1
-    return tuple(rank // size for rank in ranks)
+    """The node of each rank, where torchrun says that all nodes have equally many ranks; else one node for all."""
+    size, nodes, world = (
+        int(os.environ.get(f"{name}WORLD_SIZE", 0) or 0) for name in ("LOCAL_", "GROUP_", "")
+    )
+    known = 0 < size * nodes == world
+    return tuple(rank // size if known else 0 for rank in ranks)
 
 
 def ways(shapes: Shapes, most: int, in_order: bool) -> list[Way]:
-    """The divisions that a call may have, U up to `most`; with `in_order` only those that keep the keys in order."""
-    world = shapes.world
-    found = [
-        Way(shared, inside)
-        for shared, inside in product((u for u in range(most, 0, -1) if most % u == 0), (False, True))
-        if inside == (1 < shared < world) or (not inside and not in_order)
-    ]
+    """The divisions that a call may have, U a divisor of `most`, the largest first.
+
+    in_order: only those that keep the keys in order.
+    """
+    found = list[Way]()
+    for shared in (u for u in range(most, 0, -1) if most % u == 0):
+        ordered = Way.in_order(shared, shapes.world)
+        found += [ordered] if in_order or not ordered.beside else [Way(shared, False), ordered]
     return found
 
 
 def traffic(shapes: Shapes, way: Way, rank: int, backward: bool) -> tuple[float, float, int]:
     """Bytes that leave a rank inside its node and to others, and collectives, of a pass.
 
-    Without the rows that ranks exchange for balance where U is 1.
+    Without lse, and without the rows that ranks exchange for balance where U is 1.
     """
     s, here = shapes, shapes.nodes[rank]
-    blocks, neighbours, _ = divide(s.world, way.shared, rank, way.inside)
-    row = s.rows * s.dim * s.bytes  # of one head
+    blocks, neighbours, _ = _groups(s.world, way.shared, rank, way.beside)
+    row = s.batch * s.rows * s.dim * s.bytes  # of one head
     near = far = 0.0
     collectives = 0
     if way.shared > 1:  # q, k, v and out; dout, dq, dk and dv
@@ -103,27 +116,32 @@ def traffic(shapes: Shapes, way: Way, rank: int, backward: bool) -> tuple[float,
     return near, far, collectives
 
 
+@lru_cache(maxsize=256)
+def _exchange(shapes: Shapes, way: Way) -> float:
+    """Seconds of both passes' collectives, of the slowest rank."""
+    return sum(
+        max(Links().seconds(*traffic(shapes, way, rank, backward)) for rank in range(shapes.world))
+        for backward in (False, True)
+    )
+
+
 def seconds(shapes: Shapes, way: Way, work: Sequence[float], moved: float) -> float:
-    """Of both passes. `work`: visible pairs of each rank's own rows; `moved`: rows that leave a rank if U is 1."""
-    s, links = shapes, Links()
+    """Of both passes. `work`: a head's pairs of each rank's own rows; `moved`: rows that leave a rank if U is 1."""
+    s = shapes
     if way.shared == 1:
         slowest = sum(work) / s.world
     else:
-        teams = {divide(s.world, way.shared, rank, way.inside)[0] for rank in range(s.world)}
+        teams = {_groups(s.world, way.shared, rank, way.beside)[0] for rank in range(s.world)}
         slowest = max(sum(work[block] for block in team) for team in teams) / way.shared
-    kernels = 3.5 * 4 * s.dim * s.heads_q * slowest / RATE
-    exchange = sum(
-        max(links.seconds(*traffic(s, way, rank, backward)) for rank in range(s.world))
-        for backward in (False, True)
-    )
-    if way.shared == 1 and moved:  # q and out, dout and dq
-        exchange += 2 * links.seconds(2 * moved * s.heads_q * s.dim * s.bytes, 0, 2)
-    return kernels + exchange
+    kernels = BOTH_PASSES * 4 * s.dim * s.batch * s.heads_q * slowest / RATE
+    # q and out, dout and dq, to ranks beside this one.
+    balancing = 2 * Links().seconds(2 * moved * s.batch * s.heads_q * s.dim * s.bytes, 0, 2) if moved else 0.0
+    return kernels + _exchange(s, way) + (balancing if way.shared == 1 else 0.0)
 
 
-@lru_cache(maxsize=256)  # layers of a step ask alike, and it walks all ranks
+@lru_cache(maxsize=256)  # layers of a step ask alike
 def fastest(shapes: Shapes, most: int, in_order: bool, work: tuple[float, ...], moved: float) -> Way:
     """The way that takes the least time; of nearly equal ones the first, which shares more heads."""
     times = [(seconds(shapes, way, work, moved), way) for way in ways(shapes, most, in_order)]
     least = min(time for time, _ in times)
-    return next(way for time, way in times if time <= 1.02 * least)
+    return next(way for time, way in times if time <= NEARLY * least)

@@ -36,7 +36,7 @@ class Call:
     scale: float | None
     return_lse: bool
     deterministic: bool
-    score: Score | None = None  # of the whole
+    score: Score | None  # of the whole
 
 
 class Piece(NamedTuple):

@@ -36,24 +36,29 @@ class Place(NamedTuple):
     device: torch.device
 
 
-def reads_positions(mask: object, score: Score | None) -> bool:
-    """Does a function need to know which query or key a row is?"""
-    of_mask = isinstance(mask, FunctionMask) and _reads_positions("mask_mod", mask.text)
-    return of_mask or (score is not None and _reads_positions("score", score.text))
+def reads_positions(score: Score) -> bool:
+    """Does the score need to know which query or key a row is?"""
+    return bool({"q_idx", "kv_idx"} & set(_read("score", score.text)))
+
+
+def reads_heads(mask: FunctionMask) -> bool:
+    """Are pieces of different heads, or what they may be called with, different masks?"""
+    return mask.shape[1] is not None or "h" in _read("mask_mod", mask.text)
 
 
 @lru_cache(maxsize=64)
-def _leaves(argument: str, text: str) -> frozenset[str]:
+def _leaves(argument: str, text: str) -> tuple[str, ...]:
     program, _ = _FORMULAS[argument](text).parsed
-    return frozenset(str(node.value) for node in program.nodes if node.op == "leaf")
+    return tuple(sorted({str(node.value) for node in program.nodes if node.op == "leaf"}))
 
 
-def _reads_positions(argument: str, text: str) -> bool:
-    return bool(_leaves(argument, text) & {"q_idx", "kv_idx"})
+def _read(argument: str, text: str) -> tuple[str, ...]:
+    """The indices, and the score, that a function reads."""
+    return _leaves(argument, text)
 
 
 def score_at(score: Score, tensors: Sequence[Tensor], place: Place, wanted: Sequence[int] = ()) -> Score:
-    """The score of a part; `tensors` are those that the whole's captures. ValueError where it would read too many.
+    """The score of a part; `tensors` are those that the whole's captures.
 
     wanted: the tensors whose gradients the part's backward computes.
     """
@@ -70,7 +75,7 @@ def add_gradients(score: Score, place: Place, sums: dict[int, Tensor], gradients
 
 def mask_at(mask: FunctionMask, place: Place, keys: int) -> FunctionMask:
     """The mask of a part, whose keys are padded to `keys`; padding is hidden and sees nothing."""
-    padded, batch = place.total < keys, mask.shape[0]
+    padded, batch = bool(place.total < keys), mask.shape[0]  # of a symbolic number, too
     heads = None if mask.shape[1] is None else place.heads
     part = _part("mask_mod", mask.text, place.moved, padded)
     if mask.shape == (batch, heads, place.rows, keys) and not part.placed and not part.narrowed:
@@ -86,6 +91,18 @@ def mask_at(mask: FunctionMask, place: Place, keys: int) -> FunctionMask:
         heads=heads,
         visible_keys=mask.visible_keys,
     )
+
+
+def expect_few_tensors(score: Score | None, mask: object, place: Place) -> None:
+    """ValueError where a part's score and mask together capture more tensors than a kernel takes."""
+    found = len(mask.tensors) if isinstance(mask, FunctionMask) else 0
+    if score is not None:
+        found += len(score.tensors) + _part("score", score.text, place.moved, False).placed
+    if found > MAX_TENSORS:
+        raise ValueError(
+            f"score, mask: capture {found} tensors, at most {MAX_TENSORS} are supported; context_parallel adds one to "
+            "each of them where a rank has to know its place among heads and rows"
+        )
 
 
 def planes_at(mask: Spans | DenseMask, place: Place) -> Spans | DenseMask:
@@ -114,7 +131,7 @@ def _wanting(text: str, wanted: tuple[int, ...]) -> str:
 
 
 # Functions of texts, which Dynamo runs while tracing, as masks.load_operators.
-_reads_positions._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _part._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _wanting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -125,14 +142,9 @@ def _at(
     part = _part(argument, text, place.moved, padded)
     found = tuple(_narrow(x, number, part, place) for number, x in enumerate(tensors))
     if part.placed:
-        if len(found) == MAX_TENSORS:
-            raise ValueError(
-                f"{argument}: captures {len(found)} tensors, at most {MAX_TENSORS - 1} are supported by "
-                "context_parallel where a rank has to know its place among heads and rows"
-            )
         numbers = (place.row, place.head, place.total)
-        make = _numbers if torch.compiler.is_compiling() else _kept_numbers
-        found += (make(numbers, place.device),)
+        fake = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        found += ((_numbers if fake else _kept_numbers)(numbers, place.device),)
     return part.text, found
 
 

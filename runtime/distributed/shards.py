@@ -21,11 +21,11 @@ class Layout(NamedTuple):
     keys: tuple[int, ...]  # blocks in the order of the gathered keys
 
 
-def make_layout(group: Any, shared: int, inside: bool) -> Layout:
+def make_layout(group: Any, shared: int, beside: bool) -> Layout:
     """Create the layout. Only the members of a process group take part in creating it."""
     ranks = dist.get_process_group_ranks(group)
     world = len(ranks)
-    queries, neighbours, keys = divide(world, shared, dist.get_rank(group), inside)
+    queries, neighbours, keys = divide(world, shared, dist.get_rank(group), beside)
     if shared in (1, world):
         return Layout(group if shared > 1 else None, group if shared < world else None, queries, keys)
     among_heads = dist.new_group([ranks[block] for block in queries], use_local_synchronization=True)
@@ -34,15 +34,15 @@ def make_layout(group: Any, shared: int, inside: bool) -> Layout:
 
 
 def divide(
-    world: int, shared: int, rank: int, inside: bool = False
+    world: int, shared: int, rank: int, beside: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """(all-to-all group of a rank, its all-gather group, blocks of keys in the order of the gathered keys).
 
-    inside: groups of the all-to-all, which moves most bytes, are of neighbours, and so of one node. Keys stay in order.
+    beside: groups of the all-to-all, which moves most bytes, are of neighbours, and so of one node. Keys stay in order.
     Otherwise each has early and late rows.
     """
     gathered = world // shared
-    if inside:
+    if beside:
         team, place = divmod(rank, shared)
         return (
             tuple(range(team * shared, (team + 1) * shared)),
@@ -126,10 +126,10 @@ SLACK = 1.03  # of the mean work, that the busiest rank may have before rows mov
 
 
 class Balance(NamedTuple):
-    """`edges` of runs of queries, one a rank, with equally many pairs; `work`: pairs of each rank's own rows."""
+    """`edges` of runs of queries with equally many pairs, one a rank; `work`: a head's pairs of ranks' own rows."""
 
     edges: tuple[int, ...]
-    work: tuple[int, ...]
+    work: tuple[float, ...]
 
 
 def balance(mask: Spans, world: int, rows: int) -> Balance:
@@ -145,8 +145,9 @@ def balance(mask: Spans, world: int, rows: int) -> Balance:
     places = torch.searchsorted(done, goals) + 1
     numbers = torch.cat((done[rows - 1 :: rows], places)).tolist()
     sums, found = [0, *numbers[:world]], numbers[world:]
-    work = tuple(after - before for before, after in pairwise(sums))
-    if max(work) * world <= SLACK * sums[-1]:
+    pairs = [after - before for before, after in pairwise(sums)]
+    work = tuple(x / (mask.planes[0] * mask.planes[1]) for x in pairs)
+    if max(pairs) * world <= SLACK * sums[-1]:
         return Balance(held, work)
     # Every rank computes at least one row.
     inner = [min(max(place, rank), length - world + rank) for rank, place in enumerate(found, 1)]

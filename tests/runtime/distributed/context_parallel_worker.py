@@ -224,6 +224,18 @@ def check_reuse(mesh: DeviceMesh) -> None:
     three = torch.arange(3, dtype=torch.int32)[:, None, None] + starts.expand(1, 3, 1, 96)
     with pytest.raises(ValueError, match="mask: has spans for 3 heads, expected 1, 2"):
         cp(q, k, v, attnforge.Spans(three, three + 8))
+    with pytest.raises(TypeError, match="mask: got Tensor, accepted are None"):
+        cp(q, k, v, torch.ones(96, 96, dtype=torch.bool))
+    ids, image = torch.arange(96, dtype=torch.int32) // 40, torch.arange(96) % 3 == 0
+    slopes = torch.rand(4, requires_grad=True)
+    documents = attnforge.masks.mask_mod(lambda b, h, i, j: (ids[i] == ids[j]) | image[j], 96, 96, "cpu")
+    biased = attnforge.scores.score_mod(lambda s, b, h, i, j: s + slopes[h] * ids[i] * ids[j])
+    with pytest.raises(ValueError, match="score, mask: capture 6 tensors"):
+        cp(q, k, v, documents, score=biased)
+    with pytest.raises(ValueError, match="deterministic: gradients of a score's tensors"):
+        cp(q, k, v, score=biased, deterministic=True)
+    _, lse = cp(q, k, v, total=93, sinks=torch.ones(4), return_lse=True)
+    assert (cp.gather(lse, dim=2)[:, :, 93:] == -torch.inf).all(), "padding has the lse of a sink"
 
 
 @dataclass(frozen=True)
@@ -242,7 +254,8 @@ class Functions:
 
 
 FUNCTIONS = (
-    Functions(96, 4, 2, "softcap", heads=2),  # reads no position, so ranks may share two heads
+    Functions(96, 4, 2, "softcap", heads=2),  # reads no position
+    Functions(96, 4, 2, "softcap", compiled=True),  # another division than that of the eager call before
     Functions(93, 4, 2, "alibi", sinks=True),
     Functions(96, 8, 4, "alibi"),  # all heads are shared
     Functions(96, 8, 4, "table", heads=1, compiled=True),
@@ -251,6 +264,7 @@ FUNCTIONS = (
     Functions(93, 8, 4, "relative", pieces=2),
     Functions(93, 4, 2, mask="documents", heads=2),
     Functions(96, 8, 4, mask="heads", pieces=2, compiled=True),
+    Functions(93, 4, 2, mask="by head"),
     Functions(93, 4, 2, "alibi", mask="window"),
     Functions(93, 4, 2, mask="2 planes", heads=2),
     Functions(93, 8, 4, mask="8 planes", pieces=3),
@@ -266,6 +280,9 @@ def function_arguments(case: Functions) -> tuple[Any, Any, list[Tensor]]:
         count = int(case.mask.split()[0])
         key = torch.arange(case.total, dtype=torch.int32).expand(1, count, 1, -1)
         mask = attnforge.Spans(key, key + 7 * torch.arange(1, count + 1, dtype=torch.int32).view(-1, 1, 1))
+    elif case.mask == "by head":
+        keep = torch.arange(case.heads_q) % 3 != 1
+        mask = attnforge.masks.mask_mod(lambda b, h, i, j: keep[h], case.total, case.total, "cpu")
     elif case.mask:
         shape = Shape(case.total, case.total, 16, case.heads_kv, case.heads_q // case.heads_kv, 1)
         mask = attnforge.masks.mask_mod(mask_functions(shape)[case.mask], case.total, case.total, "cpu")

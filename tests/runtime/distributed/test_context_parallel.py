@@ -24,25 +24,25 @@ from attnforge.runtime.distributed.shards import (
 
 WORKER = Path(__file__).parent / "context_parallel_worker.py"
 SPLITS = [
-    (world, shared, inside)
-    for world, shared, inside in product((1, 2, 4, 6, 8, 16), (1, 2, 4), (False, True))
-    if world % shared == 0 and (not inside or 1 < shared < world)
+    (world, shared, beside)
+    for world, shared, beside in product((1, 2, 4, 6, 8, 16), (1, 2, 4), (False, True))
+    if world % shared == 0 and (not beside or 1 < shared < world)
 ]
 
 
-@pytest.mark.parametrize(("world", "shared", "inside"), SPLITS)
-def test_every_head_of_every_row_is_computed_once(world: int, shared: int, inside: bool) -> None:
+@pytest.mark.parametrize(("world", "shared", "beside"), SPLITS)
+def test_every_head_of_every_row_is_computed_once(world: int, shared: int, beside: bool) -> None:
     done = set()
     for rank in range(world):
-        queries, neighbours, keys = divide(world, shared, rank, inside)
+        queries, neighbours, keys = divide(world, shared, rank, beside)
         assert rank in queries
         assert rank in neighbours
         assert (len(queries), len(neighbours)) == (shared, world // shared)
         assert sorted(keys) == list(range(world))
         share = queries.index(rank)
-        assert {divide(world, shared, other, inside)[0].index(other) for other in neighbours} == {share}
+        assert {divide(world, shared, other, beside)[0].index(other) for other in neighbours} == {share}
         done |= {(share, block) for block in queries}
-        if inside or shared in (1, world):
+        if beside or shared in (1, world):
             assert keys == tuple(range(world)), "functions of positions need keys in order"
             assert queries == tuple(range(queries[0], queries[0] + shared)), "and rows from a first one on"
     assert len(done) == shared * world
@@ -54,10 +54,10 @@ def test_a_causal_mask_is_the_same_work_for_all(world: int, shared: int) -> None
     assert len(set(work)) == 1
 
 
-@pytest.mark.parametrize(("world", "shared", "inside"), SPLITS)
+@pytest.mark.parametrize(("world", "shared", "beside"), SPLITS)
 @pytest.mark.parametrize("total", [96, 90])
 def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(
-    world: int, shared: int, inside: bool, total: int
+    world: int, shared: int, beside: bool, total: int
 ) -> None:
     rows = -(-total // world)
     splits = [total // 3, total // 4, total - total // 3 - total // 4]
@@ -66,7 +66,7 @@ def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(
     holes = attnforge.DenseMask(torch.rand(1, 3, total, total) < 0.5)
     two, many = unions(total, total, 2, "cpu"), unions(total, total, 3, "cpu", (2, 3))
     for rank, mask in product(range(world), (packed, attnforge.Causal(), None, holes, two, many)):
-        queries, _, keys = divide(world, shared, rank, inside)
+        queries, _, keys = divide(world, shared, rank, beside)
         seen = torch.ones(total, total, dtype=torch.bool) if mask is None else mask.visible(total, total)
         padded = torch.zeros(*seen.shape[:-2], rows * world, rows * world, dtype=torch.bool)
         padded[..., :total, :total] = seen

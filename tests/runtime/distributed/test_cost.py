@@ -16,7 +16,7 @@ ROWS = 8  # of a rank
 
 
 def shapes(world: int, node: int, rows: int = ROWS) -> Shapes:
-    return Shapes(rows, HEADS_Q, HEADS_KV, DIM, 2, tuple(rank // node for rank in range(world)))
+    return Shapes(1, rows, HEADS_Q, HEADS_KV, DIM, 2, tuple(rank // node for rank in range(world)))
 
 
 @pytest.mark.parametrize(("world", "heads"), [(4, 1), (4, 2), (4, 4), (8, 4), (8, 2)])
@@ -53,7 +53,7 @@ def test_what_is_preferred() -> None:
     equal, causal = (1e7,) * 16, tuple(float(2 * i + 1) * 1e9 for i in range(16))
     assert fastest(shapes(2, 2, 18432), 2, False, (1e8,) * 2, 0.0).shared == 1
     assert fastest(shapes(16, 8, 8192), 4, False, equal, 0.0) == Way(4, True)
-    assert fastest(shapes(16, 8, 8192), 4, False, causal, 0.0).inside is False
+    assert fastest(shapes(16, 8, 8192), 4, False, causal, 0.0).beside is False
     assert fastest(shapes(16, 8, 8192), 4, True, equal, 0.0) == Way(4, True)
 
 
@@ -64,7 +64,11 @@ def test_the_slowest_rank_decides() -> None:
 
 
 def test_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    """Only of equally many ranks: with 8 + 4, ranks of the two nodes would choose differently, and wait for ever."""
+    for name, value in (("LOCAL_WORLD_SIZE", "4"), ("GROUP_WORLD_SIZE", "2"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
     assert nodes_of([2, 3, 6, 7]) == (0, 0, 1, 1)
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    assert nodes_of([2, 3, 6, 7]) == (0, 0, 0, 0)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert nodes_of([2, 3, 6, 7]) == (0, 0, 0, 0)

@@ -15,11 +15,14 @@ from attnforge.codegen.score import ScoreMod
 from attnforge.runtime.distributed.parts import (
     Place,
     add_gradients,
+    expect_few_tensors,
     mask_at,
     planes_at,
+    reads_heads,
     reads_positions,
     score_at,
 )
+from attnforge.runtime.masks import FunctionMask
 from attnforge.runtime.score_trace import evaluate
 
 SHAPE = Shape(70, 70, 16, 2, 2, 2)  # 4 query heads
@@ -116,19 +119,30 @@ def test_gradients_are_added_where_they_belong() -> None:
     assert ScoreMod(wanted.text).wanted == (0,)
 
 
-def test_positions() -> None:
-    assert not reads_positions(attnforge.Causal(), scores.softcap(3.0))
-    assert not reads_positions(None, SCORES["head number"])
-    assert reads_positions(None, SCORES["alibi"])
-    assert reads_positions(masks.mask_mod(mask_functions(SHAPE)["window"], 70, 70, "cpu"), None)
+def test_what_is_read() -> None:
+    assert not reads_positions(scores.softcap(3.0))
+    assert not reads_positions(SCORES["head number"])
+    assert reads_positions(SCORES["alibi"])
+    window, heads = (
+        masks.mask_mod(mask_functions(SHAPE)[name], 70, 70, "cpu") for name in ("window", "heads")
+    )
+    assert reads_heads(heads)
+    assert not reads_heads(window)
+    of_four = FunctionMask(window.text, window.tensors, 70, 70, "cpu", heads=4)
+    assert reads_heads(of_four), "a part is for fewer heads"
 
 
 def test_too_many_tensors() -> None:
-    t = [torch.rand(70) for _ in range(4)]
+    """Score and mask each get one more where a rank has to know its place."""
+    place, t = place_of(0, 4, 30, 20, ("q_idx",)), [torch.rand(70) for _ in range(4)]
     four = scores.score_mod(lambda s, b, h, i, j: s + t[0][i] + t[1][j] + t[2][i] * t[3][(i + j) % 70])
-    with pytest.raises(
-        ValueError, match="score: captures 4 tensors, at most 3 are supported by context_parallel"
-    ):
-        score_at(four, four.tensors, place_of(0, 4, 30, 20, ("q_idx",)))
+    with pytest.raises(ValueError, match="score, mask: capture 5 tensors, at most 4 are supported"):
+        expect_few_tensors(four, None, place)
     three = scores.score_mod(lambda s, b, h, i, j: s + t[0][i] + t[1][j] + t[2][i] * t[3][j])
-    assert len(score_at(three, three.tensors, place_of(0, 4, 30, 20, ("q_idx",))).tensors) == 4
+    expect_few_tensors(three, attnforge.Causal(), place)
+    assert len(score_at(three, three.tensors, place).tensors) == 4
+    documents = masks.mask_mod(mask_functions(SHAPE)["documents"], 70, 70, "cpu")
+    alibi = SCORES["alibi"]
+    assert len(alibi.tensors) + len(documents.tensors) == 3
+    with pytest.raises(ValueError, match="score, mask: capture 5 tensors"):
+        expect_few_tensors(alibi, mask_at(documents, place, 70), place)
