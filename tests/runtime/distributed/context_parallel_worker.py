@@ -225,7 +225,7 @@ def check_reuse(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match="mask: has spans for 3 heads, expected 1, 2"):
         cp(q, k, v, attnforge.Spans(three, three + 8))
     with pytest.raises(TypeError, match="mask: got Tensor, accepted are None"):
-        cp(q, k, v, torch.ones(96, 96, dtype=torch.bool))
+        cp(q, k, v, torch.ones(96, 96, dtype=torch.bool))  # type: ignore[call-overload]
     ids, image = torch.arange(96, dtype=torch.int32) // 40, torch.arange(96) % 3 == 0
     slopes = torch.rand(4, requires_grad=True)
     documents = attnforge.masks.mask_mod(lambda b, h, i, j: (ids[i] == ids[j]) | image[j], 96, 96, "cpu")
