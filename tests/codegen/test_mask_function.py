@@ -184,7 +184,15 @@ def test_pairs_and_tiles_are_those_of_the_formula(tmp_path: Path) -> None:
     path = tmp_path / "functions.cpp"
     path.write_text("".join(source))
     library = gxx.library(
-        path, "-std=c++17", "-O2", "-march=native", "-fno-math-errno", "-Werror=narrowing", "-fPIC", "-shared"
+        path,
+        "-std=c++17",
+        "-O1",
+        "-fexpensive-optimizations",
+        "-march=native",
+        "-fno-math-errno",
+        "-Werror=narrowing",
+        "-fPIC",
+        "-shared",
     )
     length, size = 128, 32
     draw = torch.Generator().manual_seed(3)

@@ -258,14 +258,12 @@ FUNCTIONS = (
     Functions(96, 4, 2, "softcap", compiled=True),  # another division than that of the eager call before
     Functions(93, 4, 2, "alibi", sinks=True),
     Functions(96, 8, 4, "alibi"),  # all heads are shared
-    Functions(96, 8, 4, "table", heads=1, compiled=True),
     Functions(93, 4, 1, "slopes", pieces=2),
     Functions(93, 4, 2, "plane", heads=2),  # neighbours share them, and keys stay in order
-    Functions(93, 8, 4, "relative", pieces=2),
+    Functions(96, 4, 2, "table", mask="window", compiled=True),
     Functions(93, 4, 2, mask="documents", heads=2),
-    Functions(96, 8, 4, mask="heads", pieces=2, compiled=True),
-    Functions(93, 4, 2, mask="by head"),
-    Functions(93, 4, 2, "alibi", mask="window"),
+    Functions(96, 8, 4, mask="heads", pieces=2),
+    Functions(96, 4, 2, mask="by head"),
     Functions(93, 4, 2, mask="2 planes", heads=2),
     Functions(93, 8, 4, mask="8 planes", pieces=3),
 )
