@@ -66,11 +66,15 @@ def run(directory: Path, *arguments: str) -> str:
 
 
 def quick_compiler() -> Path:
-    """A C++ compiler that does not optimise, whatever it is told: most of its time is for torch's headers as it is."""
-    path = kept.directory / "quick-c++"
+    """A C++ compiler that does not optimise, whatever it is told: most of its time is for torch's headers as it is.
+
+    If it is g++, it collects garbage only beyond 2 GB, which saves a tenth of its time.
+    """
+    path, compiler = kept.directory / "quick-c++", os.environ.get("CXX", "c++")
+    heap = "" if "clang" in compiler else " --param ggc-min-expand=400 --param ggc-min-heapsize=2000000"
     with kept.lock("exported-compiler"):
         if not path.exists():
-            path.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+            path.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0{heap}\n')
             path.chmod(0o755)
     return path
 
