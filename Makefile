@@ -1,5 +1,5 @@
 # make search   find the fastest kernel for a BAGEL pack, on the GPU if there is one, else on the CPU
-# make test     run every test that this machine can run, with one process more than cores (ARGS="-m slow": slow ones)
+# make test     run every test that this machine can run, with two processes more than cores (ARGS="-m slow": slow ones)
 # make fuzz     run random problems for SECONDS (60), on the GPU if there is one: docs/reliability.md
 # make docs     build the documentation's site into build/site, links checked; the first time installs what it takes
 # make lint     ruff and mypy

@@ -38,8 +38,8 @@ hypothesis.settings.load_profile("attnforge")
 
 @pytest.hookimpl(optionalhook=True, wrapper=True)
 def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """One more than there are cores: at any time some worker waits for a disk, a lock or a child that sleeps."""
-    return (yield) + 1
+    """Two more than there are cores: at any time some worker waits for a disk, a lock or a child that sleeps."""
+    return (yield) + 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
