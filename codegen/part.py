@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from attnforge.codegen.score import Formula, Node, Program
+from attnforge.codegen.score import Formula, Program
 
 Leaf = Literal["q_idx", "h"]
 # The places of the numbers in the tensor that a part's function has behind its own.
-FIRST: dict[Leaf, int] = {"q_idx": 0, "h": 1}
+FIRST: dict[str, int] = {"q_idx": 0, "h": 1}
 TOTAL = 2
 
 
@@ -45,26 +45,30 @@ def part_of(formula: Formula, moved: tuple[Leaf, ...], padded: bool = False) -> 
         if _reads_only(program, tensor, axis, number)
     )
     copy, last = Program((*program.tensors, "int32")), len(formula.tensors)
+
+    def index(leaf: str) -> int:
+        """An index as the whole counts it."""
+        own = copy.leaf(leaf)
+        if leaf not in leaves:
+            return own
+        return copy.binary("+", own, copy.load(last, (copy.const(FIRST[leaf]),)))
+
     new: list[int] = []
     for node in program.nodes:
         if node.op.startswith("load:"):
             tensor = int(node.op[5:])
-            own = {axis for other, axis, _ in narrowed if other == tensor}
-            at = [_plain(copy, program.nodes[x], new[x], axis in own) for axis, x in enumerate(node.args)]
+            own = {axis: leaf for other, axis, leaf in narrowed if other == tensor}
+            at = (copy.leaf(own[axis]) if axis in own else new[x] for axis, x in enumerate(node.args))
             new.append(copy.load(tensor, tuple(at)))
         elif node.op == "leaf" and node.value in leaves:
-            first = copy.load(last, (copy.const(FIRST[node.value]),))
-            new.append(copy.binary("+", copy.leaf(str(node.value)), first))
+            new.append(index(str(node.value)))
         else:
             new.append(copy.node(node.op, tuple(new[x] for x in node.args), node.kind, node.value))
     whole = new[result]
     if padded:
         total = copy.load(last, (copy.const(TOTAL),))
         for leaf in ("kv_idx", "q_idx"):
-            index = copy.leaf(leaf)
-            if leaf in leaves:
-                index = copy.binary("+", index, copy.load(last, (copy.const(FIRST[leaf]),)))
-            whole = copy.binary("&", whole, copy.binary("<", index, total))
+            whole = copy.binary("&", whole, copy.binary("<", index(leaf), total))
     placed = _reads(copy, whole, last)
     tensors = (*formula.tensors, ("int32", 1)) if placed else formula.tensors
     return Part(str(type(formula).of(formula.name, tensors, copy, whole)), narrowed, placed)
@@ -74,11 +78,6 @@ def _reads_only(program: Program, tensor: int, axis: int, leaf: int) -> bool:
     """Is the tensor read, and along this axis with nothing but this index?"""
     loads = [node for node in program.nodes if node.op == f"load:{tensor}"]
     return bool(loads) and all(node.args[axis] == leaf for node in loads)
-
-
-def _plain(copy: Program, index: Node, moved: int, own: bool) -> int:
-    """An index of a load: as it is where the axis is the part's own."""
-    return copy.leaf(str(index.value)) if own else moved
 
 
 def _reads(program: Program, result: int, tensor: int) -> bool:

@@ -27,6 +27,11 @@ log = logging.getLogger("attnforge")
 
 MEMORY_BOUND = 64  # query rows of a kv head: with so few, loads of K and V take longer than products
 
+SCORE_GRADIENTS_IN_ANY_ORDER = (  # why some calls are refused
+    "deterministic: gradients of a score's tensors are added in any order; "
+    "detach them or pass deterministic=False"
+)
+
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _reasons: dict[int, str] = {}  # of the latest choice of each handle
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
@@ -94,10 +99,7 @@ def choose_for(
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
     if deterministic and next(_offers(problem, group, size, target, visible_keys), None):
         if problem.score.wanted:
-            raise Infeasible(
-                "deterministic: gradients of a score's tensors are added in any order; "
-                "detach them or pass deterministic=False"
-            )
+            raise Infeasible(SCORE_GRADIENTS_IN_ANY_ORDER)
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
     last = dataclasses.replace(problem, arch=target.archs[-1])
     raise Infeasible(f"q: no {what}: {why_infeasible(last)}")

@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 
 from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
+from attnforge.runtime.dispatch import SCORE_GRADIENTS_IN_ANY_ORDER
 from attnforge.runtime.distributed.cost import Shapes, Way, fastest, nodes_of
 from attnforge.runtime.distributed.exchange import Attention, Call, Edges, all_gather, cut
 from attnforge.runtime.distributed.parts import (
@@ -314,10 +315,7 @@ class ContextParallel:
             of_mask = () if mod is None else mod.tensors
             check_score(q, k, text, (*tensors, *of_mask), "" if mod is None else mod.text, (total, total))
         if deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise ValueError(
-                "deterministic: gradients of a score's tensors are added in any order; detach them or pass "
-                "deterministic=False"
-            )
+            raise ValueError(SCORE_GRADIENTS_IN_ANY_ORDER)
 
     def _balanced(self, mask: ops.Mask, rows: int, total: int) -> Balance | None:
         """Work of the ranks, and rows for them if heads are not shared, once per mask; None if it cannot be known."""
@@ -396,10 +394,10 @@ class ContextParallel:
         """What `make` gives for each place, kept as long as the mask. In a trace there are no tensors to keep."""
         if torch.compiler.is_compiling():
             return tuple(make(place) for place in places)
-        stream = torch.cuda.current_stream(mask.device).stream_id if mask.device.type == "cuda" else 0
+        key = (places, _stream(mask.device))
         known = self._parts.get(mask)
-        if known is None or known[0] != (places, stream):
-            known = ((places, stream), tuple(make(place) for place in places))
+        if known is None or known[0] != key:
+            known = (key, tuple(make(place) for place in places))
             # Not the mask itself, which would never go.
             self._parts[mask] = (known[0], tuple(None if x is mask else x for x in known[1]))
         return tuple(mask if x is None else x for x in known[1])
@@ -420,8 +418,7 @@ class ContextParallel:
         where = (layout.queries, layout.keys, rows, total)
         # Once per mask, not per layer: what is made here owns tile schedules. Not in a trace, which has no tensors yet.
         trace = torch.compiler.is_compiling()
-        stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" and not trace else 0
-        key: Any = (where, span, stream)
+        key: Any = (where, span, 0 if trace else _stream(device))
         if not isinstance(mask, (Spans, DenseMask)):
             causal = isinstance(mask, Causal)
             if trace:
@@ -440,3 +437,8 @@ class ContextParallel:
         if not trace:
             self._masks[mask] = (key, local)
         return local
+
+
+def _stream(device: torch.device) -> int:
+    """The number of the current stream, on which tile schedules are made."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0

@@ -130,7 +130,8 @@ def _wanting(text: str, wanted: tuple[int, ...]) -> str:
     return text
 
 
-# Functions of texts, which Dynamo runs while tracing, as masks.load_operators.
+# Functions of texts, which Dynamo runs while tracing, as masks.load_operators. It looks through lru_cache, so the kept
+# results have functions of their own.
 _read._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _part._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _wanting._dynamo_marked_constant = True  # type: ignore[attr-defined]

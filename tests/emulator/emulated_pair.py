@@ -102,7 +102,7 @@ class EmulatedPair:
         p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
         tuning = self.plan.spec.tuning
-        p.tiles_m, p.tiles_n = -(-p.seq_q // tuning.tile_m), -(-p.seq_k // tuning.tile_n)
+        p.set_tiles(tuning.tile_m, tuning.tile_n)
         p.padded_q = p.tiles_m * tuning.tile_m
         p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
         rows = p.batch * p.heads_q * p.padded_q

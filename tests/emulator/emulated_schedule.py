@@ -64,8 +64,7 @@ class EmulatedSchedule:
             p.heads_kv = p.heads_q  # each plane has its own order of tiles
             p.mask_planes = p.batch * p.heads_q
         p.seq_q, p.seq_k = seq_q, seq_k
-        p.tiles_m, p.tiles_n = -(-seq_q // tuning.tile_m), -(-seq_k // tuning.tile_n)
-        p.blocks_n, p.blocks_m = p.tiles_n + -(-p.tiles_n // 8) - 1, p.tiles_m + -(-p.tiles_m // 16) - 1
+        p.set_tiles(tuning.tile_m, tuning.tile_n)
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
         p.list_stride, owned = p.tiles_n, p.tiles_m
         if self.plan.owner == "n":

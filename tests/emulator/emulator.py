@@ -206,8 +206,7 @@ class Emulated:
             setattr(p, f"score{i}", ScoreRef.of(x))
         p.batch, p.heads_q, p.seq_q = tensors["q"].shape[:3]
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
-        p.tiles_m, p.tiles_n = -(-p.seq_q // tuning.tile_m), -(-p.seq_k // tuning.tile_n)
-        p.blocks_n, p.blocks_m = p.tiles_n + -(-p.tiles_n // 8) - 1, p.tiles_m + -(-p.tiles_m // 16) - 1
+        p.set_tiles(tuning.tile_m, tuning.tile_n)
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
         p.scale = self.scale or tensors["q"].shape[3] ** -0.5
         p.scale_log2 = p.scale / math.log(2)

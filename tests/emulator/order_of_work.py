@@ -56,8 +56,7 @@ class WorkOrder:
         p = Params()
         p.batch, p.heads_q, p.heads_kv = case.batch, case.heads_q, case.heads_kv
         p.seq_q, p.seq_k = case.seq_q, case.seq_k
-        p.tiles_m, p.tiles_n = -(-case.seq_q // self.tile_m), -(-case.seq_k // self.tile_n)
-        p.blocks_n = p.tiles_n + -(-p.tiles_n // 8) - 1
+        p.set_tiles(self.tile_m, self.tile_n)
         return p
 
     def ranks(self, case: Case) -> int:

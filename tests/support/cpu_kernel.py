@@ -77,6 +77,14 @@ class Params(ctypes.Structure):
 
     _fields_ = tuple((f.name, CTYPES.get(f.ctype, ctypes.c_void_p)) for f in params.FIELDS)
 
+    def set_tiles(self, tile_m: int, tile_n: int) -> None:
+        """The tiles of seq_q and seq_k, and how many pieces of cut lists there may be, as make_params sets them."""
+        self.tiles_m, self.tiles_n = -(-self.seq_q // tile_m), -(-self.seq_k // tile_n)
+        self.blocks_n, self.blocks_m = (
+            self.tiles_n + -(-self.tiles_n // 8) - 1,
+            self.tiles_m + -(-self.tiles_m // 16) - 1,
+        )
+
     def packed(self, names: tuple[str, ...]) -> ctypes.Array[ctypes.c_char]:
         """The argument of a kernel that prints the members `names`."""
         places = (getattr(Params, name) for name in names)
