@@ -1,12 +1,13 @@
 """The cost of scores: plain attention, softcap, ALiBi, biases and sinks, forward and backward, in one interleaved run.
 
-    python benchmarks/scores.py [--pack pretrain/0 causal/4x8192] [--model 28/4/128] [--flex] [--markdown FILE]
+    python benchmarks/scores.py [--pack pretrain/0 causal/4x8192] [--peers flex fa3] [--markdown FILE]
 
 "softcap 50" has all scores of standard normal inputs within the cap, where tanh is a polynomial; "softcap 0.5" has
 tiles beyond it, which take the general tanh; "approximate" takes the hardware's. "learned" also computes the gradient
-of the table. "share" is the time of plain attention over the line's. `--flex` adds FlexAttention with the same scores,
-compiled for each. The error is that of out, or the largest of dq, dk and dv, relative to their RMS, against the same
-formula in float64 on 64 queries in the middle and all keys of one head; of the backward with a dout of zeros elsewhere.
+of the table. "share" is the time of plain attention over the line's. `--peers` adds FlexAttention with the same scores,
+compiled for each, and FlashAttention-3 with its softcap. The error is that of out, or the largest of dq, dk and dv,
+relative to their RMS, against the same formula in float64 on 64 queries in the middle and all keys of one head; of the
+backward with a dout of zeros elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import attnforge
 from attnforge import scores
-from attnforge.bagel.measure import peers
+from attnforge.bagel.measure import fa3, peers
 from attnforge.bagel.measure.agreement import relative
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
@@ -35,7 +36,7 @@ from attnforge.runtime.search.timing import Effort, measure_interleaved, rotate
 REACH = 128  # distances of the relative bias
 ROWS = 64  # queries of the check
 Function = Callable[..., Tensor]
-HEAD = ("case, pass", "score", "ms", "TFLOP/s", "share of plain", "of FlexAttention", "error")
+HEAD = ("case, pass", "score", "ms", "TFLOP/s", "share of plain", "of FlexAttention", "of FA3", "error")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Contestant:
     function: Function | None
     sinks: Tensor | None = None
     learned: tuple[Tensor, ...] = ()  # that get a gradient, too
+    softcap: float | None = (
+        0.0  # of the same score in FlashAttention-3, 0 for none; None: it has no such score
+    )
 
 
 def contestants(case: Case) -> dict[str, Contestant]:
@@ -63,13 +67,19 @@ def contestants(case: Case) -> dict[str, Contestant]:
 
     return {
         "plain": Contestant(None, None),
-        "softcap 50": Contestant(scores.softcap(50.0), cap(50.0)),
-        "softcap 50, approximate": Contestant(scores.softcap(50.0, approximate=True), cap(50.0)),
-        "softcap 0.5": Contestant(scores.softcap(0.5), cap(0.5)),
-        "ALiBi": Contestant(scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
-        "relative bias": Contestant(scores.relative_bias(table), relative),
-        "relative bias, learned": Contestant(scores.relative_bias(learned), relative, learned=(learned,)),
-        "sinks": Contestant(None, None, torch.zeros(heads, device=device)),
+        "softcap 50": Contestant(scores.softcap(50.0), cap(50.0), softcap=50.0),
+        "softcap 50, approximate": Contestant(
+            scores.softcap(50.0, approximate=True), cap(50.0), softcap=50.0
+        ),
+        "softcap 0.5": Contestant(scores.softcap(0.5), cap(0.5), softcap=0.5),
+        "ALiBi": Contestant(
+            scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), softcap=None
+        ),
+        "relative bias": Contestant(scores.relative_bias(table), relative, softcap=None),
+        "relative bias, learned": Contestant(
+            scores.relative_bias(learned), relative, learned=(learned,), softcap=None
+        ),
+        "sinks": Contestant(None, None, torch.zeros(heads, device=device), softcap=None),
     }
 
 
@@ -95,6 +105,19 @@ def flex(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) 
         x = sets[index]
         out: Tensor = call(x.q, x.k, x.v, score_mod=one.function, block_mask=block_mask, enable_gqa=True)
         return out
+
+    return _timed(forward, direction, sets, ())
+
+
+def flash(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
+    """FlashAttention-3 with the same softcap. Raises Unavailable for other scores, and for what FA3 does not take."""
+    if one.softcap is None:
+        raise Unavailable("has no such score")
+    call = fa3.attention(case, softcap=one.softcap)
+
+    def forward(index: int) -> Tensor:
+        x = sets[index]
+        return call(x.q, x.k, x.v)
 
     return _timed(forward, direction, sets, ())
 
@@ -156,33 +179,38 @@ def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[
     calls: dict[str, Callable[[int], Any]] = {}
     for name, one in known.items():
         calls[name] = ours(case, one, direction, sets)
-        if args.flex:
+        for peer in args.peers:
             try:
                 with peers.as_unavailable():
-                    call = flex(case, one, direction, sets)
+                    call = PEERS[peer](case, one, direction, sets)
                     call(0)
-                    calls[f"flex {name}"] = call
+                    calls[f"{peer} {name}"] = call
             except Unavailable as reason:
-                print(f"flex {name} {direction.value}: {reason}", flush=True)
+                print(f"{peer} {name} {direction.value}: {reason}", flush=True)
     times = measure_interleaved(
         calls, [(i,) for i in range(len(sets))], device, Effort(seconds=args.seconds, warmups=2)
     )
     found = []
     for name, one in known.items():
         ms = times[name].median
-        peer = times.get(f"flex {name}")
         cells = (
             f"{case.name}, {direction.value}",
             name,
             f"{ms:.3f}",
             f"{case.flops(direction) / ms / 1e9:.4g}",
             f"{times['plain'].median / ms:.2f}",
-            f"{peer.median / ms:.2f}" if peer else "-",
+            *(
+                f"{times[key].median / ms:.2f}" if (key := f"{peer} {name}") in times else "-"
+                for peer in PEERS
+            ),
             f"{error(case, one, direction, sets[0]):.1e}",
         )
         found.append(f"| {' | '.join(cells)} |")
         print(found[-1], flush=True)
     return found
+
+
+PEERS = {"flex": flex, "fa3": flash}
 
 
 def arguments() -> argparse.Namespace:
@@ -194,7 +222,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=0.3, help="seconds of timed calls of each contestant"
     )
-    parser.add_argument("--flex", action="store_true", help="add FlexAttention with the same scores")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=[], help="who is timed beside")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     return parser.parse_args()
 

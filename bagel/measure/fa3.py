@@ -16,8 +16,12 @@ def installed() -> bool:
     return find_spec(MODULE) is not None
 
 
-def attention(case: Case) -> Attention:
-    """FA3 on a case. Raises Unavailable without it, or for other masks than those of FA4."""
+def attention(case: Case, softcap: float = 0.0) -> Attention:
+    """FA3 on a case, with softcap * tanh(score / softcap) unless that is 0.
+
+    Raises Unavailable without FA3, or for other masks than those of FA4.
+    """
     if not installed():
         raise Unavailable("FlashAttention-3 is not installed")
-    return attention_by(importlib.import_module(MODULE), case)
+    options = {"softcap": softcap} if softcap else {}
+    return attention_by(importlib.import_module(MODULE), case, **options)

@@ -42,13 +42,12 @@ def attention(case: Case, pack_gqa: bool | None = None) -> Attention:
     return attention_by(importlib.import_module("flash_attn.cute"), case, pack_gqa)
 
 
-def attention_by(module: Any, case: Case, pack_gqa: bool | None = None) -> Attention:
-    """The same by the functions of any module of FlashAttention 3 or 4."""
-    options: dict[str, Any] = {}
+def attention_by(module: Any, case: Case, pack_gqa: bool | None = None, **options: Any) -> Attention:
+    """The same by the functions of any module of FlashAttention 3 or 4; `options` are theirs."""
     if isinstance(case.mask, Spans):
         window = window_of(case.mask, case.seq_q)
         if window is None:
-            return _varlen(module.flash_attn_varlen_func, case, pack_gqa)
+            return _varlen(module.flash_attn_varlen_func, case, pack_gqa, **options)
         options["window_size"] = window
     elif not (case.mask is None or isinstance(case.mask, Causal)):
         raise Unavailable("takes no mask")
@@ -64,7 +63,7 @@ def attention_by(module: Any, case: Case, pack_gqa: bool | None = None) -> Atten
     return call
 
 
-def _varlen(function: Any, case: Case, pack_gqa: bool | None) -> Attention:
+def _varlen(function: Any, case: Case, pack_gqa: bool | None, **options: Any) -> Attention:
     lengths, causal = documents(case.mask)
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(case.device)
     sizes = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths))
@@ -81,6 +80,7 @@ def _varlen(function: Any, case: Case, pack_gqa: bool | None) -> Attention:
             causal=causal,
             pack_gqa=pack_gqa,
             **sizes,
+            **options,
         )
         return _first(out).transpose(0, 1)[None]
 

@@ -186,6 +186,22 @@ def test_fa3_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(attention_of("fa3", case)(x.q, x.k, x.v), x.q + 3)
 
 
+def test_fa3_gets_a_softcap_only_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        seen.append(options)
+        return q
+
+    monkeypatch.setattr(fa3, "installed", lambda: True)
+    monkeypatch.setitem(sys.modules, fa3.MODULE, SimpleNamespace(flash_attn_func=dense))
+    case = make_case(*TINY, DType.FLOAT32, CPU)
+    x = case.inputs()
+    for softcap in (0.0, 50.0):
+        fa3.attention(case, softcap)(x.q, x.k, x.v)
+    assert [options.get("softcap") for options in seen] == [None, 50.0]
+
+
 WINDOWS = {(5, 0): (5, 0), (0, 3): (0, 3), (-1, 0): (95, 0), (-1, -1): (95, 95)}  # -1: no limit
 
 
