@@ -163,13 +163,6 @@ static inline void zero_sums() {
     tile_zero<3>();
 }
 
-static inline void load_sums(const float* sums, long stride) {
-    tile_load<0>(sums, stride);
-    tile_load<1>(sums + 16, stride);
-    tile_load<2>(sums + 16 * stride, stride);
-    tile_load<3>(sums + 16 * stride + 16, stride);
-}
-
 static inline void store_sums(float* sums, long stride) {
     tile_store<0>(sums, stride);
     tile_store<1>(sums + 16, stride);
@@ -189,17 +182,23 @@ static inline void add_products(const word* x, long stride_x, const word* y, lon
     tile_multiply_add<3, 5, 7>();
 }
 
+// out = a block of kRows x kPanel sums of the products of x[row][word] and y[word][lane], `words` words deep.
+static inline void multiply_block(const word* x, long stride_x, int words, const word* y, long stride_y, float* out,
+                                  long stride) {
+    zero_sums();
+    for (int at = 0; at < words; at += kTileWords) {
+        add_products(x + at, stride_x, y + at * stride_y, stride_y);
+    }
+    store_sums(out, stride);
+}
+
 constexpr int kSteps = kTileN / 2;  // words along the sum of accumulate_panel
 
 // out[row][lane] = sign * sum over d of x[row][d] * panel[d][lane], kDepth words deep. Rows are computed kRows at a
 // time: up to kRows - 1 rows beyond `rows` are written, with values that are not used.
 static inline void multiply_panel(const word* x, int rows, const word* panel, float sign, float* out) {
     for (int row = 0; row < rows; row += kRows) {
-        zero_sums();
-        for (int d = 0; d < kDepth; d += kTileWords) {
-            add_products(x + row * kDepth + d, kDepth, panel + d * kPanel, kPanel);
-        }
-        store_sums(out + row * kPanel, kPanel);
+        multiply_block(x + row * kDepth, kDepth, kDepth, panel, kPanel, out + row * kPanel, kPanel);
     }
     if (sign != 1.0f) {
         for (int at = 0; at < rows * kPanel; at += kLanes) {
@@ -210,33 +209,24 @@ static inline void multiply_panel(const word* x, int rows, const word* panel, fl
 
 // sum[d][lane] = sum[d][lane] * decay[lane] + sum over steps of x[d][step] * weight[step][lane], d below kColumnsV.
 static inline void accumulate_panel(const word* x, int steps, const word* weight, const vec* decay, float* sum) {
-    int rescaled = 0;  // 0 if no row_max grew
-    for (int i = 0; i < kPanel; ++i) {
-        rescaled |= decay[i / kLanes][i % kLanes] != 1.0f;
-    }
+    // Of this tile: a short sum that is added to the long one rounds less. To load the long one into tile registers
+    // costs more than this addition.
+    alignas(64) float block[kRows * kPanel];
     for (int d = 0; d < kColumnsV; d += kRows) {
-        float* block = sum + d * kPanel;
-        for (int at = 0; rescaled && at < kRows * kPanel; at += kLanes) {
-            store(block + at, load(block + at) * decay[at % kPanel / kLanes]);
+        multiply_block(x + d * kSteps, kSteps, steps, weight, kPanel, block, kPanel);
+        for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 16
+            for (int i = 0; i < kCols; ++i) {
+                float* at = sum + (d + row) * kPanel + i * kLanes;
+                store(at, load(at) * decay[i] + load(block + row * kPanel + i * kLanes));
+            }
         }
-        load_sums(block, kPanel);
-        for (int step = 0; step < steps; step += kTileWords) {
-            add_products(x + d * kSteps + step, kSteps, weight + step * kPanel, kPanel);
-        }
-        store_sums(block, kPanel);
     }
 }
 
 // ---- Packing -------------------------------------------------------------------------------------------------------
 
 typedef unsigned short element;  // bits of a bf16
-
-// Rounds to nearest even; NaN stays NaN.
-static inline element narrow(float x) {
-    const unsigned bits = __builtin_bit_cast(unsigned, x);
-    const unsigned rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return static_cast<element>(x != x ? 0x7fffu : rounded);
-}
 
 // Rows of `columns` elements as operands of multiply_panel: out[row][depth], `width` words apart, zeros behind the row.
 static inline void pack_rows(const element* x, long long stride, int rows, int columns, int width, word* out) {
@@ -250,6 +240,15 @@ static inline void pack_rows(const element* x, long long stride, int rows, int c
             out[row * width + d] = 0;
         }
     }
+}
+
+typedef element halves __attribute__((vector_size(16 * sizeof(element)), aligned(sizeof(element)), may_alias));
+
+// Rounded to nearest even, in words; NaN stays NaN.
+static inline wvec narrow(vec x) {
+    const wvec bits = reinterpret_cast<wvec>(x);
+    const wvec rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return x != x ? wvec{} + 0x7fffu : rounded;
 }
 
 // t[i][j] and t[j][i] change places.
@@ -304,9 +303,19 @@ static inline void transpose(wvec (&t)[16]) {
     }
 }
 
+// 16 words of adjacent elements; zeros from element `count` on.
+static inline wvec load_words(const element* from, int count) {
+    wvec words = {};
+    if (count >= 32) {
+        __builtin_memcpy(&words, from, sizeof(words));
+    } else {
+        __builtin_memcpy(&words, from, max(count, 0) * sizeof(element));
+    }
+    return words;
+}
+
 // 16 elements as words; zeros from `count` on.
 static inline wvec widen_to_words(const element* from, int count) {
-    typedef element halves __attribute__((vector_size(16 * sizeof(element)), aligned(sizeof(element)), may_alias));
     if (count >= 16) {
         return __builtin_convertvector(*reinterpret_cast<const halves*>(from), wvec);
     }
@@ -339,11 +348,19 @@ static inline void pack_columns(const element* x, long long stride, int rows, in
 
 // Owned rows of `columns` elements as a panel: out[depth][lane], 0 in lanes from `rows` on and behind the row.
 static inline void pack_panel(const element* x, long long stride, int rows, int columns, int depth, word* out) {
-    for (int lane = 0; lane < kPanel; ++lane) {
-        const element* from = x + lane * stride;
-        for (int d = 0; d < depth; ++d) {
-            const word high = lane < rows && 2 * d + 1 < columns ? static_cast<word>(from[2 * d + 1]) << 16 : 0;
-            out[d * kPanel + lane] = lane < rows && 2 * d < columns ? from[2 * d] | high : 0;
+    for (int lane = 0; lane < kPanel; lane += 16) {
+        for (int d = 0; d < depth; d += 16) {
+            wvec words[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; ++i) {
+                const bool inside = lane + i < rows;
+                words[i] = load_words(inside ? x + (lane + i) * stride + 2 * d : x, inside ? columns - 2 * d : 0);
+            }
+            transpose(words);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; ++i) {
+                *reinterpret_cast<wvec*>(out + (d + i) * kPanel + lane) = words[i];
+            }
         }
     }
 }
@@ -351,9 +368,23 @@ static inline void pack_panel(const element* x, long long stride, int rows, int 
 // The first `rows` lanes of panel[d][lane] * factor[lane] as rows of `columns` elements.
 static inline void unpack_panel(const float* panel, const float* factor, int rows, int columns, element* out,
                                 long long stride) {
-    for (int lane = 0; lane < rows; ++lane) {
-        for (int d = 0; d < columns; ++d) {
-            out[lane * stride + d] = narrow(panel[d * kPanel + lane] * factor[lane]);
+    for (int lane = 0; lane < rows; lane += 16) {
+        for (int d = 0; d < columns; d += 16) {
+            wvec words[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; ++i) {
+                words[i] = narrow(load(panel + (d + i) * kPanel + lane) * load(factor + lane));
+            }
+            transpose(words);
+            for (int i = 0; i < min(16, rows - lane); ++i) {
+                const halves row = __builtin_convertvector(words[i], halves);
+                element* to = out + (lane + i) * stride + d;
+                if (d + 16 <= columns) {
+                    __builtin_memcpy(to, &row, sizeof(row));
+                } else {
+                    __builtin_memcpy(to, &row, (columns - d) * sizeof(element));
+                }
+            }
         }
     }
 }
@@ -479,13 +510,22 @@ static void init_panel(const Params* p, int batch, int head, int row, Panel& pan
 // Online softmax of `keys` keys: updates row_max, computes P from S, and updates row_sum. `decay` is the factor
 // exp(|scale| (old row_max - new row_max)) by which the caller rescales O.
 static void softmax_step(Panel& panel, const float* scores, int keys, float scale_log2, word* weights, vec* decay) {
+    vec even[kCols], odd[kCols];  // maxima of every second key: several at a time hide the latency of each
+    for (int i = 0; i < kCols; ++i) {
+        even[i] = odd[i] = load(panel.row_max + i * kLanes);
+    }
+    for (int j = 0; j < keys; j += 2) {
+        const float* next = scores + min(j + 1, keys - 1) * kPanel;
+#pragma GCC unroll 16
+        for (int i = 0; i < kCols; ++i) {
+            even[i] = max(even[i], load(scores + j * kPanel + i * kLanes));
+            odd[i] = max(odd[i], load(next + i * kLanes));
+        }
+    }
     for (int i = 0; i < kCols; ++i) {
         const float* column = scores + i * kLanes;
         const vec before = load(panel.row_max + i * kLanes);
-        vec row_max = before;
-        for (int j = 0; j < keys; ++j) {
-            row_max = max(row_max, load(column + j * kPanel));
-        }
+        const vec row_max = max(even[i], odd[i]);
         store(panel.row_max + i * kLanes, row_max);
         // Rows without a visible key so far: 0 in place of -inf, since -inf - -inf is NaN.
         const vec base = row_max == -kInfinity ? vec{} : row_max;
@@ -506,7 +546,7 @@ static void softmax_step(Panel& panel, const float* scores, int keys, float scal
 static void store_out(const Params* p, int batch, const Panel& panel) {
     float* lse = p->lse + (static_cast<long long>(batch) * p->heads_q + panel.head) * p->seq_q + panel.row;
     const double scale = std::fabs(static_cast<double>(p->scale));
-    float inverse[kPanel];
+    alignas(64) float inverse[kPanel] = {};
     for (int i = 0; i < panel.rows; ++i) {
         const bool empty = panel.row_max[i] == -kInfinity;
         inverse[i] = empty ? 0.0f : 1.0f / panel.row_sum[i];

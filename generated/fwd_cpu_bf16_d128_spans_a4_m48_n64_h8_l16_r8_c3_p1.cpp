@@ -352,13 +352,22 @@ static void init_panel(const Params* p, int batch, int head, int row, Panel& pan
 // Online softmax of `keys` keys: updates row_max, computes P from S, and updates row_sum. `decay` is the factor
 // exp(|scale| (old row_max - new row_max)) by which the caller rescales O.
 static void softmax_step(Panel& panel, const float* scores, int keys, float scale_log2, word* weights, vec* decay) {
+    vec even[kCols], odd[kCols];  // maxima of every second key: several at a time hide the latency of each
+    for (int i = 0; i < kCols; ++i) {
+        even[i] = odd[i] = load(panel.row_max + i * kLanes);
+    }
+    for (int j = 0; j < keys; j += 2) {
+        const float* next = scores + min(j + 1, keys - 1) * kPanel;
+#pragma GCC unroll 16
+        for (int i = 0; i < kCols; ++i) {
+            even[i] = max(even[i], load(scores + j * kPanel + i * kLanes));
+            odd[i] = max(odd[i], load(next + i * kLanes));
+        }
+    }
     for (int i = 0; i < kCols; ++i) {
         const float* column = scores + i * kLanes;
         const vec before = load(panel.row_max + i * kLanes);
-        vec row_max = before;
-        for (int j = 0; j < keys; ++j) {
-            row_max = max(row_max, load(column + j * kPanel));
-        }
+        const vec row_max = max(even[i], odd[i]);
         store(panel.row_max + i * kLanes, row_max);
         // Rows without a visible key so far: 0 in place of -inf, since -inf - -inf is NaN.
         const vec base = row_max == -kInfinity ? vec{} : row_max;
@@ -378,7 +387,7 @@ static void softmax_step(Panel& panel, const float* scores, int keys, float scal
 static void store_out(const Params* p, int batch, const Panel& panel) {
     float* lse = p->lse + (static_cast<long long>(batch) * p->heads_q + panel.head) * p->seq_q + panel.row;
     const double scale = std::fabs(static_cast<double>(p->scale));
-    float inverse[kPanel];
+    alignas(64) float inverse[kPanel] = {};
     for (int i = 0; i < panel.rows; ++i) {
         const bool empty = panel.row_max[i] == -kInfinity;
         inverse[i] = empty ? 0.0f : 1.0f / panel.row_sum[i];
