@@ -69,7 +69,7 @@ def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic:
         return "its sums have no fixed order"
     if taken is None:
         return "not reached"
-    if offer.rank != taken.rank:
+    if (offer.rank == 2) != (taken.rank == 2):
         return f"{RANKS[offer.rank]} ({offer.path.name})"
     for name, mine, best in zip(DISTANCES, offer.distance, taken.distance, strict=True):
         if mine != best:
@@ -80,6 +80,8 @@ def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic:
 def _farther(name: str, offer: Offer, taken: Offer) -> str:
     """Why an entry that differs from the taken one in the part `name` of its distance comes after it."""
     mine, best = offer.entry, taken.entry
+    if name == "device":
+        return f"{RANKS[offer.rank]} ({offer.path.name})"
     if name == "speed":
         return f"slower: {mine.tflops:.1f} TFLOP/s, the chosen one {best.tflops:.1f}"
     if name in {f.name for f in dataclasses.fields(Problem)}:

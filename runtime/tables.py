@@ -34,8 +34,8 @@ MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
-# Parts of the distance of an entry from a call; lengths, keys and ratios in octaves.
-DISTANCES = (*_NEAR, "length", "visible keys", "GQA ratio", "speed")
+# Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0 or 1 (another one).
+DISTANCES = (*_NEAR, "length", "visible keys", "GQA ratio", "device", "speed")
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 
 
@@ -206,11 +206,12 @@ def choose(
     places: folders of tables, `folders()` if not given.
 
     An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
-    tuning is then re-planned for the call. Nearest means, in this order: this device before another of the same
-    architecture before what was modelled, same mask, same dtype, nearest length (in octaves), nearest number of
-    visible keys (in octaves), nearest GQA ratio, and the faster. `visible_keys` is that of the call's mask; 0 if
-    it is unknown, and then it does not matter. Length comes first, since it determines how many blocks there are; the
-    visible keys of full and causal masks follow from it.
+    tuning is then re-planned for the call. Nearest means, in this order: measured before modelled, same mask, same
+    dtype, nearest length (in octaves), nearest number of visible keys (in octaves), nearest GQA ratio, this device
+    before another of the same architecture, and the faster. `visible_keys` is that of the call's mask; 0 if it is
+    unknown, and then it does not matter. Length comes first, since it determines how many blocks there are; the visible
+    keys of full and causal masks follow from it. The device comes last, since kernels of other shapes differ more than
+    those of a shape on two devices: a device with few entries of its own takes the rest from others.
     """
     for offer in offers(problem, group, size, name, places, visible_keys=visible_keys):
         spec = Spec(problem, offer.entry.spec.tuning)
@@ -223,7 +224,7 @@ def choose(
 
 @dataclass(frozen=True)
 class Offer:
-    """An entry that counts for a call. `rank`: 0 of this device, 1 of another one, 2 modelled."""
+    """An entry that counts for a call. `rank`: 0 of this device, 1 of another one, 2 modelled (see `DISTANCES`)."""
 
     entry: Tuned
     path: Path
@@ -250,11 +251,11 @@ def offers(
 ) -> list[Offer]:
     """The entries that count for a call, nearest first; see `choose`. Their tuning may be infeasible there."""
     found = [
-        Offer(entry, path, rank, _distance(entry, problem, group, size, visible_keys))
+        Offer(entry, path, rank, (*_distance(entry, problem, group, size, visible_keys), rank, -entry.tflops))
         for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places)
         if _counts(entry.spec.problem, problem)
     ]
-    return sorted(found, key=lambda offer: (offer.rank, offer.distance, offer.entry.spec.slug))
+    return sorted(found, key=lambda offer: (offer.rank == 2, offer.distance, offer.entry.spec.slug))
 
 
 def measured(
@@ -268,7 +269,7 @@ def measured(
 ) -> float | None:
     """TFLOP/s of the fastest entry of the device's own tables for the very class of a call; None if there is none."""
     entries = [e for e in known(name, places) if _counts(e.spec.problem, problem)]
-    speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible_keys)[:-1])]
+    speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible_keys))]
     return max(speeds, default=None)
 
 
@@ -301,6 +302,7 @@ def _counts(tuned: Problem, problem: Problem) -> bool:
 
 
 def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_keys: int) -> tuple[float, ...]:
+    """The parts of the distance that are 0 for an entry of the call's own class."""
     tuned = entry.spec.problem
     return (
         *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
@@ -309,7 +311,6 @@ def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_key
             _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)
         ),
         abs(math.log2(entry.group / group)),
-        -entry.tflops,
     )
 
 

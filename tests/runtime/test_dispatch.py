@@ -71,17 +71,17 @@ def test_nearest_length_first(tmp_path: Path) -> None:
 
 
 def test_order_of_what_matters(tmp_path: Path) -> None:
-    """Device before mask before dtype before length before group."""
+    """Mask before dtype before length before group before device: a device with few entries takes the rest of others."""
     specs = [spec.tuning for spec in list(candidates(PROBLEM))[-5:]]
     causal, half = replace(PROBLEM, mask=Mask.CAUSAL), replace(PROBLEM, dtype=DType.FLOAT16)
     own = [
         Tuned(Spec(PROBLEM, specs[0]), 7, 1024, 1.0, 1.0),
-        Tuned(Spec(PROBLEM, specs[1]), 1, 2048, 1.0, 1.0),
-        Tuned(Spec(half, specs[2]), 7, 1024, 1.0, 1.0),
-        Tuned(Spec(causal, specs[3]), 7, 1024, 1.0, 1.0),
+        Tuned(Spec(PROBLEM, specs[2]), 1, 2048, 1.0, 1.0),
+        Tuned(Spec(half, specs[3]), 7, 1024, 1.0, 1.0),
+        Tuned(Spec(causal, specs[4]), 7, 1024, 1.0, 1.0),
     ]
     tables.save(H200, own, tmp_path)
-    tables.save(OTHER, [Tuned(Spec(PROBLEM, specs[4]), 7, 1024, 1.0, 1.0)], tmp_path)
+    tables.save(OTHER, [Tuned(Spec(PROBLEM, specs[1]), 7, 1024, 1.0, 900.0)], tmp_path)
     assert [spec.tuning for spec in chosen(PROBLEM, tmp_path)] == specs
     assert all(spec.problem == PROBLEM for spec in chosen(PROBLEM, tmp_path))
 
