@@ -63,7 +63,8 @@ class EmulatedSchedule:
         """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).
 
         A function needs no mask, but the tensors that it captures; it may have `planes` (batch, heads), of which tables
-        have a row for each owned tile. There is memory for the bits of `bit_slots` visits at most. For unions of intervals `mask` is their data
+        have a row for each owned tile. There is memory for the bits of `bit_slots` visits
+        at most. For unions of intervals `mask` is their data
         (batch, heads, intervals, 2, seq_k), and tables begin with an axis of planes.
         """
         p, tuning = Params(), self.spec.tuning
