@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attnforge.codegen.score import MAX_TENSORS
 
 # Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
-ABI = 5
+ABI = 6
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,16 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
     Field("unsigned*", "bits", "(mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word"),
+    Field(
+        "unsigned*",
+        "visit_bits",
+        "(bit_slots, 64-row groups, 128, words) bits of partial visits as threads hold their pairs",
+    ),
+    Field("int*", "visit_slots", "(mask_planes, tiles, list_stride) slot of each visit's bits, -1: none"),
+    Field(
+        "int*", "slot_visits", "(bit_slots, 2) of each slot: the owned tile of all planes, the visited one"
+    ),
+    Field("int*", "slots_taken", "(1) how many visits have asked for a slot, while lists are built"),
     Field("int*", "tile_count", "(mask_planes, tiles) visited tiles of each owned tile"),
     Field(
         "int*",
@@ -138,6 +148,7 @@ FIELDS: tuple[Field, ...] = (
     Field("int", "mask_planes", "mask_batches * mask_heads; 1 without planes"),
     Field("int", "mask_words", "words per row of mask_bits, ceil(seq_k / 32)"),
     Field("int", "bits_row", "words per row of bits"),
+    Field("int", "bit_slots", "visits whose bits there is memory for"),
     Field("int", "padded_q", "tiles_m * tile_m"),
     Field("int", "padded_k", "tiles_n * tile_n"),
     Field("int", "threads", "CPU threads to use"),

@@ -82,6 +82,7 @@ class Plan:
     bits: str = (
         ""  # its schedule has the dense mask in words of 32: "k" keys of a query, "q" queries of a key
     )
+    slot_words: int = 0  # of the bits of a partial visit (visit_bits.cuh), where its schedule has them
     columns: int = 0  # of a row of dq_accum and of dk in dkv_accum; 0: head_dim
     columns_v: int = 0  # of a row of dv in dkv_accum; 0: head_dim_v
     deterministic: bool = False  # the same bits on every run
@@ -104,6 +105,7 @@ class Plan:
             name: getattr(self, name)
             for name in ("dq_semaphore", "descending", "bounds", "bits", "grouped", "cut_lists")
         }
+        flags |= {"slot_words": self.slot_words} if self.slot_words else {}
         target = "gpu" if problem.arch.is_gpu else "cpu"
         form = f" x{problem.intervals} p{problem.planes}" if problem.unions else ""
         form += f" of {problem.mask_mod}" if problem.mask_mod else ""

@@ -102,6 +102,9 @@ VARIANT: tuple[Field, ...] = (
         "its schedule has the dense mask as bits",
         lambda s: {"": "none", "k": "keys", "q": "queries"}[s.plan.bits],
     ),
+    _same(
+        "int64_t", "slot_words", "of the bits of a partial visit; 0: its schedule has none", "plan.slot_words"
+    ),
     _same("bool", "grouped", "the q heads of a kv head share an order of tiles", "plan.grouped"),
     _same(
         "std::string", "schedule_kind", "the same for variants with the same schedule", "plan.schedule_kind"

@@ -75,6 +75,17 @@ def require_registers(live: int, has: int, tiles: str) -> None:
         )
 
 
+def slot_words(problem: Problem, rows: int, columns: int) -> int:
+    """Words of the bits of a partial visit: of a tile of `rows`, which a block owns, by `columns`. 0: none are stored.
+
+    A thread holds 2 rows by columns / 4. Its words are 1, 2 or 4, which it loads at once.
+    """
+    if not problem.mask_mod:
+        return 0
+    words = -(-columns // 64)
+    return rows * 2 * (1 << (words - 1).bit_length())
+
+
 def wgmma_type(dtype: DType) -> str:
     """What PTX calls the elements of q, k and v."""
     return "bf16" if dtype is DType.BFLOAT16 else "f16"

@@ -9,12 +9,12 @@ SCHEDULE_THREADS = 128  # kScheduleThreads in templates/common/schedule.cuh.jinj
 
 
 def schedule_launches(
-    spec: Spec, tiles: str, deterministic: bool = False, descending: bool = False
+    spec: Spec, tiles: str, deterministic: bool = False, descending: bool = False, bits: bool = False
 ) -> tuple[Launch, ...]:
     """Launches that fill the lists of a mask, one block for each owned tile (`tiles`); none for other masks.
 
     Lists of query tiles begin with a launch over the key tiles. `deterministic` sums add one over the query
-    tiles; `descending` work is not sorted and takes one less.
+    tiles; `descending` work is not sorted and takes one less; `bits` of partial visits take one more.
     """
     if not spec.problem.mask.listed:
         return ()
@@ -24,6 +24,7 @@ def schedule_launches(
         kernels += [("pack", ("tiles_n", "tiles_m")) if spec.problem.packed else ("classify", ("tiles_m",))]
     kernels += [("kinds", ("tiles_n",))] if not dense and tiles == "tiles_m" else []
     kernels += [("schedule", (tiles,))]
+    kernels += [("bits", (tiles,))] if bits else []
     kernels += [] if descending else [("order", (tiles,))]
     kernels += [("dq_order", ("tiles_m",))] if deterministic else []
     planes = ("mask_planes",) if spec.problem.in_planes else ()

@@ -19,6 +19,7 @@ from attnforge.codegen.families.hopper import (
     require_registers,
     require_shared,
     require_tiles,
+    slot_words,
     wgmma_type,
 )
 from attnforge.codegen.families.limits import SHARED_LIMIT, require_words
@@ -180,7 +181,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     addresses = SCORE_REGISTERS if _reads_several(p) else 0
     require_registers(live + addresses, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
-    cut = _cuts_lists(spec)
+    cut, words = _cuts_lists(spec), slot_words(p, t.tile_m, t.tile_n)
     grid = ("blocks_m" if cut else "tiles_m", "batch", "heads_q")
     launches = [Launch(spec.symbol, grid, threads, shared, t.persistent)]
     if cut:
@@ -190,7 +191,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         template="sm90a/forward.cu.jinja",
         suffix=".cu",
         launches=tuple(launches),
-        schedule=schedule_launches(spec, "tiles_m"),
+        schedule=schedule_launches(spec, "tiles_m", bits=words > 0),
         owner="m",
         **order,
         registers=live + REGISTERS_BESIDES,
@@ -198,6 +199,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         bounds=mask is Mask.SPANS,
         cut_lists=cut,
         bits="k" if p.packed else "",
+        slot_words=words,
         tensor_maps=_forward_maps(t, p),
         constants=_panel_constants(p)
         | {

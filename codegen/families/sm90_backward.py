@@ -17,6 +17,7 @@ from attnforge.codegen.families.hopper import (
     require_registers,
     require_shared,
     require_tiles,
+    slot_words,
     wgmma_type,
 )
 from attnforge.codegen.families.limits import curved, require_any_order
@@ -163,7 +164,8 @@ def live_registers(t: Sm90Backward, head_dim: int, slopes: bool = False) -> int:
 
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     d, mask = spec.problem.head_dim, spec.problem.mask
-    shared = _shared_bytes(t, d, sum(read.held for read in spec.problem.score.reads))
+    words = slot_words(spec.problem, t.tile_n, t.tile_m)
+    shared = _shared_bytes(t, d, sum(read.held for read in spec.problem.score.reads), 16 if words else 8)
     require_shared(shared)
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
     live = live_registers(t, d, curved(spec.problem))
@@ -174,10 +176,11 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         template="sm90a/backward.cu.jinja",
         suffix=".cu",
         launches=_launches(spec, t, shared),
-        schedule=schedule_launches(spec, "tiles_n", t.deterministic, descending),
+        schedule=schedule_launches(spec, "tiles_n", t.deterministic, descending, words > 0),
         owner="n",
         registers=live + REGISTERS_BESIDES,
         bits="q" if spec.problem.packed else "",
+        slot_words=words,
         row_stats=ROW_STATS,
         dq_accum=True,
         dkv_accum=t.split_heads,
@@ -213,14 +216,17 @@ def _dq_by_step(t: Sm90Backward) -> bool:
     return t.deterministic and not t.lag
 
 
-def _shared_bytes(t: Sm90Backward, head_dim: int, held: int) -> int:
-    """Shared memory of a block, in the order in which it lies there; `held`: sums of a consumer thread."""
+def _shared_bytes(t: Sm90Backward, head_dim: int, held: int, visit: int) -> int:
+    """Shared memory of a block, in the order in which it lies there.
+
+    `held`: sums of a consumer thread; `visit`: bytes about a visit.
+    """
     padded = -(-head_dim // 16) * 16
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     require_tiles(q_bytes, kv_bytes)
     ds_bytes = t.tile_m * t.tile_n * 2
     dq_bytes = 0 if t.dq_red else t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
-    stat_bytes = t.tile_m * ROW_STATS * 4 + 8  # of each row; the visit
+    stat_bytes = t.tile_m * ROW_STATS * 4 + visit  # of each row
     barriers = 3 + 2 * (t.stages + t.stages_dout)
     barriers += 0 if t.dq_red else (3 if _dq_by_step(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes

@@ -56,6 +56,7 @@ TORCH_LIBRARY(attnforge, m) {
     m.def("forget_routes() -> ()", [] { router().clear(); });
     m.def("schedule_count(Tensor? mask=None) -> int", schedule_count);  // of a mask, else of all masks
     m.def("forget_schedules(Tensor? mask=None) -> ()", forget_schedules);
+    m.def("limit_bits(int bytes) -> int", limit_bits);  // of partial visits in a schedule; returns the limit before
 }
 
 #define ATTNFORGE_IMPLEMENT(key)                             \

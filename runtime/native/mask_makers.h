@@ -252,7 +252,7 @@ inline Tensor mask_of_function(int64_t seq_k, at::Device place) {
     const c10::Device device =
         place.has_index() || place.is_cpu() ? place : c10::impl::VirtualGuardImpl(place.type()).getDevice();
     const c10::DeviceGuard guard(device);
-    return new_mask({1}, device, room_for_schedules(seq_k)).zero_();
+    return new_mask({1}, device, device.is_cpu() ? room_for_schedules(seq_k) : room_for_bits(seq_k)).zero_();
 }
 
 // Schedules that a mask owns; without one all in this process.

@@ -32,10 +32,11 @@ struct ScheduleKey {
     int64_t seq_q;  // spans do not determine it
     int64_t group;  // q heads that share an order of tiles
     int64_t seq_k, batches, heads;  // nor does a function determine these: planes of batch entries and heads
+    int64_t slots;                  // visits whose bits there is memory for
 
     bool operator==(const ScheduleKey& o) const {
         return kind == o.kind && seq_q == o.seq_q && group == o.group && seq_k == o.seq_k && batches == o.batches &&
-               heads == o.heads;
+               heads == o.heads && slots == o.slots;
     }
 };
 
@@ -104,6 +105,13 @@ inline int64_t aligned(int64_t ints) { return (ints + kScheduleAlign - 1) / kSch
 inline int64_t room_for_schedules(int64_t seq_k) {
     constexpr int64_t kMost = 1 << 20, kPairsOfEntry = 4096;  // two lists of tiles of 64 x 128 pairs
     const int64_t room = seq_k * seq_k / kPairsOfEntry + 8 * seq_k + 4 * kScheduleAlign;
+    return seq_k < (1 << 20) && room <= kMost ? room : 0;
+}
+
+// The same for a mask by a function, whose schedules on a GPU have bits of partial visits, too: 32 pairs an int, twice.
+inline int64_t room_for_bits(int64_t seq_k) {
+    constexpr int64_t kMost = 1 << 20, kTile = 128;
+    const int64_t room = (seq_k + kTile) * (seq_k + kTile) / 15 + 8 * seq_k + 4 * kScheduleAlign;  // 1/16, and the lists
     return seq_k < (1 << 20) && room <= kMost ? room : 0;
 }
 

@@ -1,4 +1,4 @@
-// Tile schedules of spans and dense masks: built on the device once per mask and tile shape, owned by the mask.
+// Tile schedules of spans, dense masks and functions: built on the device once per mask and tile shape, owned by it.
 #pragma once
 
 #include <exception>
@@ -9,6 +9,7 @@
 
 #include "launch.h"
 #include "masks.h"
+#include "schedule_layout.h"
 
 namespace attnforge {
 
@@ -30,40 +31,6 @@ inline Tensor empty_to_keep(int64_t size, const at::TensorOptions& options, cons
     }
     return result;
 }
-
-// Sizes of the tables of a schedule, in ints, in the order of its memory. codegen/params.py documents each.
-struct ScheduleLayout {
-    int64_t tiles, bounds, bits, kv_range, slots, order, lists, counter;
-
-    ScheduleLayout(const Variant& variant, Params& p) {
-        const bool of_keys = variant.bits == MaskBits::kOfKeys;
-        p.bits_row = variant.bits == MaskBits::kNone ? 0 : ((of_keys ? p.padded_k : p.padded_q) + 31) / 32;
-        p.list_stride = variant.owner_n ? p.tiles_m : p.tiles_n;
-        tiles = int64_t{p.mask_planes} * (variant.owner_n ? p.tiles_n : p.tiles_m);
-        bounds = variant.bounds ? int64_t{2} * p.mask_planes * variant.intervals * p.padded_k : 0;
-        bits = int64_t{p.mask_planes} * (of_keys ? p.padded_q : p.padded_k) * p.bits_row;
-        kv_range = variant.row_groups > 1 ? 8 * tiles : 0;
-        slots = variant.cut_lists && !variant.owner_n ? 2 * tiles : 0;
-        const int64_t pieces = variant.owner_n ? int64_t{3} * p.blocks_n : int64_t{4} * p.blocks_m;  // in words
-        order = variant.cut_lists ? p.mask_planes * pieces : tiles;
-        lists = tiles * (1 + p.list_stride * (variant.dq_semaphore ? 2 : 1));
-        counter = variant.bounds ? 2 : 0;
-    }
-
-    int64_t size() const { return bounds + bits + kv_range + slots + order + lists + counter; }
-
-    void point(const Variant& variant, Params& p, int* memory) const {
-        p.bounds = memory;  // first, where the allocator aligns it for TMA
-        p.bits = reinterpret_cast<unsigned*>(p.bounds + bounds);
-        p.kv_range = p.bounds + bounds + bits;
-        p.tile_slots = p.kv_range + kv_range;  // pairs, as those before it: aligned to 8 bytes
-        p.tile_count = p.tile_slots + slots;
-        p.tile_order = p.tile_count + tiles;
-        p.tile_list = p.tile_order + order;
-        p.dq_order = variant.dq_semaphore ? p.tile_list + tiles * p.list_stride : nullptr;
-        p.tile_counter = memory + size() - counter;
-    }
-};
 
 // What keeps the tables of a call's schedule until its kernels are in the stream.
 struct Attached {
@@ -140,7 +107,7 @@ inline Attached attach_schedule(const Variant& variant, const Tensor& data, Para
     const bool own = params.mask_heads > params.heads_kv;  // has each q head of a group a plane of its own?
     const int64_t group = variant.grouped && own ? params.heads_q / params.heads_kv : 1;
     const ScheduleKey key{variant.schedule_number, params.seq_q,        group,
-                          params.seq_k,            params.mask_batches, params.mask_heads};
+                          params.seq_k,            params.mask_batches, params.mask_heads, params.bit_slots};
     result.schedule = schedule_of(*state, key, variant, layout, params, stream);
     layout.point(variant, params, result.schedule->tables);
     if (here && *here != *result.schedule->stream) {

@@ -51,6 +51,25 @@ BREAKS: dict[str, Break] = {
         "the kernel before",
     ),
 }
+# Of the bits of partial visits.
+BITS: dict[str, Break] = {
+    "the slot of another visit": (
+        {"slot_of(p, work, i)": "slot_of(p, work, broken == n ? 0 : i)"},
+        "bits of another visit",
+    ),
+    "the slot of another step": (
+        {"q_ring.stage * 16 + 8)": "(broken == n ? 0 : q_ring.stage) * 16 + 8)"},
+        "bits of another visit",
+    ),
+    "the bits of other keys": (
+        {"load_seen(p, slot, group, seen)": "load_seen(p, slot, broken == n ? 0 : group, seen)"},
+        "bits of another visit",
+    ),
+    "no bits without a slot": (
+        {"if (slot < 0) {": "if (broken != n && slot < 0) {"},
+        "bits of another visit",
+    ),
+}
 PAIR_BEFORE = "barrier_wait(base + kFullDs, step >> 1 & 1 ^ 1);"
 LAGGING: dict[str, Break] = {
     "two buffers of dS": (

@@ -64,6 +64,15 @@ void probabilities(const Params&, const void* s, const void* fragments, unsigned
 void mask_pairs(const void* s, int query0);
 static inline void apply_mask(const void* s, int query0, const void*) { mask_pairs(s, query0); }
 static inline void apply_mask(const Params&, const void* s, int query0, int) { mask_pairs(s, query0); }
+// The bits of a visit stand for the first of its 64 keys and the first query.
+unsigned bits_of(int key, int query0);
+void check_bits(const void* s, unsigned seen);
+template <int words>
+static void find_seen(const Params&, int, int key, int query0, unsigned (&seen)[words]) {
+    seen[0] = bits_of(key, query0);
+}
+template <int words>
+static void apply_mask(const void* s, const unsigned (&seen)[words]) { check_bits(s, seen[0]); }
 static inline unsigned seen_pairs(int query0, const void*) { return query0; }
 static inline unsigned seen_pairs(const Params&, int query0, int) { return query0; }
 void pack_scores(const void* fragments, const void* s);

@@ -15,6 +15,13 @@ void mask_pairs(const void* s, int query0) {
     require(value.kind == kP && value.queries.row == query0 && !value.masked, "the mask of another tile");
     value.masked = true;
 }
+unsigned bits_of(int key, int query0) { return key / 64 << 16 | query0 / shape.tile_m; }
+void check_bits(const void* s, unsigned seen) {
+    const Value& value = define(s);
+    mask_pairs(s, value.queries.row);
+    const int key = value.keys.row + (warp() / 4 - 1) * 64;
+    require(seen == bits_of(key, value.queries.row), "bits of another visit");
+}
 static void require_masked(const Value& p) {
     const int entry = visit_of(p.keys, p.queries);
     require(p.kind == kP && entry >= 0 && p.masked == (entry & 1), "P is not masked as its visit says");

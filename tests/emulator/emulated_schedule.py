@@ -50,11 +50,21 @@ class EmulatedSchedule:
         self.library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS, header="emulator.h")
 
     def run(
-        self, mask: Tensor, ends: Tensor | None, seq_q: int, seq_k: int, captured: Sequence[Tensor] = ()
+        self,
+        mask: Tensor,
+        ends: Tensor | None,
+        seq_q: int,
+        seq_k: int,
+        captured: Sequence[Tensor] = (),
+        *,
+        planes: tuple[int, int] = (1, 1),
+        bit_slots: int = 1 << 20,
     ) -> dict[str, Tensor]:
         """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).
 
-        A function needs no mask, but the tensors that it captures. For unions of intervals `mask` is their data
+        A function needs no mask, but the tensors that it captures; it may have `planes` (batch, heads), of which tables
+        have a row for each owned tile. There is memory for the bits of `bit_slots` visits
+        at most. For unions of intervals `mask` is their data
         (batch, heads, intervals, 2, seq_k), and tables begin with an axis of planes.
         """
         p, tuning = Params(), self.spec.tuning
@@ -70,6 +80,8 @@ class EmulatedSchedule:
         if self.plan.owner == "n":
             p.list_stride, owned = owned, p.list_stride
         if self.spec.problem.mask_mod:
+            p.batch, p.heads_q = p.mask_batches, p.mask_heads = planes
+            p.mask_planes, p.heads_kv = p.batch * p.heads_q, p.heads_q
             for i, x in enumerate(captured):
                 setattr(p, f"score{i}", ScoreRef.of(x))
         elif self.spec.problem.mask is Mask.DENSE:
@@ -90,6 +102,14 @@ class EmulatedSchedule:
             "tile_counter": (2,),
             "bits": (p.padded_q if self.plan.bits == "k" else p.padded_k, max(1, p.bits_row)),
         }
+        if self.plan.slot_words:
+            p.bit_slots = min(bit_slots, p.mask_planes * owned * p.list_stride)
+            shapes |= {
+                "visit_slots": (owned, p.list_stride),
+                "slot_visits": (p.bit_slots, 2),
+                "slots_taken": (1,),
+                "visit_bits": (p.bit_slots, self.plan.slot_words),
+            }
         if self.plan.cut_lists and self.plan.owner == "m":
             shapes |= {"tile_order": (p.blocks_m, 4), "tile_slots": (p.tiles_m, 2)}
         elif self.plan.cut_lists:
@@ -98,6 +118,12 @@ class EmulatedSchedule:
             shapes["bounds"] = (p.tiles_n, self.spec.problem.intervals, tuning.tile_n, 2)
             shapes = {
                 name: shape if name == "tile_counter" else (p.mask_planes, *shape)
+                for name, shape in shapes.items()
+            }
+        elif p.mask_planes > 1:
+            shared = ("slot_visits", "slots_taken", "visit_bits")
+            shapes = {
+                name: shape if name in shared else (p.mask_planes * shape[0], *shape[1:])
                 for name, shape in shapes.items()
             }
         tables = {name: torch.full(shape, SENTINEL, dtype=torch.int32) for name, shape in shapes.items()}

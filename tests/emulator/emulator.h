@@ -136,7 +136,11 @@ static inline unsigned __reduce_or_sync(unsigned, unsigned x) {
 }
 
 // Fibers give way only where they wait for one another.
-static inline void atomicAdd(int* sum, int x) { *sum += x; }
+static inline int atomicAdd(int* sum, int x) {
+    const int before = *sum;
+    *sum += x;
+    return before;
+}
 static inline void atomicAdd(float* sum, float x) { *sum += x; }
 static inline void atomicMin(int* least, int x) { *least = min(*least, x); }
 static inline void atomicMax(int* most, int x) { *most = max(*most, x); }

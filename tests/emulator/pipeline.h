@@ -88,6 +88,10 @@ void run_mask(int key0);
 static inline void apply_mask(const Params&, const void*, int, int key0) { run_mask(key0); }
 static inline void apply_mask(const Params&, int, const void*, int, int key0) { run_mask(key0); }
 void apply_mask(const void*, int, unsigned bounds);
+// The bits of the thread's elements of S are those of its pairs.
+void check_bits(const unsigned* seen);
+template <int words>
+static void apply_mask(const void*, const unsigned (&seen)[words]) { check_bits(seen); }
 
 struct RowStats {
     float row_max[2] = {}, row_sum[2] = {};

@@ -80,6 +80,17 @@ void apply_mask(const void*, int, unsigned bounds) {
     const int plane = (rows.batch * call.heads_q + rows.head) % call.planes;
     require(found.tensor == kBounds && found.row == plane * call.padded_k + keys.row, "bounds of other keys");
 }
+void check_bits(const unsigned* seen) {
+    run_mask(current->scores.empty() ? -1 : current->scores.back().second.row);
+    const auto [rows, keys] = current->scores.back();
+    const unsigned char* const mask = call.dense + (rows.batch * call.heads_q + rows.head) % call.planes * call.dense_head;
+    const int lane = threadIdx.x % 32, first = rows.row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    for (int i = 0; i < shape.tile_n / 2; ++i) {
+        const int query = first + i / 2 % 2 * 8, key = keys.row + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const bool visible = key < call.seq_k && query < call.seq_q && mask[query * call.dense_row + key] != 0;
+        require(query >= call.seq_q || visible == (seen[i / 32] >> i % 32 & 1), "bits of other pairs");
+    }
+}
 
 // The first query of a warpgroup in a tile; rows of the last causal tile end with the last query, by groups of 64.
 static int first_row(int tile, int group) {

@@ -17,10 +17,11 @@ from typing import Any
 
 import gxx
 import pytest
-from backward_breaks import BREAKS, BY_TURNS, FROM_REGISTERS, LAGGING, ORDERED, PLAIN, SLOPES, Break
+from backward_breaks import BITS, BREAKS, BY_TURNS, FROM_REGISTERS, LAGGING, ORDERED, PLAIN, SLOPES, Break
 from cpu_kernel import Params, full_params
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -77,12 +78,18 @@ extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, c
 CURVED = "softcap: 30.0 * tanh(score / 30.0)"  # its derivative is not 1
 
 
-def hopper(head_dim: int, mask: Mask, *knobs: int, score: str = "", **more: Any) -> Source:
+PAIRS = "pairs(t0: int32[2]): t0[q_idx, kv_idx] != 0"
+
+
+def hopper(
+    head_dim: int, mask: Mask, *knobs: int, score: str = "", mask_mod: str = "", **more: Any
+) -> Source:
     stages, stages_dout, lag, in_regs, split, deterministic, descending = knobs
     flags = (bool(split), bool(deterministic), bool(descending))
     tuning = Sm90Backward(64, 128, stages, stages_dout, bool(lag), in_regs, *flags)
     tuning = replace(tuning, **more)
-    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=ScoreMod(score))
+    texts = {"score": ScoreMod(score), "mask_mod": MaskMod(mask_mod)}
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, **texts)
     return render(Spec(problem, tuning))
 
 
@@ -97,6 +104,7 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
     text = text.replace('extern "C" __global__', "static")
     for pattern, call in ASM.items():
         text = re.sub(pattern, call, text)
+    text = re.sub(r"^__device__ [^;{]* void find_seen\(.*?^}\n", "", text, flags=re.MULTILINE | re.DOTALL)
     parts = []
     for section in re.split(r"(?=^// ---- )", text, flags=re.MULTILINE):
         title = section.removeprefix("// ---- ")
@@ -122,7 +130,7 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
 
 def list_visits(mask: Mask, p: Params, seed: int) -> list[list[int]]:
     """By key tile, the query tiles that see it: query tile * 2 + (1 if some pairs are hidden)."""
-    if mask is Mask.SPANS:
+    if mask.listed:
         draw = random.Random(seed)
         full = draw.random() < 0.5
         return [
@@ -138,6 +146,19 @@ def list_visits(mask: Mask, p: Params, seed: int) -> list[list[int]]:
             [m * 2 + (first < (n + 1) * 128) for m, (first, last) in enumerate(keys) if last > n * 128]
         )
     return visits
+
+
+def give_slots(visits: list[list[int]], seed: int) -> tuple[list[list[int]], list[int]]:
+    """Slots of the visits, -1: none, which some partial ones have; and the bits, see bits_of in backward_results.h."""
+    draw, slots, bits = random.Random(seed), list[list[int]](), list[int]()
+    for n, entries in enumerate(visits):
+        slots.append([])
+        for entry in entries:
+            has = entry % 2 == 1 and draw.random() < 0.6
+            slots[-1].append(len(bits) // 256 if has else -1)
+            for group in range(2 * has):
+                bits += [(n * 2 + group) << 16 | entry // 2] * 128
+    return slots, bits
 
 
 def number_turns(visits: list[list[int]], starts: list[int]) -> list[list[int]]:
@@ -204,6 +225,10 @@ class Simulated:
             "dq_order": table(*number_turns(visits, starts), width=p.tiles_m),
             "dq_semaphore": table([0] * (p.batch * (p.heads_q * p.tiles_m + p.heads_kv * p.tiles_n))),
         }
+        if plan.slot_words:
+            slots, bits = give_slots(visits, seed)
+            held |= {"visit_slots": table(*slots, width=p.tiles_m), "visit_bits": table(bits)}
+            p.mask_batches = p.mask_heads = p.mask_planes = 1
         for name, values in held.items():
             setattr(p, name, ctypes.addressof(values))
         blocks = p.blocks_n if plan.cut_lists else p.tiles_n
@@ -238,6 +263,8 @@ class Simulated:
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1, score=CURVED),
         hopper(64, Mask.CAUSAL, 2, 3, 1, 2, 0, 0, 0, score=CURVED),
         hopper(64, Mask.CAUSAL, 4, 2, 0, 0, 1, 0, 0, score=CURVED, dq_red=True),
+        hopper(64, Mask.DENSE, 4, 3, 1, 2, 1, 1, 0, mask_mod=PAIRS),
+        hopper(128, Mask.DENSE, 3, 3, 0, 0, 1, 0, 1, mask_mod=PAIRS, dq_red=True),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -254,8 +281,19 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0, dq_red=True), FROM_REGISTERS),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, score=CURVED), SLOPES),
+        (hopper(128, Mask.DENSE, 3, 2, 0, 0, 1, 0, 0, mask_mod=PAIRS), BITS),
+        (hopper(64, Mask.DENSE, 4, 4, 1, 2, 1, 0, 0, mask_mod=PAIRS), BITS),
     ],
-    ids=["lagging", "lagging deterministic", "deterministic", "plain", "from registers", "curved score"],
+    ids=[
+        "lagging",
+        "lagging deterministic",
+        "deterministic",
+        "plain",
+        "from registers",
+        "curved score",
+        "bits",
+        "lagging bits",
+    ],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     kernel = Simulated(source, tmp_path, breaks)

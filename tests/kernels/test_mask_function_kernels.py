@@ -86,7 +86,7 @@ def test_emulated(
         compare([*answers[:2], *kernel.backward(x.dout, q, k, v, out, lse, mask)], answers, LIMIT[dtype])
 
 
-# What apply_mask of a Hopper kernel leaves of ones in a warp's 16 rows, from row `row` and column `column` on.
+# What a Hopper kernel leaves of ones in a warp's 16 rows, from row `row` and column `column` on.
 RUN = """
 extern "C" void run(const Params* p, int plane, int row, int column, float* out) {
     launch([=] {
@@ -105,6 +105,13 @@ extern "C" void run(const Params* p, int plane, int row, int column, float* out)
 ALIBI = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
 # A score whose derivative is not 1, whose backward takes the visible pairs as bits.
 CURVED = "softcap: 30.0 * tanh(score / 30.0)"
+FOUND = """unsigned seen[kSeenWords];
+        find_seen(*p, plane, PLACE, seen);
+        """
+FOUND_BITS = """for (int i = 0; i < kWidth / 2; ++i) {
+            s[i] = seen[i / 32] >> i % 32 & 1;
+        }"""
+CALL = "apply_mask(*p, plane, s, PLACE);"
 BITS = """const unsigned seen = seen_pairs(*p, plane, PLACE);
         for (int i = 0; i < kWidth / 2; ++i) {
             s[i] = seen >> i & 1;
@@ -123,19 +130,23 @@ def test_a_warp_of_the_hopper_kernels(direction: Direction, score: str, name: st
     mask = masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu")
     head, *sections = re.split(r"(?=^// ---- )", full_params(render(spec).text), flags=re.MULTILINE)
     kept = [s for s in sections if s.startswith(("// ---- Specialisation", "// ---- Mask"))]
+    bits = render(spec).plan.slot_words > 0
     called = "unsigned seen_pairs(" if score else "void apply_mask("
     apply = re.search(
         rf"^__device__ [^\n]* {re.escape(called)}.*?^}}\n", "".join(sections), re.MULTILINE | re.DOTALL
     )
-    assert apply is not None
+    assert apply is not None or (bits and score)
     width, place = (
         ("kTileN", "row + threadIdx.x / 4, column")
         if forward
         else ("kTileM", "column, row + threadIdx.x / 4")
     )
-    text = "".join((head, *kept)) + (apply.group() if called not in "".join(kept) else "")
+    text = "".join((head, *kept)) + (apply.group() if apply and called not in "".join(kept) else "")
     path = tmp_path / "mask.cpp"
-    run = RUN.replace("APPLY", BITS if score else "apply_mask(*p, plane, s, PLACE);")
+    applied = FOUND + (FOUND_BITS if score else "apply_mask(s, seen);") if bits else BITS if score else CALL
+    run = RUN.replace("APPLY", applied)
+    if bits and not forward:  # the row comes first
+        place = "row + threadIdx.x / 4, column"
     run = run.replace("kWidth", width).replace("PLACE", place)
     path.write_text('#include "emulator.h"\n' + text.replace("#pragma unroll", "//") + run)
     library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)

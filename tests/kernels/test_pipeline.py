@@ -186,10 +186,11 @@ def attach(p: Params, schedule: EmulatedSchedule, seed: int) -> list[Tensor]:
         table = dense.int()
         p.score0 = ScoreRef.of(table)
         p.blocks_m = p.tiles_m + 1
-        held = {"dense": dense} | schedule.run(dense, None, p.seq_q, p.seq_k, (table,))
+        slots = (1 << 20, 4, 0, 1 << 20)[seed % 4]  # bits of all partial visits, of some, of none
+        held = {"dense": dense} | schedule.run(dense, None, p.seq_q, p.seq_k, (table,), bit_slots=slots)
         held["tile_counter"].zero_()
-        order, slots = cut(held["tile_count"].tolist(), 3 * p.tiles_m, seed)
-        held |= {"tile_order": torch.tensor(order).int(), "tile_slots": torch.tensor(slots).int()}
+        order, of_tiles = cut(held["tile_count"].tolist(), 3 * p.tiles_m, seed)
+        held |= {"tile_order": torch.tensor(order).int(), "tile_slots": torch.tensor(of_tiles).int()}
         p.blocks_m, held["score0"] = 3 * p.tiles_m, table
     else:
         held = {"dense": dense} | schedule.run(dense, None, p.seq_q, p.seq_k)
@@ -303,7 +304,7 @@ def hopper(
             for head_dim, *knobs in (
                 (128, 128, 128, 2, 0, 1, 1),
                 (128, 128, 64, 3, 0, 1, 0),
-                (64, 64, 64, 3, 0, 0, 0),
+                (64, 64, 144, 2, 0, 0, 0),
             )
         ),
         hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, intervals=2),
@@ -453,7 +454,19 @@ OF_PIECES: dict[str, Break] = {
     ),
     "all-visits": (
         {"if (work.slot >= 0) {\n        return": "if (broken != n && work.slot >= 0) {\n        return"},
-        "another key tile is masked",
+        "bits of other pairs",
+    ),
+    "bits-of-the-visit": (
+        {"visit_slot(p, work.plane, work.tile, ": "visit_slot(p, work.plane, broken == n ? 0 : work.tile, "},
+        "bits of other pairs",
+    ),
+    "bits-of-the-rows": (
+        {"load_seen(p, slot, warpgroup, seen)": "load_seen(p, slot, broken == n ? 0 : warpgroup, seen)"},
+        "bits of other pairs",
+    ),
+    "no-slot": (
+        {"if (slot < 0) {": "if (broken != n && slot < 0) {"},
+        "bits of other pairs",
     ),
 }
 OF_OWN_HEAD_DIM: dict[str, Break] = {

@@ -258,6 +258,71 @@ def test_functions(name: str, tmp_path: Path) -> None:
                 assert tables["tile_slots"].any(), "a query that sees all keys"
 
 
+def bits_of(words: Tensor, rows: int, columns: int) -> Tensor:
+    """bool (rows, columns): the bits of a slot, which lie as the threads of warpgroups hold their pairs."""
+    words = words.view(rows // 64, 4, 8, 4, -1)  # warpgroups, warps, rows of 8, lanes of a row
+    found = torch.zeros(rows, columns, dtype=torch.bool)
+    for i in range(columns // 2):
+        seen = (words[..., i // 32].long() >> i % 32 & 1).bool()
+        place = i // 4 * 8 + i % 2
+        found.view(rows // 64, 4, 2, 8, columns)[:, :, i // 2 % 2, :, place : place + 8 : 2] = seen
+    return found
+
+
+# Documents of batch entries, of which some keys are seen by all later queries of some heads.
+PLANES = (
+    "planes(t0: int32[2]): (t0[b, q_idx] == t0[b, kv_idx]) | ((kv_idx % (50 + h) == 0) & (kv_idx <= q_idx))"
+)
+
+
+@pytest.mark.parametrize("bit_slots", [1 << 20, 5, 0])
+@pytest.mark.parametrize("name", ["192x128", "128x96", "64x144", "backward"])
+def test_bits_of_partial_visits(name: str, bit_slots: int, tmp_path: Path) -> None:
+    """Each partial visit has the bits of its pairs, or no slot once all are taken; others have none."""
+    mod, spec, (batch, heads) = MaskMod(PLANES), spec_of(name, Mask.DENSE), (2, 3)
+    schedule = EmulatedSchedule(replace(spec, problem=replace(spec.problem, mask_mod=mod)), tmp_path)
+    plan, tuning = schedule.plan, spec.tuning
+    forward = plan.owner == "m"
+    rows, columns = (tuning.tile_m, tuning.tile_n)[:: 1 if forward else -1]
+    for seq_q, seq_k in ((1, 1), (389, 431), (700, 260)):
+        document = (
+            torch.randint(0, 3, (batch, 700), generator=torch.Generator().manual_seed(3)).sort(1).values.int()
+        )
+        tables = schedule.run(
+            torch.empty(0), None, seq_q, seq_k, (document,), planes=(batch, heads), bit_slots=bit_slots
+        )
+        sizes = {"b": batch, "h": heads, "q_idx": seq_q, "kv_idx": seq_k}
+        index = torch.meshgrid(*(torch.arange(n, dtype=torch.int32) for n in sizes.values()), indexing="ij")
+        visible = evaluate(mod, dict(zip(sizes, index, strict=True)), (document,)).flatten(0, 1)
+        visible = visible if forward else visible.mT
+        owned = -(-visible.shape[1] // rows)
+        taken = []
+        for tile, count in enumerate(tables["tile_count"].tolist()):
+            plane, first = tile // owned, tile % owned * rows
+            for i in range(count):
+                entry, slot = int(tables["tile_list"][tile, i]), int(tables["visit_slots"][tile, i])
+                visited = entry >> plan.row_groups
+                inside = visible[plane, first : first + rows, visited * columns : visited * columns + columns]
+                if slot >= 0:
+                    taken.append(slot)
+                    assert tables["slot_visits"][slot].tolist() == [tile, visited]
+                    found = bits_of(tables["visit_bits"][slot], rows, columns)
+                    assert torch.equal(found[: inside.shape[0], : inside.shape[1]], inside)
+                    assert not found[:, inside.shape[1] :].any() or not forward, "keys past the end"
+                    assert not found[inside.shape[0] :].any() or forward, "keys past the end"
+                else:
+                    assert slot == -1
+                    assert inside.all() or len(tables["slot_visits"]) == bit_slots
+        assert sorted(taken) == list(range(len(taken)))
+        partial = int(
+            (tables["tile_list"] & (1 << plan.row_groups) - 1)
+            .where(torch.arange(tables["tile_list"].shape[1]) < tables["tile_count"].view(-1, 1), 0)
+            .count_nonzero()
+        )
+        assert len(taken) == min(partial, bit_slots)
+        assert int(tables["slots_taken"]) <= min(partial, bit_slots)
+
+
 def test_schedules_are_shared_by_plans_that_render_the_same() -> None:
     """What `schedule_kind` says are the same tables comes from the same text, names aside."""
     texts: dict[str, set[str]] = {}

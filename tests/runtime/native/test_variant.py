@@ -6,12 +6,13 @@ import struct
 import subprocess
 from dataclasses import replace
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 import pytest
 
 from attnforge.codegen import native, params, variant
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Launch
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates, splitting
@@ -38,7 +39,7 @@ def source(
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("variant")
-    for name, text in native.sources("launch.h").items():
+    for name, text in (native.sources("launch.h") | native.sources("schedule_layout.h")).items():
         (directory / name).write_text(text)
     for name in STUBS:  # variant.cpp has its own
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -48,11 +49,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "program"
 
 
-def read(program: Path, text: str, multiprocessors: int = 132) -> tuple[int, list[str]]:
+def read(program: Path, text: str, multiprocessors: int = 132, *more: int) -> tuple[int, list[str]]:
     """(exit status, lines printed)."""
     path = program.with_name("description")
     path.write_text(text)
-    done = subprocess.run([program, path, str(multiprocessors)], capture_output=True, text=True)
+    words = map(str, (multiprocessors, *more))
+    done = subprocess.run([program, path, *words], capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()
 
 
@@ -119,6 +121,39 @@ def test_ranges_of_keys_fill_the_device(program: Path, multiprocessors: int, blo
     spec = next(splitting(Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.FULL), 16))
     lines = read(program, variant.describe(render(spec)), multiprocessors)[1]
     assert lines[1:-1] == [f"{spec.symbol} {blocks}", f"{spec.symbol}_combine 30"]
+
+
+@pytest.mark.parametrize(
+    ("planes", "limit", "slots"), [(1, 40 << 20, 21), (3, 40 << 20, 63), (1, 9000, 4), (6, 4100, 8)]
+)
+@pytest.mark.parametrize("direction", list(Direction))
+def test_tables_of_a_schedule_with_bits(
+    program: Path, direction: Direction, planes: int, limit: int, slots: int
+) -> None:
+    """They follow each other, as long as codegen/params.py says; bits take no more memory than they may."""
+    mask_mod = MaskMod("causal: kv_idx <= q_idx")
+    problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, 64, Mask.DENSE, mask_mod=mask_mod)
+    of = render(next(candidates(problem)))
+    plan, forward = of.plan, direction is Direction.FORWARD
+    assert plan.slot_words == (512 if forward else 256)  # 128 x 128 or 128 x 64 pairs, 32 in a word
+    slots = slots if forward or limit == 40 << 20 else 2 * slots
+    *begins, found = map(int, read(program, variant.describe(of), 132, planes, limit)[1][-1].split())
+    owned, visited = (7, 3) if forward else (3, 7)
+    tiles = planes * owned
+    words = {
+        "visit_bits": found * plan.slot_words,
+        "kv_range": 8 * tiles if forward else 0,
+        "tile_slots": 2 * tiles if forward else 0,
+        "slot_visits": 2 * found,
+        "tile_count": tiles,
+        "tile_order": tiles * (4 if forward else 3),
+        "tile_list": tiles * visited,
+        "visit_slots": tiles * visited,
+        "slots_taken": 1,
+    }
+    assert begins == [0, *accumulate(words.values())]
+    assert found == slots
+    assert words["visit_bits"] * 4 <= limit * min(planes, 4)
 
 
 def test_arguments_are_packed_in_the_order_of_the_description(program: Path) -> None:

@@ -1,5 +1,6 @@
 // runtime/native/variant.h and launch.h with a driver that does nothing: prints what was read from a description, and
-// the grid and the packed argument that follow from it. Arguments: a file with the description, multiprocessors.
+// the grid and the packed argument that follow from it. Arguments: a file with the description, multiprocessors; and
+// for the layout of its schedule, planes of the mask and bytes of bits.
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
@@ -53,10 +54,28 @@ inline int count_multiprocessors(c10::Device) { return 0; }
 }  // namespace attnforge
 
 #include "launch.h"
+#include "schedule_layout.h"
 
 using namespace attnforge;
 
-int main(int, char** arguments) {
+// Where the tables of a schedule with 7 x 3 tiles in each plane begin, in ints, and the end; the slots for bits.
+static void print_layout(const Variant& variant, int planes, int64_t bytes_of_bits) {
+    Params p{};
+    p.tiles_m = 7, p.tiles_n = 3, p.blocks_m = 7, p.blocks_n = 3, p.mask_planes = planes;
+    limit_bits(bytes_of_bits);
+    const ScheduleLayout layout(variant, p);
+    alignas(16) static int memory[1];
+    layout.point(variant, p, memory);
+    const int* const tables[] = {reinterpret_cast<int*>(p.visit_bits), p.kv_range, p.tile_slots, p.slot_visits,
+                                 p.tile_count, p.tile_order, p.tile_list, p.visit_slots, p.slots_taken,
+                                 memory + layout.size()};
+    for (const int* table : tables) {
+        std::printf("%ld ", static_cast<long>(table - memory));
+    }
+    std::printf("%d\n", p.bit_slots);
+}
+
+int main(int count, char** arguments) {
     std::ostringstream text;
     text << std::ifstream(arguments[1]).rdbuf();
     try {
@@ -79,6 +98,9 @@ int main(int, char** arguments) {
             std::printf("%02x", static_cast<unsigned char*>(packed.data())[i]);
         }
         std::printf("\n");
+        if (count > 3) {
+            print_layout(variant, std::stoi(arguments[3]), std::stol(arguments[4]));
+        }
     } catch (const std::runtime_error& error) {
         std::printf("%s\n", error.what());
         return 1;
