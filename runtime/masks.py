@@ -350,8 +350,8 @@ class DenseMask(_Listed, _Whole):
 class FunctionMask(_Listed, _Whole):
     """Key j is visible to query i of batch entry b and query head h where a function of (b, h, i, j) says so.
 
-    `attnforge.masks.mask_mod` makes it. Once per mask a kernel lists the tiles; empty ones are skipped, and kernels
-    evaluate the function for the pairs of partial ones. Memory grows with the number of tiles.
+    `attnforge.masks.mask_mod` makes it. Once per mask a kernel lists the tiles; empty ones are skipped, and the
+    function is evaluated for the pairs of partial ones: on Hopper once, for as many tiles as 40 MiB of bits hold.
     """
 
     kind: ClassVar[Mask] = Mask.DENSE

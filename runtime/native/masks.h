@@ -111,7 +111,8 @@ inline int64_t room_for_schedules(int64_t seq_k) {
 // The same for a mask by a function, whose schedules on a GPU have bits of partial visits, too: 32 pairs an int, twice.
 inline int64_t room_for_bits(int64_t seq_k) {
     constexpr int64_t kMost = 1 << 20, kTile = 128;
-    const int64_t room = (seq_k + kTile) * (seq_k + kTile) / 15 + 8 * seq_k + 4 * kScheduleAlign;  // 1/16, and the lists
+    // 1/16 of the pairs, and the lists.
+    const int64_t room = (seq_k + kTile) * (seq_k + kTile) / 15 + 8 * seq_k + 4 * kScheduleAlign;
     return seq_k < (1 << 20) && room <= kMost ? room : 0;
 }
 

@@ -62,10 +62,9 @@ class EmulatedSchedule:
     ) -> dict[str, Tensor]:
         """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).
 
-        A function needs no mask, but the tensors that it captures; it may have `planes` (batch, heads), of which tables
-        have a row for each owned tile. There is memory for the bits of `bit_slots` visits
-        at most. For unions of intervals `mask` is their data
-        (batch, heads, intervals, 2, seq_k), and tables begin with an axis of planes.
+        For unions of intervals `mask` is their data (batch, heads, intervals, 2, seq_k), and tables begin with an axis
+        of planes. A function needs no mask, but the tensors that it captures; it may have `planes` (batch, heads), of
+        which tables have a row for each owned tile. There is memory for the bits of `bit_slots` visits at most.
         """
         p, tuning = Params(), self.spec.tuning
         p.batch = p.heads_q = p.heads_kv = p.mask_batches = p.mask_heads = p.mask_planes = 1

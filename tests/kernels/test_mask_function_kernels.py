@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -363,6 +363,38 @@ def test_on_a_gpu(dtype: torch.dtype, head_dim: int, name: str) -> None:
     shape = Shape(459, 391, head_dim, 2, 2, 2)
     function = functions(shape, "cuda")[name]
     check(draw(shape, dtype, "cuda"), masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda"))
+
+
+@pytest.fixture
+def few_bits() -> Iterator[Callable[[int], None]]:
+    """Limits the bytes of bits in schedules that are made from then on."""
+    before = torch.ops.attnforge.limit_bits(0)
+    torch.ops.attnforge.limit_bits(before)
+    yield torch.ops.attnforge.limit_bits
+    torch.ops.attnforge.limit_bits(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["documents", "heads", "window"])
+def test_with_bits_of_all_visits_of_some_and_of_none(
+    name: str, head_dim: int, few_bits: Callable[[int], None]
+) -> None:
+    """The same results, bit by bit where sums have a fixed order. 20,000 bytes are 9 or 19 slots in each plane."""
+    shape = Shape(1459, 1391, head_dim, 2, 2, 2)
+    x, function = draw(shape, BF16, "cuda"), functions(shape, "cuda")[name]
+    found = []
+    for limit in (40 << 20, 20_000, 0):
+        few_bits(limit)
+        mask = masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda")
+        check(x, mask)
+        out = attnforge.attention(x.q, x.k, x.v, mask, deterministic=True)
+        found.append([out, *x.grads(out)])
+        few_bits(40 << 20)  # another layout: the mask has schedules for both
+        out = attnforge.attention(x.q, x.k, x.v, mask, deterministic=True)
+        found.append([out, *x.grads(out)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 @pytest.mark.gpu

@@ -62,6 +62,13 @@ def pieces(counts: list[int], slots: bool = False) -> list[list[int]]:
     """
     spare = -(-len(counts) // (16 if slots else 8))
     most = max(32, sum(counts) // spare + 1)
+    if slots and max(counts) > most:  # as short as there are blocks for
+        fits = (
+            x
+            for x in range(max(32, most // 4), most)
+            if sum(max(1, -(-n // x)) for n in counts) < len(counts) + spare
+        )
+        most = next(fits, most)
     lengths = [-(-count // max(1, -(-count // most))) for count in counts]
     order = sorted(range(len(counts)), key=lambda tile: (-lengths[tile], tile))
     found = []
@@ -341,3 +348,19 @@ def test_schedules_are_shared_by_plans_that_render_the_same() -> None:
             texts.setdefault(source.plan.schedule_kind, set()).add(text)
     assert len(texts) > 10
     assert {kind for kind, found in texts.items() if len(found) > 1} == set()
+
+
+def test_pieces_of_a_forward_are_short_beside_the_work_of_a_block(tmp_path: Path) -> None:
+    """Of queries that see all keys, as Longformer's: as short as the blocks that are left over allow."""
+    spec = spec_of("128x96", Mask.DENSE)
+    mod = MaskMod("longformer: (abs(q_idx - kv_idx) <= 70) | (q_idx % 9000 == 200)")
+    schedule = EmulatedSchedule(replace(spec, problem=replace(spec.problem, mask_mod=mod)), tmp_path)
+    tables = schedule.run(torch.empty(0), None, 18000, 17000, bit_slots=9)
+    counts = tables["tile_count"].tolist()
+    blocks = len(counts) + -(-len(counts) // 16) - 1
+    order = [piece for piece in tables["tile_order"].tolist() if piece[2] > 0]
+    assert sorted(counts)[-3:] == [4, 178, 178]
+    assert max(piece[2] for piece in order) < 178 / 4  # a share is 89
+    assert len(order) <= blocks
+    for tile, count in enumerate(counts):
+        assert sum(piece[2] for piece in order if piece[0] == tile) == count

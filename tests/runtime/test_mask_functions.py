@@ -240,6 +240,19 @@ def test_schedules_and_copies() -> None:
     assert int(torch.ops.attnforge.schedule_count(mask.data)) == 6
 
 
+def test_the_limit_of_bits() -> None:
+    """Of kernels on a GPU; those of a CPU have none."""
+    before = torch.ops.attnforge.limit_bits(1 << 20)
+    try:
+        assert before == 40 << 20
+        assert torch.ops.attnforge.limit_bits(0) == 1 << 20
+        with pytest.raises(ValueError, match="bytes: got 41943041, expected 0 to 41943040"):
+            torch.ops.attnforge.limit_bits((40 << 20) + 1)
+        check(draw(SHAPE, torch.float32, "cpu"), mask_of("heads"))
+    finally:
+        torch.ops.attnforge.limit_bits(before)
+
+
 def test_captured_tensors_are_copies() -> None:
     limit = torch.tensor(30.0, requires_grad=True)
     mask = masks.mask_mod(lambda b, h, i, j: i - j < limit, 9, 9, "cpu")
