@@ -22,6 +22,8 @@ from attnforge.runtime.score_trace import MaskFunction, traced_mask
 Device = torch.device | str
 Vector = npt.NDArray[np.int64]
 
+UNEVEN = 16  # times the mean queries of a key: a key that more see is one of few that nearly all see
+
 
 def documents(lengths: Sequence[int], device: Device, *, causal: bool = False) -> Spans:
     """Documents packed end to end: query i sees key j when both are in one document (and j <= i if `causal`).
@@ -259,8 +261,15 @@ def _rows(like: Vector) -> Vector:
 
 
 def _spans(starts: Vector, ends: Vector, device: Device, seq_q: int | None = None) -> Spans:
-    """Spans on `device` of int64 (seq_k), or (n, seq_k), disjoint; dispatch learns how many keys a query sees."""
+    """Spans on `device` of int64 (seq_k), or (n, seq_k), disjoint; dispatch learns how many keys a query sees.
+
+    It does not where some keys are seen by far more queries than others: kernels for few visible keys have a block for
+    all query heads of a kv head, and do not divide the work of such keys (docs/experiments.md, 79).
+    """
     queries = len(starts) if seq_q is None else seq_q
-    pairs = int(np.maximum(ends - starts, 0).sum())
+    lengths = np.maximum(ends - starts, 0)
+    seen_by = lengths.sum(axis=0) if lengths.ndim > 1 else lengths
+    pairs = int(seen_by.sum())
+    even = int(seen_by.max(initial=0)) * seen_by.size <= UNEVEN * pairs
     both = torch.from_numpy(np.stack((starts, ends)).astype(np.int32)).to(device, non_blocking=True)
-    return Spans(both[0], both[1], visible_keys=pairs / queries if queries else None)
+    return Spans(both[0], both[1], visible_keys=pairs / queries if queries and even else None)

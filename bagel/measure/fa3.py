@@ -23,5 +23,5 @@ def attention(case: Case, softcap: float = 0.0) -> Attention:
     """
     if not installed():
         raise Unavailable("FlashAttention-3 is not installed")
-    options = {"softcap": softcap} if softcap else {}
-    return attention_by(importlib.import_module(MODULE), case, **options)
+    module = importlib.import_module(MODULE)
+    return attention_by(module, case, softcap=softcap) if softcap else attention_by(module, case)

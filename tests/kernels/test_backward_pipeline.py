@@ -88,9 +88,8 @@ def hopper(
     flags = (bool(split), bool(deterministic), bool(descending))
     tuning = Sm90Backward(64, 128, stages, stages_dout, bool(lag), in_regs, *flags)
     tuning = replace(tuning, **more)
-    texts = {"score": ScoreMod(score), "mask_mod": MaskMod(mask_mod)}
-    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, **texts)
-    return render(Spec(problem, tuning))
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=ScoreMod(score))
+    return render(Spec(replace(problem, mask_mod=MaskMod(mask_mod)), tuning))
 
 
 def translate(source: Source, breaks: dict[str, Break]) -> str:

@@ -71,7 +71,7 @@ def test_nearest_length_first(tmp_path: Path) -> None:
 
 
 def test_order_of_what_matters(tmp_path: Path) -> None:
-    """Mask before dtype before length before group before device: a device with few entries takes the rest of others."""
+    """Mask before dtype before length before group before device, which may have few entries of its own."""
     specs = [spec.tuning for spec in list(candidates(PROBLEM))[-5:]]
     causal, half = replace(PROBLEM, mask=Mask.CAUSAL), replace(PROBLEM, dtype=DType.FLOAT16)
     own = [

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 import attnforge
+from attnforge import masks
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.trainer import substitutes
 from attnforge.bagel.workloads import workload
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.plan import Plan
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import export, tables
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans
-from attnforge.runtime.masks import round_visible_keys
+from attnforge.runtime.masks import Spans, round_visible_keys
 from attnforge.runtime.search import search, worker
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.tables import Tuned
@@ -201,3 +204,18 @@ def test_full_and_causal_cases_say_nothing() -> None:
     assert case.visible_keys == 0
     dense = Case("d", 1, 1, 1, 8, 8, 64, DType.BFLOAT16, attnforge.DenseMask(torch.ones(8, 8) > 0), 64, CPU)
     assert dense.visible_keys == 8
+
+
+def test_few_keys_that_all_queries_see_take_a_kernel_that_divides_their_work() -> None:
+    """A window with sinks has few visible keys, but the lists of its first key tile are far above the mean."""
+    window = masks.window(131072, 131072, 512, 0, "cpu")
+    sinks = masks.window_with_sinks(131072, 131072, 512, 0, 4, "cpu")
+    assert window.visible_keys is not None
+    assert sinks.visible_keys is None
+
+    def chosen(mask: Spans) -> Plan:
+        target, visible = Target(H200, HOPPER), mask.visible_keys_rounded
+        return make_plan(choose_for(BACKWARD, 1, 131072, target, visible_keys=visible).spec)
+
+    assert chosen(sinks).cut_lists
+    assert not chosen(window).cut_lists
