@@ -126,7 +126,8 @@ def no_gpu() -> str:
 def deterministic_mode() -> Iterator[None]:
     """What a test, or a program that it runs, makes of torch's deterministic mode ends with the test."""
     yield
-    if (torch := sys.modules.get("torch")) is not None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
 
 

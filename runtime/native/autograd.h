@@ -1,12 +1,17 @@
 // The operators above the backends: autograd, autocast, and the short ways from Python to them.
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "operators.h"
+
+// From <ATen/autocast_mode.h>, which includes all of torch's operators: a fifth of the launcher's build went to them.
+namespace at::autocast {
+TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
+TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& arg, DeviceType device_type);
+}  // namespace at::autocast
 
 namespace attnforge {
 
@@ -305,7 +310,9 @@ ForwardResult forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v
                                int64_t variant, std::string_view score, const OptionalTensor& score0,
                                const OptionalTensor& score1, const OptionalTensor& score2,
                                const OptionalTensor& score3, std::string_view mask_mod) {
-    const c10::impl::ExcludeDispatchKeyGuard once(at::autocast::get_autocast_dispatch_key_from_device_type(type));
+    static_assert(type == c10::DeviceType::CPU || type == c10::DeviceType::CUDA);
+    const c10::impl::ExcludeDispatchKeyGuard once(
+        type == c10::DeviceType::CPU ? c10::DispatchKey::AutocastCPU : c10::DispatchKey::AutocastCUDA);
     const auto cast = [dtype = at::autocast::get_autocast_dtype(type)](const Tensor& x) {
         return at::autocast::cached_cast(dtype, x, type);
     };

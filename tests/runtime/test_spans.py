@@ -87,7 +87,7 @@ def test_nothing_and_everything(device: str, dtype: torch.dtype, value: bool) ->
 def test_deterministic(device: str, dtype: torch.dtype) -> None:
     """Also where the q heads of a kv head visit different tiles, whose sums of dq take turns."""
     x = draw(Shape(seq_q=700, seq_k=600, group=3, batch=2), dtype, device)
-    mask = unions(700, 600, 2, device, (2, 6))
+    mask = unions(700, 600, 3, device, (2, 6))
     check_deterministic(x, mask)
 
 
@@ -96,7 +96,7 @@ def test_masks_of_one_length_do_not_mix(device: str) -> None:
     """The same call with one interval, two, and planes takes different kernels, in any order."""
     x = draw(SHAPE, torch.float32, device)
     masks = [
-        unions(SEQ_Q, SEQ_K, n, device, p) for n, p in ((1, (1, 1)), (2, (1, 1)), (2, (2, 4)), (1, (2, 1)))
+        unions(SEQ_Q, SEQ_K, n, device, p) for n, p in ((1, (1, 1)), (2, (1, 1)), (3, (2, 4)), (1, (2, 1)))
     ]
     for mask in (*masks, *reversed(masks)):
         exact = reference(x.q.detach(), x.k.detach(), x.v.detach(), mask).out

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import attnforge
 
-BATCH, HEADS, HEADS_KV, SEQ, DIM = 5, 8, 4, 19, 16  # two ranks get 3 and 2 entries of the batch
+BATCH, HEADS, HEADS_KV, SEQ, DIM = 5, 8, 4, 19, 64  # two ranks get 3 and 2 entries of the batch
 PLACEMENTS: tuple[tuple[Placement, Placement], ...] = (
     (Shard(0), Shard(1)),
     (Replicate(), Shard(1)),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnforge
 
-ROWS, HEADS, DIM = 70, 2, 32
+ROWS, HEADS, DIM = 70, 2, 64
 
 
 class Block(nn.Module):

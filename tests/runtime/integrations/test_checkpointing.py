@@ -23,7 +23,7 @@ import attnforge
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 BF16 = torch.bfloat16
-HEADS, DIM, ROWS = 2, 32, 65
+HEADS, DIM, ROWS = 2, 64, 65
 
 
 class Layer(nn.Module):

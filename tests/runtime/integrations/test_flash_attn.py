@@ -129,7 +129,7 @@ def test_dense(
 
 def test_the_mask_is_that_of_the_call() -> None:
     """cu_seqlens may change in any way between calls and before backward, noticed by torch or not."""
-    q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    q, k, v = (draw(7, 1, 16, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
     host = np.array([0, 3, 7], dtype=np.int32)
     cu = torch.from_numpy(host)
 
@@ -148,7 +148,7 @@ def test_the_mask_is_that_of_the_call() -> None:
 
 
 def test_nothing_is_kept_of_packs_that_are_gone() -> None:
-    q, k, v = (draw(70, 2, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    q, k, v = (draw(70, 2, 16, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
     alive = []
     for step in range(12):
         cu = bounds([20 + step, 50 - step])
@@ -162,7 +162,7 @@ def test_nothing_is_kept_of_packs_that_are_gone() -> None:
 
 
 def test_a_window_of_fake_tensors_stays_in_its_mode() -> None:
-    x = torch.randn(1, 19, 2, 8)
+    x = torch.randn(1, 19, 2, 16)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(x)
         attnforge.flash_attn_func(fake, fake, fake, window_size=(3, 0))
@@ -170,7 +170,7 @@ def test_a_window_of_fake_tensors_stays_in_its_mode() -> None:
 
 
 def test_a_mask_made_in_inference_serves_training() -> None:
-    x = draw(1, 2, 30, 8, device="cpu", dtype=torch.float32, seed=0)
+    x = draw(1, 2, 30, 16, device="cpu", dtype=torch.float32, seed=0)
     with torch.inference_mode():
         flash_attn.band(30, 30, flash_attn.Sides(3, 0), x.device)
         starts = torch.zeros(30, dtype=torch.int32)
@@ -190,7 +190,7 @@ def test_a_mask_made_in_inference_serves_training() -> None:
     ],
 )
 def test_what_is_not_supported_is_named(name: str, value: object) -> None:
-    x = torch.randn(7, 1, 8)
+    x = torch.randn(7, 1, 16)
     cu = bounds([3, 4])
     arguments: Any = {name: value}
     with pytest.raises(ValueError, match=f"^{name}: "):
@@ -202,7 +202,7 @@ def test_what_is_not_supported_is_named(name: str, value: object) -> None:
 
 def test_returned_lse() -> None:
     """return_attn_probs without dropout: out, lse and no probabilities; the lse is differentiable."""
-    q, k, v = (draw(7, 2, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    q, k, v = (draw(7, 2, 16, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
     cu = bounds([7])
     out, lse, probabilities = attnforge.flash_attn_varlen_func(
         q, k, v, cu, cu, causal=True, return_attn_probs=True
@@ -211,7 +211,7 @@ def test_returned_lse() -> None:
     assert probabilities is None
     assert (out.shape, lse.shape, same.shape) == (q.shape, (2, 7), (1, 2, 7))
     torch.testing.assert_close(out, other[0])
-    scores = torch.einsum("qhd,khd->hqk", q, k) * 8**-0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 16**-0.5
     exact = scores.masked_fill(~torch.ones(7, 7).tril().bool(), -torch.inf).logsumexp(2)
     torch.testing.assert_close(lse, exact)
     torch.testing.assert_close(same[0], exact)
@@ -221,7 +221,7 @@ def test_returned_lse() -> None:
 
 
 def test_wrong_shapes_are_named() -> None:
-    x, cu = torch.randn(7, 1, 8), bounds([3, 4])
+    x, cu = torch.randn(7, 1, 16), bounds([3, 4])
     with pytest.raises(ValueError, match=r"^q: got shape"):
         attnforge.flash_attn_func(x, x, x)
     with pytest.raises(ValueError, match=r"^q: got shape"):
@@ -235,7 +235,7 @@ def test_wrong_shapes_are_named() -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
 def test_compiled(window: tuple[int, int]) -> None:
     cu = bounds([3, 4])
-    q, k, v = (draw(7, 1, 8, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
+    q, k, v = (draw(7, 1, 16, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
 
     def block(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
         packed: Tensor = attnforge.flash_attn_varlen_func(
@@ -256,9 +256,9 @@ def test_compiled(window: tuple[int, int]) -> None:
 @pytest.mark.parametrize("slopes", [None, torch.rand(2), torch.rand(3, 2)], ids=["cap", "heads", "entries"])
 def test_softcap_and_alibi(slopes: Tensor | None) -> None:
     """flash-attn caps first, and counts ALiBi's distances with the last query at the last key."""
-    q, k, v = (torch.randn(3, length, 2, 8) for length in (7, 11, 11))
+    q, k, v = (torch.randn(3, length, 2, 16) for length in (7, 11, 11))
     out = attnforge.flash_attn_func(q, k, v, softcap=2.0, alibi_slopes=slopes, causal=True)
-    score = 2 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5 / 2)
+    score = 2 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) * 16**-0.5 / 2)
     distance = torch.arange(11) - torch.arange(7)[:, None] - 4
     if slopes is not None:
         score = score - slopes.expand(3, 2)[:, :, None, None] * distance.abs()
@@ -274,7 +274,7 @@ def test_alibi_of_packed_documents(form: str) -> None:
         cu_k = cu_q
     slopes = (torch.rand(4, 2) if form == "documents" else torch.rand(2)).requires_grad_()
     q, k, v = (
-        torch.randn(length, 2, 8) for length in (12, int(cu_k[-1]), int(cu_k[-1]))
+        torch.randn(length, 2, 16) for length in (12, int(cu_k[-1]), int(cu_k[-1]))
     )  # two rows of no document
     out = attnforge.flash_attn_varlen_func(q, k, v, cu_q, cu_k, causal=True, softcap=2.0, alibi_slopes=slopes)
     exact = torch.zeros_like(out)

@@ -162,7 +162,7 @@ def test_tangents_are_refused(which: int, call: Callable[[Tensor, Tensor, Tensor
 def test_memory_of_somebody_else(kind: str) -> None:
     """Results go into torch's memory whatever q lies in: numpy's has no allocator of torch's."""
     generator = np.random.default_rng(0)
-    arrays = [generator.standard_normal((1, 2, 65, 40), dtype=np.float32) for _ in range(3)]
+    arrays = [generator.standard_normal((1, 2, 65, 64), dtype=np.float32) for _ in range(3)]
     q, k, v = (torch.from_numpy(array).requires_grad_() for array in arrays)
     mask = make_mask(kind, 65, 65, "cpu")
     out = attnforge.attention(q, k, v, mask)
