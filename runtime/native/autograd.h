@@ -7,7 +7,7 @@
 
 #include "operators.h"
 
-// From <ATen/autocast_mode.h>, which includes all of torch's operators: a fifth of the launcher's build went to them.
+// From <ATen/autocast_mode.h>, which includes all of torch's operators and takes a compiler long to read.
 namespace at::autocast {
 TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
 TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& arg, DeviceType device_type);
