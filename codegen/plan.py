@@ -69,9 +69,6 @@ class Plan:
     dq_semaphore: bool = False  # needs this workspace, and dq_order in its schedule
     split_blocks: int = 0  # of a multiprocessor, that ranges of keys should fill; 0: keys are not split
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
-    order: int = (
-        0  # of a forward's query tiles: 0 those with most work first, 1 the first ones, 2 the last ones
-    )
     row_groups: int = 1  # 64-row groups of a query tile, each with a flag in the lists and a kv_range
     short_last: bool = False  # last query tiles start last of all; warpgroups without rows pass them by
     from_end: bool = False  # the last query tile ends with the last query; the first may begin before query 0

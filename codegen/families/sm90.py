@@ -49,7 +49,6 @@ class Sm90Forward(Tuning):
     )
     q_in_regs: bool = knob("q", "keep the fragments of Q in registers")
     # Knobs that earlier tables and names do not have.
-    stages_v: int = knob("v", "shared-memory buffers for V alone; 0: as many as for K", 0, quiet=True)
     hand_over: int = knob(
         "h",
         "the ordering barrier is passed on 0 behind both products, 1 behind Q K^T, 2 once S is there",
@@ -58,9 +57,6 @@ class Sm90Forward(Tuning):
     )
     exact_visits: int = knob(
         "e", "first visits of a work tile with exact row maxima, later ones if P grows; 0: all", 3, quiet=True
-    )
-    order: int = knob(
-        "o", "work tiles start with 0 those with most work, 1 the first ones, 2 the last ones", 0, quiet=True
     )
     heads_together: int = knob(
         "g", "kv heads in work at least; 0: as many as fit the L2 cache", 0, quiet=True
@@ -87,7 +83,7 @@ def plan(spec: Spec) -> Plan:
             f"score: reads {len(p.score.tensors)} tensors, whose addresses do not fit in the registers of {consumers} "
             "consumer warpgroups; set tile_m to 128 or less"
         )
-    _require_knobs(p, t)
+    _require_knobs(t)
     return _forward(spec, t, consumers)
 
 
@@ -96,18 +92,12 @@ def _reads_several(p: Problem) -> bool:
     return len(p.score.tensors) > 1 and p.score.lines is None
 
 
-def _require_knobs(p: Problem, t: Sm90Forward) -> None:
+def _require_knobs(t: Sm90Forward) -> None:
     """Infeasible for values of a knob that mean nothing here, or the same as another value."""
-    if t.stages_v and (t.stages_v == t.stages or not 1 <= t.stages_v <= 4):
-        raise Infeasible(f"stages_v {t.stages_v}: must be 1 to 4, and 0 where it is that of K ({t.stages})")
     if not 0 <= t.hand_over <= 2 or (t.hand_over and not t.ping_pong):
         raise Infeasible(f"hand_over {t.hand_over}: must be 0 to 2, and 0 without ping_pong")
     if not 0 <= t.exact_visits <= 9:
         raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
-    if not 0 <= t.order <= 2 or (t.order and not p.mask.listed):
-        raise Infeasible(
-            f"order {t.order}: must be 0 to 2, and 0 for mask {p.mask.value}, whose order is fixed"
-        )
     if not 0 <= t.heads_together <= 64:
         raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
 
@@ -159,9 +149,8 @@ def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
         "from_end": causal,
         # Hidden tiles are released while the last P V of the previous work tile still holds its buffer: the first
         # visible tile needs another one.
-        "staggered": causal and 0 < _hidden(t) < min(t.stages, t.stages_v or t.stages),
+        "staggered": causal and 0 < _hidden(t) < t.stages,
         "alternating": causal and t.persistent,
-        "order": t.order,
     }
 
 
@@ -173,15 +162,15 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     live = (
         t.tile_n // 2 + t.tile_n // 4 + p.head_dim_v // 2 + (-(-p.head_dim // 16) * 4 if t.q_in_regs else 0)
     )
-    # What spills with Q in registers: a second place in a ring; consumers that find their work tiles in lists; the
-    # lines that a score adds beside a dense mask.
-    live += 4 if t.stages_v else 0
+    # What spills with Q in registers: consumers that find their work tiles in lists; the lines that a score adds beside
+    # a dense mask.
     live += 12 if t.q_in_regs and mask.listed and not t.dynamic else 0
     live += 12 if t.q_in_regs and mask is Mask.DENSE and p.score.lines else 0
     addresses = SCORE_REGISTERS if _reads_several(p) else 0
     require_registers(live + addresses, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
-    cut, words = _cuts_lists(spec), slot_words(p, t.tile_m, t.tile_n)
+    # Long lists of visits are cut with functions, of which global tokens are typical; it takes a second launch.
+    cut, words = bool(p.mask_mod), slot_words(p, t.tile_m, t.tile_n)
     grid = ("blocks_m" if cut else "tiles_m", "batch", "heads_q")
     launches = [Launch(spec.symbol, grid, threads, shared, t.persistent)]
     if cut:
@@ -209,18 +198,10 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "q_buffers": q_buffers,
             "broadcast": broadcast,
             "hidden": _hidden(t),
-            "v_apart": t.stages_v > 0,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
     )
-
-
-def _cuts_lists(spec: Spec) -> bool:
-    """Are long lists of visits cut? With functions, of which global tokens are typical; it takes a second launch."""
-    t = spec.tuning
-    assert isinstance(t, Sm90Forward)
-    return bool(spec.problem.mask_mod) and not t.order
 
 
 def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool]:
@@ -229,8 +210,7 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool
     q_bytes, k_bytes, v_bytes = t.tile_m * max(row, row_v), t.tile_n * row, t.tile_n * row_v
     require_tiles(64 * row, k_bytes, v_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
-    stages_v = t.stages_v or t.stages
-    shared = t.stages * k_bytes + stages_v * v_bytes + bounds + 8 * 2 * (t.stages + stages_v)
+    shared = t.stages * (k_bytes + v_bytes + 4 * 8) + bounds  # four barriers
     # With two buffers, Q of the next work tile arrives before O of this one is stored.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
     shared += q_buffers * (q_bytes + 16)
@@ -390,9 +370,6 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     yield from _wider(problem)
 
 
-# Of the later knobs: what the softmax does, and which work tiles run side by side. The space has one change of each.
-SOFTMAX: tuple[dict[str, Any], ...] = ({}, {"exact_visits": 1}, {"exact_visits": 0})
-SCHEDULE: tuple[dict[str, Any], ...] = ({}, {"heads_together": 2}, {"order": 1}, {"order": 2})
 NARROW_TILES = [*product((192,), (128, 112, 96)), *product((128,), (128, 96))]
 WIDE_TILES = [*product((192,), (80, 64)), *product((128,), (176, 160, 144, 128, 112, 96))]
 
@@ -400,17 +377,20 @@ WIDE_TILES = [*product((192,), (80, 64)), *product((128,), (176, 160, 144, 128, 
 def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     """The rest of the space: tiles that may win, persistent, with all buffers and the values of the later knobs."""
     tiles = NARROW_TILES if problem.head_dim <= 96 else WIDE_TILES
-    buffers = ((3, 0), (2, 0), (3, 2), (2, 3), (4, 0))  # of K, of V
     ordering = ((True, 0), (True, 1), (True, 2), (False, 0))  # ping_pong, hand_over
-    schedules = SCHEDULE if problem.mask.listed else SCHEDULE[:2]
-    later = [softmax | schedule for softmax, schedule in product(SOFTMAX, schedules)]
-    for (tile_m, tile_n), (stages, stages_v), dynamic, q_in_regs in product(
-        tiles, buffers, (True, False), (False, True)
+    for (tile_m, tile_n), stages, dynamic, q_in_regs in product(
+        tiles, (3, 2, 4), (True, False), (False, True)
     ):
-        core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs, stages_v)
+        core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs)
         if is_feasible(problem, core, plan):
-            for (ping_pong, hand_over), values in product(ordering, later):
-                yield replace(core, ping_pong=ping_pong, hand_over=hand_over, **values)
+            for (ping_pong, hand_over), exact_visits, heads in product(ordering, (3, 1, 0), (0, 2)):
+                yield replace(
+                    core,
+                    ping_pong=ping_pong,
+                    hand_over=hand_over,
+                    exact_visits=exact_visits,
+                    heads_together=heads,
+                )
 
 
 FORWARD = Family(

@@ -59,9 +59,6 @@ class Sm90Backward(Tuning):
     loaders: int = knob(
         "w", "warps that load, 1 or 2; 0: 2 with lag or deterministic sums, else 1", 0, quiet=True
     )
-    dq_red: bool = knob(
-        "a", "dQ is added to memory from registers, not through shared memory", False, quiet=True
-    )
 
 
 # ---- Plan
@@ -104,11 +101,11 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible("stages_dout 1: must be at least 2 with lag, which uses two tiles of dO at a time")
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
-    _require_knobs(p, t)
+    _require_knobs(t)
     return _plan(spec, t)
 
 
-def _require_knobs(p: Problem, t: Sm90Backward) -> None:
+def _require_knobs(t: Sm90Backward) -> None:
     """Infeasible for values of a knob that mean nothing here, or the same as another value."""
     if not 0 <= t.heads_together <= 64:
         raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
@@ -116,14 +113,6 @@ def _require_knobs(p: Problem, t: Sm90Backward) -> None:
         raise Infeasible(f"loaders {t.loaders}: must be 1 or 2, or 0, which chooses")
     if t.loaders == _loaders(replace(t, loaders=0)):
         raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here; set it to 0")
-    if t.dq_red and (t.lag or t.deterministic):
-        raise Infeasible(
-            "dq_red: needs lag 0 (registers do not suffice) and deterministic 0 (its sums need a warp that waits)"
-        )
-    if t.dq_red and _uneven(t, p.head_dim):
-        raise Infeasible(
-            f"dq_red: must be 0 with head_dim {p.head_dim}, whose consumers have different shares of dQ"
-        )
 
 
 def _loaders(t: Sm90Backward) -> int:
@@ -225,10 +214,9 @@ def _shared_bytes(t: Sm90Backward, head_dim: int, held: int, visit: int) -> int:
     q_bytes, kv_bytes = t.tile_m * padded * 2, t.tile_n * padded * 2
     require_tiles(q_bytes, kv_bytes)
     ds_bytes = t.tile_m * t.tile_n * 2
-    dq_bytes = 0 if t.dq_red else t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
+    dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
     stat_bytes = t.tile_m * ROW_STATS * 4 + visit  # of each row
-    barriers = 3 + 2 * (t.stages + t.stages_dout)
-    barriers += 0 if t.dq_red else (3 if _dq_by_step(t) else 2) * CONSUMERS
+    barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_step(t) else 2) * CONSUMERS
     tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
     held_bytes = CONSUMERS * 128 * HELD * held
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + held_bytes + t.stages * stat_bytes + 8 * barriers
@@ -261,8 +249,8 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "loaders": _loaders(t),  # warps
         "first_dq_columns": "kDqColumns",  # whose sums lie in front
         "parted_dq": not t.lag,  # sums of dQ of one consumer lie before those of the other
-        "bulk_dq": not t.dq_red,  # dQ is added by bulk copies from shared memory
-        "adds_quads": t.split_heads or t.dq_red,  # threads add fragments to sums
+        "bulk_dq": True,  # dQ is added by bulk copies from shared memory
+        "adds_quads": t.split_heads,  # threads add fragments to sums
         "keys_in_regs": t.in_regs > 0,
         "arrives_named": False,
         "columns_of_out": "kHeadDim",
@@ -308,7 +296,7 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
 def _wider(problem: Problem) -> Iterator[Sm90Backward]:
     """The rest of the space: all buffers and all values of the later knobs with each other, not deterministic."""
     narrow = problem.head_dim <= 80
-    for lag, in_regs, of_q, of_dout, split, descending, loaders, dq_red in product(
+    for lag, in_regs, of_q, of_dout, split, descending, loaders in product(
         (True, False) if narrow else (False,),
         (2, 1) if narrow else (0, 1),
         (4, 3) if narrow else (4, 3, 2),
@@ -316,11 +304,8 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
         (True, False),
         (False, True),
         (0, 1, 2),
-        (False, True),
     ):
-        core = Sm90Backward(
-            64, 128, of_q, of_dout, lag, in_regs, split, False, descending, 0, loaders, dq_red
-        )
+        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, False, descending, 0, loaders)
         if is_feasible(problem, core, plan):
             for heads in (0, 2, 4, 8):
                 yield replace(core, heads_together=heads)

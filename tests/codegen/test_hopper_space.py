@@ -26,14 +26,14 @@ def kind(plan: Plan) -> tuple[object, ...]:
     tuning = plan.spec.tuning
     assert isinstance(tuning, Sm90Forward)
     knobs = tuning.ping_pong, tuning.persistent, tuning.dynamic, tuning.q_in_regs
-    later = tuning.hand_over, tuning.exact_visits > 0, tuning.order, tuning.heads_together
+    later = tuning.hand_over, tuning.exact_visits > 0, tuning.heads_together
     orders = (
         plan.row_groups,
         plan.short_last,
         plan.staggered,
         plan.constants["hidden"] if plan.staggered else 0,
     )
-    constants = (plan.constants[name] for name in ("consumers", "q_buffers", "broadcast", "v_apart"))
+    constants = (plan.constants[name] for name in ("consumers", "q_buffers", "broadcast"))
     columns = bool(plan.constants["tail"]), bool(plan.spec.problem.dim_v), plan.constants["copies"] > 1
     return (plan.spec.problem.mask, *columns, *knobs, *later, *orders, *constants)
 

@@ -135,38 +135,6 @@ PLAIN: dict[str, Break] = {
         "something overwrites what a product reads",
     ),
 }
-# Of dQ added from registers.
-FROM_REGISTERS: dict[str, Break] = {
-    "a visit is read after its buffer was released": (
-        {
-            HAND_BACK: "if (broken != n) " + HAND_BACK,
-            "float* const sums = dq_sums(now);\n": "if (broken == n) arrive(now.empty_q);\n"
-            "        for (int i = 0; broken == n && i < 40; ++i) give_way();\n"
-            "        float* const sums = dq_sums(now);\n",
-        },
-        "what is added is not dQ of this tile",
-    ),
-    "the sums of the other consumer": (
-        {"+ group * kDqFloats": "+ (broken == n ? 1 - group : group) * kDqFloats"},
-        "a wrong part of dQ",
-    ),
-    "nothing is fenced before dQ": (
-        {"proxy_fence();": "if (broken != n) proxy_fence();"},
-        "an asynchronous read of what has not been fenced",
-    ),
-    "dS of the other consumer is not waited for": (
-        {
-            "barrier_wait(base + kFullDs, step & 1);": "if (broken != n) barrier_wait(base + kFullDs, step & 1);"
-        },
-        "what is added is not dQ of this tile",
-    ),
-    "zeros are not waited for": (
-        {
-            "griddepcontrol_wait();  // for row_stats": "if (broken != n) griddepcontrol_wait();  // for row_stats"
-        },
-        "the kernel before has not ended",
-    ),
-}
 
 # Of scores whose derivative is kept.
 SLOPES: dict[str, Break] = {

@@ -10,8 +10,7 @@ struct Shape {
     int columns, swizzle_bytes, panels, tile_bytes_m;
     int row_stats_bytes, ds_bytes, ds_row_bytes;
     int dq_columns, dq_bytes;  // dq_bytes: of a consumer
-    unsigned offset_k, offset_v, offset_row_stats;
-    unsigned offset_dq;  // 0 if dQ is added from registers
+    unsigned offset_k, offset_v, offset_row_stats, offset_dq;
     int shared_bytes;
     bool deterministic;
 };
@@ -81,7 +80,6 @@ void score_gradients(const void* fragments, const void* s, const void* dp);
 // ---- Results --------------------------------------------------------------------------------------------------------
 
 void store_ds(unsigned ds, const void* fragments, int group);
-void add_dq(const float* target, const void* dq);
 void store_dq(unsigned part, const void* dq, int group = 0);
 void bulk_reduce(const float* target, unsigned part, int bytes);
 void bulk_store(const float* target, unsigned part, int bytes);

@@ -70,21 +70,6 @@ void store_ds(unsigned ds, const void* fragments, int group) {
     const unsigned from = (group * 64 + warp() % 4 * 16 + half() * 8) * shape.ds_row_bytes;
     fill(blockIdx.x, {ds + from, ds + from + 8 * shape.ds_row_bytes}, write, from);
 }
-// From the registers of each half of a warp; the first one of a consumer stands for all of them in the sums.
-void add_dq(const float* target, const void* dq) {
-    give_way();
-    require_before_ended();
-    const Value value = use(dq);
-    const int tile = shape.tile_m * shape.head_dim, block = here().number;
-    const long long at = target - call.dq_accum, plane = at / (call.padded_q * shape.head_dim);
-    const int rest = at % (call.padded_q * shape.head_dim);
-    const Rows rows = rows_of(rest / tile * shape.tile_m, plane, call.heads_q);
-    require(rest % tile == group_of() * shape.dq_bytes / 4, "a wrong part of dQ");
-    require(value.kind == kDq && value.queries == rows, "what is added is not dQ of this tile");
-    if (threadIdx.x % 128 == 0) {
-        dq_sums[{rows, group_of()}].push_back({block, {value.keys}});
-    }
-}
 static int part_bytes(int group) {
     return dq_parts() == 1 || group == 0 ? shape.dq_bytes : 64 * 4 * (shape.head_dim - shape.dq_columns);
 }

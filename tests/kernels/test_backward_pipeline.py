@@ -17,7 +17,7 @@ from typing import Any
 
 import gxx
 import pytest
-from backward_breaks import BITS, BREAKS, BY_TURNS, FROM_REGISTERS, LAGGING, ORDERED, PLAIN, SLOPES, Break
+from backward_breaks import BITS, BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, SLOPES, Break
 from cpu_kernel import Params, full_params
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
@@ -62,8 +62,8 @@ extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, c
         .consumers = kConsumers, .tile_m = kTileM, .tile_n = kTileN, .head_dim = kHeadDim,
         .columns = kColumns, .swizzle_bytes = kSwizzleBytes, .panels = kPanels, .tile_bytes_m = kTileBytesM,
         .row_stats_bytes = kRowStatsBytes, .ds_bytes = kDsBytes, .ds_row_bytes = kDsRowBytes,
-        .dq_columns = kDqColumns, .dq_bytes = DQ_BYTES,
-        .offset_k = kOffsetK, .offset_v = kOffsetV, .offset_row_stats = kOffsetRowStats, .offset_dq = DQ_OFFSET,
+        .dq_columns = kDqColumns, .dq_bytes = kDqBytes,
+        .offset_k = kOffsetK, .offset_v = kOffsetV, .offset_row_stats = kOffsetRowStats, .offset_dq = kOffsetDq,
         .shared_bytes = kSharedBytes, .deterministic = DETERMINISTIC,
     };
     const Call call = {
@@ -117,10 +117,7 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
         for old, new in changes.items():
             assert old in text, name
             text = text.replace(old, re.sub(r"\bn\b(?=[ )|])", str(n), new))
-    added = getattr(source.spec.tuning, "dq_red", False)  # dQ from registers
     words = {
-        "DQ_BYTES": "kDqFloats * 4" if added else "kDqBytes",
-        "DQ_OFFSET": "0" if added else "kOffsetDq",
         "DETERMINISTIC": str(source.plan.dq_semaphore).lower(),
         "SYMBOL": source.spec.symbol,
     }
@@ -257,13 +254,12 @@ class Simulated:
         hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 0, 0, 0),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, loaders=2, heads_together=2),
-        hopper(128, Mask.SPANS, 3, 3, 0, 0, 0, 0, 1, dq_red=True),
-        hopper(64, Mask.CAUSAL, 4, 2, 0, 2, 1, 0, 0, dq_red=True, loaders=2, heads_together=3),
+        hopper(64, Mask.CAUSAL, 4, 2, 0, 2, 1, 0, 0, loaders=2, heads_together=3),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 1, score=CURVED),
         hopper(64, Mask.CAUSAL, 2, 3, 1, 2, 0, 0, 0, score=CURVED),
-        hopper(64, Mask.CAUSAL, 4, 2, 0, 0, 1, 0, 0, score=CURVED, dq_red=True),
+        hopper(64, Mask.CAUSAL, 4, 2, 0, 0, 1, 0, 0, score=CURVED),
         hopper(64, Mask.DENSE, 4, 3, 1, 2, 1, 1, 0, mask_mod=PAIRS),
-        hopper(128, Mask.DENSE, 3, 3, 0, 0, 1, 0, 1, mask_mod=PAIRS, dq_red=True),
+        hopper(128, Mask.DENSE, 3, 2, 0, 0, 1, 0, 1, mask_mod=PAIRS),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -278,7 +274,6 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | LAGGING | ORDERED),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 1, 0), BREAKS | ORDERED | BY_TURNS),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
-        (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0, dq_red=True), FROM_REGISTERS),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, score=CURVED), SLOPES),
         (hopper(128, Mask.DENSE, 3, 2, 0, 0, 1, 0, 0, mask_mod=PAIRS), BITS),
         (hopper(64, Mask.DENSE, 4, 4, 1, 2, 1, 0, 0, mask_mod=PAIRS), BITS),
@@ -288,7 +283,6 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         "lagging deterministic",
         "deterministic",
         "plain",
-        "from registers",
         "curved score",
         "bits",
         "lagging bits",

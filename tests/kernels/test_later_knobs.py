@@ -37,14 +37,13 @@ BACKWARD = {
     "descending": 0,
 }
 VARIANTS = [
-    ("fwd", Mask.SPANS, {"dynamic": 1, "stages_v": 2, "hand_over": 2, "exact_visits": 0}),
-    ("fwd", Mask.SPANS, {"dynamic": 1, "hand_over": 1, "order": 1}),
-    ("fwd", Mask.SPANS, {"stages_v": 2, "order": 2, "heads_together": 2}),
+    ("fwd", Mask.SPANS, {"dynamic": 1, "hand_over": 2, "exact_visits": 0}),
+    ("fwd", Mask.SPANS, {"dynamic": 1, "hand_over": 1}),
+    ("fwd", Mask.SPANS, {"heads_together": 2}),
     ("fwd", Mask.FULL, {"tile_m": 128, "tile_n": 176, "stages": 2, "ping_pong": 0, "exact_visits": 1}),
-    ("fwd", Mask.FULL, {"stages_v": 2, "hand_over": 2, "heads_together": 2}),
-    ("fwd", Mask.CAUSAL, {"stages_v": 2, "hand_over": 1}),
-    ("bwd", Mask.SPANS, {"dq_red": 1, "stages": 4, "stages_dout": 3, "heads_together": 4, "loaders": 2}),
-    ("bwd", Mask.SPANS, {"dq_red": 1, "split_heads": 0, "descending": 1}),
+    ("fwd", Mask.FULL, {"hand_over": 2, "heads_together": 2}),
+    ("fwd", Mask.CAUSAL, {"hand_over": 1}),
+    ("bwd", Mask.SPANS, {"heads_together": 4, "loaders": 2, "descending": 1}),
     ("bwd", Mask.CAUSAL, {"loaders": 2, "heads_together": 2}),
 ]
 PACKS = {Mask.SPANS: "finetune/0", Mask.FULL: "full/2x1000", Mask.CAUSAL: "causal/2x1000/1100"}
@@ -80,11 +79,8 @@ def test_results(direction: str, mask: Mask, values: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("direction", "mask", "values", "reason"),
     [
-        ("fwd", Mask.SPANS, {"stages_v": 3}, "0 where it is that of K"),
         ("fwd", Mask.SPANS, {"ping_pong": 0, "hand_over": 1}, "0 without ping_pong"),
-        ("fwd", Mask.CAUSAL, {"order": 1}, "whose order is fixed"),
         ("bwd", Mask.SPANS, {"loaders": 1}, "is what 0 chooses here"),
-        ("bwd", Mask.SPANS, {"dq_red": 1, "deterministic": 1}, "its sums need a warp that waits"),
     ],
     ids=str,
 )

@@ -310,12 +310,12 @@ def hopper(
         hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, intervals=2),
         hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, planes=1),
         hopper(64, 128, 128, 2, 0, 1, 1, mask=Mask.SPANS, intervals=3, planes=1),
-        hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=2, hand_over=1, order=1),
-        hopper(64, 192, 96, 2, 1, 1, 0, mask=Mask.SPANS, stages_v=3, hand_over=2, order=2),
-        hopper(128, 128, 112, 3, 0, 1, 0, mask=Mask.FULL, stages_v=2, heads_together=2),
-        hopper(64, 192, 128, 3, 1, 1, 0, mask=Mask.CAUSAL, stages_v=2, hand_over=2),
-        hopper(64, 192, 64, 4, 1, 0, 0, mask=Mask.CAUSAL, stages_v=3, hand_over=1, exact_visits=0),
-        hopper(64, 128, 64, 2, 1, 1, 1, mask=Mask.FULL, stages_v=1, hand_over=1),
+        hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, hand_over=1),
+        hopper(64, 192, 96, 2, 1, 1, 0, mask=Mask.SPANS, hand_over=2),
+        hopper(128, 128, 112, 2, 0, 1, 0, mask=Mask.FULL, heads_together=2),
+        hopper(64, 192, 128, 3, 1, 1, 0, mask=Mask.CAUSAL, hand_over=2),
+        hopper(64, 192, 64, 4, 1, 0, 0, mask=Mask.CAUSAL, hand_over=1, exact_visits=0),
+        hopper(64, 128, 64, 2, 1, 1, 1, mask=Mask.FULL, hand_over=1),
         hopper(192, 128, 96, 2, 0, 1, 0, 1, mask=Mask.SPANS, dim_v=128),
         hopper(192, 128, 128, 2, 0, 1, 1, mask=Mask.CAUSAL, dim_v=128),
         hopper(64, 192, 80, 3, 1, 1, 0, mask=Mask.CAUSAL, dim_v=128),
@@ -395,25 +395,6 @@ OF_SPANS: dict[str, Break] = {
     "all-warps": ({ALL_WARPS: f"if (broken != n) {ALL_WARPS}"}, "before all warps have written it"),
     "fence": ({"proxy_fence();": "if (broken != n) proxy_fence();"}, "O is stored without a fence"),
 }
-OF_V_APART: dict[str, Break] = {
-    "v-lags": (
-        {
-            "v_pipe.advance();\n                    const bool exact": "if (broken != n) v_pipe.advance();\n"
-            "                    const bool exact"
-        },
-        "a wrong tile",
-    ),
-    "skipped-v": (
-        {
-            "k_pipe.advance();\n            v_pipe.advance();": "k_pipe.advance();\n"
-            "            if (broken != n) v_pipe.advance();"
-        },
-        "a copy overwrites",
-    ),
-    "barriers-of-v": ({"i < kStagesV; ++i": "i < (broken == n ? kStages : kStagesV); ++i"}, "barrier"),
-}
-
-
 OF_LINES: dict[str, Break] = {
     "keys": (
         {
@@ -491,12 +472,11 @@ OF_OWN_HEAD_DIM: dict[str, Break] = {
     [
         (hopper(64, 192, 128, 2, 1, 1, 0, mask=Mask.CAUSAL), OF_CAUSAL),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS), OF_SPANS),
-        (hopper(64, 192, 96, 2, 1, 1, 0, 1, mask=Mask.SPANS, stages_v=3), OF_V_APART),
         (hopper(40, 192, 64, 2, 0, 1, 0, dim_v=104), OF_OWN_HEAD_DIM),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS, score=ALIBI), OF_LINES),
         (hopper(128, 128, 128, 2, 1, 1, 1, mask=Mask.DENSE, mask_mod=PAIRS), OF_PIECES),
     ],
-    ids=["causal", "spans", "v-apart", "own-head-dim", "lines", "pieces"],
+    ids=["causal", "spans", "own-head-dim", "lines", "pieces"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""

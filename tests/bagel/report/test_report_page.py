@@ -207,7 +207,7 @@ def test_rows_of_the_charts(logs: list[Path]) -> None:
     assert max(row["high"] for row in rows) < scale.high
     varied = charts.varied([v for run in subject.runs for v in run.variants])
     assert "tile_n" in varied
-    assert "stages_v" not in varied
+    assert "hand_over" not in varied
 
 
 def test_labels_of_peers_do_not_overlap() -> None:

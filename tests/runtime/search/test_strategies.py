@@ -20,7 +20,7 @@ PROBLEM = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS
 SPACE = [
     Spec(
         PROBLEM,
-        Sm90Forward(128, tile_n, stages, bool(flag), True, True, False, 0, 0, visits, 0, heads),
+        Sm90Forward(128, tile_n, stages, bool(flag), True, True, False, 0, visits, heads),
     )
     for tile_n, stages, flag, visits, heads in product(
         (64, 80, 96, 112, 128, 144), (2, 3, 4), (0, 1), (0, 1, 2), (0, 2, 4, 8)
