@@ -129,14 +129,11 @@ static inline void pair_rows(const float* x, int rows, word* out) {
     }
 }
 
-// Adjacent lanes of x[row][lane] as words for multiply_rows, in rows `width` words apart.
-static inline void pair_columns(const float* x, int rows, word* out, int width) {
+// Adjacent lanes of x[row][lane] as words for multiply_rows.
+static inline void pair_columns(const float* x, int rows, word* out) {
     typedef unsigned short halves __attribute__((vector_size(kLanes * 2), may_alias));
-    for (int row = 0; row < rows; ++row) {
-        for (int i = 0; i < kPanel; i += kLanes) {
-            const wvec high = round_high(load(x + row * kPanel + i));
-            *reinterpret_cast<halves*>(out + row * width + i / 2) = __builtin_convertvector(high >> 16, halves);
-        }
+    for (int at = 0; at < rows * kPanel; at += kLanes) {
+        *reinterpret_cast<halves*>(out + at / 2) = __builtin_convertvector(round_high(load(x + at)) >> 16, halves);
     }
 }
 
@@ -545,7 +542,7 @@ static void attend_tile(const Params* p, KeyPanel& panel, int first_query, int q
     softmax_backward_step(queries, scale_magnitude_log2(p), t);
     pair_rows(t.weights, queries, t.weight_pairs);
     pair_rows(t.ds, queries, t.ds_pairs);
-    pair_columns(t.ds, queries, t.ds_words, kPanel / 2);
+    pair_columns(t.ds, queries, t.ds_words);
     accumulate_panel(t.dout_pairs, (queries + 1) / 2, t.weight_pairs, panel.dv);
     accumulate_panel(t.q_pairs, (queries + 1) / 2, t.ds_pairs, panel.dk);
     multiply_rows(t.ds_words, queries, panel.k_rows, t.dq);

@@ -183,13 +183,12 @@ static inline void add_products(const word* x, long stride_x, const word* y, lon
 }
 
 // out = a block of kRows x kPanel sums of the products of x[row][word] and y[word][lane], `words` words deep.
-static inline void multiply_block(const word* x, long stride_x, int words, const word* y, long stride_y, float* out,
-                                  long stride) {
+static inline void multiply_block(const word* x, long stride_x, int words, const word* y, long stride_y, float* out) {
     zero_sums();
     for (int at = 0; at < words; at += kTileWords) {
         add_products(x + at, stride_x, y + at * stride_y, stride_y);
     }
-    store_sums(out, stride);
+    store_sums(out, kPanel);
 }
 
 constexpr int kSteps = kTileN / 2;  // words along the sum of accumulate_panel
@@ -198,7 +197,7 @@ constexpr int kSteps = kTileN / 2;  // words along the sum of accumulate_panel
 // time: up to kRows - 1 rows beyond `rows` are written, with values that are not used.
 static inline void multiply_panel(const word* x, int rows, const word* panel, float sign, float* out) {
     for (int row = 0; row < rows; row += kRows) {
-        multiply_block(x + row * kDepth, kDepth, kDepth, panel, kPanel, out + row * kPanel, kPanel);
+        multiply_block(x + row * kDepth, kDepth, kDepth, panel, kPanel, out + row * kPanel);
     }
     if (sign != 1.0f) {
         for (int at = 0; at < rows * kPanel; at += kLanes) {
@@ -213,7 +212,7 @@ static inline void accumulate_panel(const word* x, int steps, const word* weight
     // costs more than this addition.
     alignas(64) float block[kRows * kPanel];
     for (int d = 0; d < kColumnsV; d += kRows) {
-        multiply_block(x + d * kSteps, kSteps, steps, weight, kPanel, block, kPanel);
+        multiply_block(x + d * kSteps, kSteps, steps, weight, kPanel, block);
         for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 16
             for (int i = 0; i < kCols; ++i) {

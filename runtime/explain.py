@@ -69,7 +69,7 @@ def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic:
         return "its sums have no fixed order"
     if taken is None:
         return "not reached"
-    if (offer.rank == 2) != (taken.rank == 2):
+    if offer.modelled != taken.modelled:
         return f"{RANKS[offer.rank]} ({offer.path.name})"
     for name, mine, best in zip(DISTANCES, offer.distance, taken.distance, strict=True):
         if mine != best:

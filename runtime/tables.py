@@ -232,9 +232,14 @@ class Offer:
     distance: tuple[float, ...]  # as DISTANCES names its parts
 
     @property
+    def modelled(self) -> bool:
+        """Computed by the cost model. Such entries come after all that were measured."""
+        return self.rank == 2
+
+    @property
     def reason(self) -> str:
         """Why this entry's kernel was chosen."""
-        verb = "modelled, not measured," if self.rank == 2 else "tuned"
+        verb = "modelled, not measured," if self.modelled else "tuned"
         entry = self.entry
         rows = f"{entry.size} rows{_seen(entry)}, GQA ratio {entry.group}"
         return f"{verb} as {entry.spec.slug} for {rows} ({self.path.name})"
@@ -255,7 +260,7 @@ def offers(
         for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places)
         if _counts(entry.spec.problem, problem)
     ]
-    return sorted(found, key=lambda offer: (offer.rank == 2, offer.distance, offer.entry.spec.slug))
+    return sorted(found, key=lambda offer: (offer.modelled, offer.distance, offer.entry.spec.slug))
 
 
 def measured(

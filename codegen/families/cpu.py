@@ -206,19 +206,14 @@ def _backward_scratch(spec: Spec, t: CpuBackward) -> int:
     queries = t.tile_m * (words + 2 * width + width_dq + 3)
     queries += pairs * t.tile_m // 2 * (columns + 3 * width)
     spans = 0 if spec.problem.mask is Mask.DENSE else 2 * spec.problem.intervals  # starts and ends
-    panel = width * (words + columns + spans) + 2
-    k_rows = t.tile_n * width_dq // (1 + pairs)
+    panel = width * (words + columns + spans) + width * width_dq // (1 + pairs) + 2
     if t.amx:
-        queries += t.tile_m // 2 * (t.tile_n - width)  # ds_words of all panels
-        shared = 4 * k_rows
-    else:
-        panel += k_rows * width // t.tile_n
-        shared = 0
+        queries += t.tile_m // 2 * (t.tile_n - width)  # ds_words of each panel
     if spec.problem.score and not spec.problem.score.slope_is_one:
         queries += t.tile_m * width  # score_slopes
     if spec.problem.score.wanted:
         queries += 2 * t.tile_m * width  # plain_scores, pair_gradients
-    return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel) + shared
+    return _aligned(4 * queries) + t.tile_n // width * _aligned(4 * panel)
 
 
 def _dq_blocks(head_dim: int, t: CpuBackward) -> tuple[int, int]:
