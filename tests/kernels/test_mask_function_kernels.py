@@ -31,6 +31,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime.masks import load_operators
 from attnforge.runtime.search.reference import reference
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -368,6 +369,7 @@ def test_on_a_gpu(dtype: torch.dtype, head_dim: int, name: str) -> None:
 @pytest.fixture
 def few_bits() -> Iterator[Callable[[int], None]]:
     """Limits the bytes of bits in schedules that are made from then on."""
+    load_operators()
     before = torch.ops.attnforge.limit_bits(0)
     torch.ops.attnforge.limit_bits(before)
     yield torch.ops.attnforge.limit_bits

@@ -12,7 +12,7 @@ from oracle import unions
 import attnforge
 from attnforge.bagel.measure.cases import make_case
 from attnforge.codegen.spec import Arch, Direction, DType
-from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
 from attnforge.runtime.search.case import Case, Inputs, causal_case
 from attnforge.runtime.search.reference import reference
 from attnforge.runtime.search.verify import Outputs, WrongResult, make_check, odd_case, verify
@@ -136,13 +136,19 @@ def test_odd_cases_take_the_same_kernels(planes: tuple[int, int]) -> None:
     assert not odd.visible(333, 333).any(-1).all()
 
 
-def test_a_function_has_no_odd_case() -> None:
-    """The kernels are those of its text."""
+def test_the_odd_case_of_a_function_is_its_first_pairs() -> None:
+    """The kernel is that of its text, and its tensors have no elements for others."""
     case = function_case()
-    assert case.problem(FORWARD, Arch.CPU).mask_mod.tensors == ()
-    assert "kv_idx != h" in case.problem(FORWARD, Arch.CPU).mask_mod
-    with pytest.raises(ValueError, match="has no smaller case like it"):
-        odd_case(case)
+    odd = odd_case(case)
+    for direction in Direction:
+        assert "kv_idx != h" in case.problem(direction, Arch.CPU).mask_mod
+        assert odd.problem(direction, Arch.CPU) == case.problem(direction, Arch.CPU)
+    assert isinstance(case.mask, FunctionMask)
+    assert isinstance(odd.mask, FunctionMask)
+    seen = case.mask.visible(case.seq_q, case.seq_k, "cpu", case.batch, case.heads_q)
+    first = odd.mask.visible(odd.seq_q, odd.seq_k, "cpu", odd.batch, odd.heads_q)
+    assert (odd.seq_q, odd.seq_k) == (min(333, case.seq_q), min(401, case.seq_k))
+    assert torch.equal(first, seen[: odd.batch, : odd.heads_q, : odd.seq_q, : odd.seq_k])
 
 
 def test_odd_cases_have_hidden_rows_and_keys() -> None:
