@@ -175,7 +175,9 @@ def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[
     for x in sets:
         for t in (x.q, x.k, x.v):
             t.requires_grad_()
-    known = contestants(case)
+    known = {
+        name: one for name, one in contestants(case).items() if name in ("plain", *(args.scores or (name,)))
+    }
     calls: dict[str, Callable[[int], Any]] = {}
     for name, one in known.items():
         calls[name] = ours(case, one, direction, sets)
@@ -216,6 +218,7 @@ PEERS = {"flex": flex, "fa3": flash}
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of scores beside plain attention.")
     parser.add_argument("--pack", nargs="+", default=["pretrain/0", "causal/4x8192"])
+    parser.add_argument("--scores", nargs="+", metavar="NAME", help='lines beside "plain" [default: all]')
     parser.add_argument("--model", default="28/4/128")
     parser.add_argument("--dtype", choices=[dtype.value for dtype in DType], default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

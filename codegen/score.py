@@ -94,6 +94,10 @@ NEAREST = Series("_nearest", 0.2, (0.9999738, -0.32807635))
 NEAR = Series("_near", 1.0, (0.99999309, -0.332980655, 0.130368117, -0.0448175552, 0.00903642247))
 # Factors of the score in tanh beyond which the polynomial's coefficients would leave float32.
 NEAR_FACTORS = (1e-4, 1e4)
+# For the exponents of a cap (`Cap`): relative error below 2.3e-5. Unlike the others it rises everywhere.
+CAPPED = Series("_capped", 0.5, (0.99997744, -0.33169181, 0.11521136))
+EXACT_TO = 32.0  # exponents up to which that error is small beside the rounding of P to 16 bits
+CAPS = (28.0, 2800.0)  # between them the window of row maxima is wide, and no exponent is large (large.cuh)
 NEAR_NODES = 16  # values of the longest formula that gets a function of its own for small scores
 
 
@@ -334,6 +338,40 @@ class Lines:
     kink: Code | None
 
 
+@dataclass(frozen=True)
+class Cap:
+    """A score of the form value * tanh(factor * score).
+
+    Its exponent, log2(e) times the score, is nearly x (c0 + c1 x^2 + c2 x^4) of x = factor * score, with `terms` for c.
+    A softmax may use that while the exponent of each row's maximum is between `lowest` and `highest`. Where x is below
+    -CAPPED.limit the polynomial is wrong, but such a pair then hardly counts.
+    """
+
+    value: float
+    factor: float
+
+    @property
+    def limit(self) -> float:
+        """The |score| up to which the polynomial is right."""
+        return CAPPED.limit / self.factor
+
+    @property
+    def terms(self) -> tuple[float, ...]:
+        """Coefficients of the polynomial."""
+        return tuple(self.value * math.log2(math.e) * c for c in CAPPED.terms)
+
+    def highest(self, weight: float) -> float:
+        """See the class. Relative to such a maximum, 2^polynomial is above `weight` where x is above CAPPED.limit."""
+        x = CAPPED.limit
+        at_limit = sum(c * x ** (2 * i + 1) for i, c in enumerate(self.terms))
+        return min(EXACT_TO, at_limit - math.log2(weight) - 0.1)
+
+    @property
+    def lowest(self) -> float:
+        """See the class. 2^20 keys at x = -0.6, where the error is 1 %, weigh an eighth of the row's largest key."""
+        return max(-EXACT_TO, 23.0 - self.value * math.log2(math.e) * math.tanh(0.6))
+
+
 class ScoreMod(Formula):
     """The text of a function of a score."""
 
@@ -472,6 +510,18 @@ class ScoreMod(Formula):
         ):
             return None
         return NEAR.limit / max(known)
+
+    @cached_property
+    def cap(self) -> Cap | None:
+        """The score as a cap; None if it is none, or one that the polynomial does not serve."""
+        if self.near is None:
+            return None
+        value, x = _unit(*self.parsed)
+        node = self.parsed[0].nodes[x]
+        if node.op != "tanh" or not CAPS[0] <= value <= CAPS[1]:
+            return None
+        factor = _factor(self.parsed[0], node.args[0])
+        return Cap(value, factor) if factor and factor > 0.0 else None
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

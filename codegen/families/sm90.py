@@ -154,20 +154,30 @@ def _order(mask: Mask, t: Sm90Forward) -> dict[str, Any]:
     }
 
 
+def _live(p: Problem, t: Sm90Forward) -> int:
+    """Registers of a consumer thread that hold S, P, O and Q, and what spills beside them."""
+    q = -(-p.head_dim // 16) * 4 if t.q_in_regs else 0
+    live = t.tile_n // 2 + t.tile_n // 4 + p.head_dim_v // 2 + q
+    # With Q in registers: consumers that find their work tiles in lists; the lines that a score adds beside a dense
+    # mask.
+    live += 12 if t.q_in_regs and p.mask.listed and not t.dynamic else 0
+    live += 12 if t.q_in_regs and p.mask is Mask.DENSE and p.score.lines else 0
+    live += 8 if _capped(p, t) and p.mask is Mask.DENSE else 0  # at head_dim 64, 128 keys a tile
+    return live + (SCORE_REGISTERS if _reads_several(p) else 0)
+
+
+def _capped(p: Problem, t: Sm90Forward) -> bool:
+    """Is P computed from Q K^T and a polynomial of the capped score?"""
+    return bool(t.exact_visits and p.score.cap)
+
+
 def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     p, mask = spec.problem, spec.problem.mask
     order = _order(mask, t)
     shared, q_buffers, broadcast = _shared(spec, t, order["row_groups"])
     producer_registers, consumer_registers = (REGISTERS_BUSY if broadcast else REGISTERS)[consumers]
-    live = (
-        t.tile_n // 2 + t.tile_n // 4 + p.head_dim_v // 2 + (-(-p.head_dim // 16) * 4 if t.q_in_regs else 0)
-    )
-    # What spills with Q in registers: consumers that find their work tiles in lists; the lines that a score adds beside
-    # a dense mask.
-    live += 12 if t.q_in_regs and mask.listed and not t.dynamic else 0
-    live += 12 if t.q_in_regs and mask is Mask.DENSE and p.score.lines else 0
-    addresses = SCORE_REGISTERS if _reads_several(p) else 0
-    require_registers(live + addresses, consumer_registers, "S, P, O and Q")
+    live = _live(p, t)
+    require_registers(live, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
     # Long lists of visits are cut with functions, of which global tokens are typical; it takes a second launch.
     cut, words = bool(p.mask_mod), slot_words(p, t.tile_m, t.tile_n)
@@ -189,6 +199,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         cut_lists=cut,
         bits="k" if p.packed else "",
         slot_words=words,
+        capped=_capped(p, t),
         tensor_maps=_forward_maps(t, p),
         constants=_panel_constants(p)
         | {

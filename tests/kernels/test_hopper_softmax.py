@@ -30,6 +30,7 @@ static float exp2_approx(float x) { return std::exp2(x); }
 static float min_or_nan(float x, float y) { return x < y || std::isnan(x) ? x : y; }
 static float max_or_nan(float x, float y) { return x > y || std::isnan(x) ? x : y; }
 static unsigned pack(float low, float high) { return narrow_pair(low, high); }
+template <class Sums> static void accumulator_fence(Sums&) {}
 static const int* bounds_of_keys;  // starts and ends side by side
 static void read_bounds(unsigned address, int* start, int* end) {
     for (int i = 0; i < 2; ++i) {
@@ -42,7 +43,8 @@ static void read_bounds(unsigned address, int* start, int* end) {
 FORWARD = """
 static int row_of(int i) { return threadIdx.x / 4 + i / 2 % 2 * 8; }
 static int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-extern "C" void run(const float* scores, int visits, float scale_log2, float* p, float* tops, float* sums) {
+extern "C" void run(const Params* params, const float* scores, int visits, float factor_of_s, float* p, float* tops,
+                    float* sums) {
     launch([=] {
         RowStats stats;
         stats.reset();
@@ -54,7 +56,7 @@ extern "C" void run(const float* scores, int visits, float scale_log2, float* p,
             unsigned frags[kTileN / 16][4];
             float2 factor;
             const bool exact = EXACT;
-            const bool moved = softmax_step(s, frags, stats, exact, scale_log2, factor);
+            const bool moved = softmax_step(STEP);
             for (int earlier = 0; moved && earlier < visit; ++earlier) {
                 for (int i = 0; i < kTileN / 2; ++i) {
                     p[(earlier * 16 + row_of(i)) * kTileN + column_of(i)] *= i / 2 % 2 ? factor.y : factor.x;
@@ -117,9 +119,8 @@ SEEN_BY = {
 def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     """The constants, the mask and the softmax of a kernel, with a function `run`."""
     first, *sections = re.split(r"(?=^// ---- )", full_params(source.text), flags=re.MULTILINE)
-    kept = [
-        s for s in sections if s.removeprefix("// ---- ").startswith(("Specialisation", "Mask", "Softmax"))
-    ]
+    names = ("Specialisation", "Mask", "Softmax", *(("Score",) if source.plan.capped else ()))
+    kept = [s for s in sections if s.removeprefix("// ---- ").startswith(names)]
     spans = re.findall(
         r"^__device__ __forceinline__ int2 queries_of.*?^}\n",
         full_params(source.text),
@@ -137,6 +138,19 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     return gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
 
+def run_forward(
+    library: ctypes.CDLL, scores: Tensor, scale: float, factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P (16, keys of all visits), row maxima (16) and row sums (16) of a warp; `factor` is what the softmax takes."""
+    p, tops, sums = torch.full_like(scores, math.nan), torch.zeros(16), torch.zeros(16, 4)
+    params = Params()
+    params.scale = scale
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (scores, p, tops, sums))
+    at, p_at, tops_at, sums_at = pointers
+    library.run(ctypes.byref(params), at, len(scores), ctypes.c_float(factor), p_at, tops_at, sums_at)
+    return p.double().transpose(0, 1).flatten(1), tops.double(), sums.double().sum(1)
+
+
 @pytest.fixture(scope="module", params=[{}, {"exact_visits": 0}, None], ids=str)
 def forward(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -150,7 +164,9 @@ def forward(
     spec = replace(spec, tuning=replace(spec.tuning, **knobs))
     exact = "true" if knobs.get("exact_visits") == 0 else "visit < kExact || !stats.ordinary"
     exact += " || stats.growing" if score else ""
-    harness = FORWARD.replace("EXACT;", f"{exact};")
+    harness = FORWARD.replace("EXACT;", f"{exact};").replace(
+        "STEP", "s, frags, stats, exact, factor_of_s, factor"
+    )
     return build(render(spec), harness, tmp_path_factory.mktemp("forward")), spec.tuning.tile_n
 
 
@@ -204,23 +220,81 @@ def test_forward(forward: tuple[ctypes.CDLL, int], make: Callable[[int, int], Te
     library, keys = forward
     torch.manual_seed(0)
     scores = make(8, keys).float().contiguous()
-    p, tops, sums = torch.full_like(scores, math.nan), torch.zeros(16), torch.zeros(16, 4)
-    pointers = (x.data_ptr() for x in (scores, p, tops, sums))
-    at, p_at, tops_at, sums_at = (ctypes.c_void_p(x) for x in pointers)
-    library.run(at, len(scores), ctypes.c_float(scale / math.log(2)), p_at, tops_at, sums_at)
+    got, tops, total = run_forward(library, scores, scale, scale / math.log(2))
     exact = scores.double().transpose(0, 1).flatten(1)
     blind = exact.amax(1) == -math.inf
     weights = ((exact - exact.amax(1, keepdim=True)) * scale).softmax(1)[~blind]
-    total = sums.double().sum(1)
-    got = p.double().transpose(0, 1).flatten(1)
     assert not got[blind].any()
     assert not total[blind].any()
     got, total = got[~blind], total[~blind]
     torch.testing.assert_close(got / total[:, None], weights, rtol=1e-2, atol=1e-6)
     torch.testing.assert_close(got.sum(1), total, rtol=5e-3, atol=0)
     # The maximum may be an earlier one: then the sum is larger.
-    lse = tops[~blind].double() * scale + total.log()
+    lse = tops[~blind] * scale + total.log()
     torch.testing.assert_close(lse, (exact[~blind] * scale).logsumexp(1), rtol=1e-6, atol=2e-3)
+
+
+@pytest.fixture(scope="module", params=[50.0, 30.0], ids=str)
+def capped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[float, ctypes.CDLL, int]:
+    """A cap, a kernel with it, and keys a visit."""
+    score = ScoreMod(f"softcap: {request.param} * tanh(score / {request.param})")
+    spec = next(
+        candidates(Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.FULL, score=score))
+    )
+    source = render(spec)
+    assert source.plan.capped
+    step = "*params, s, frags, stats, exact, factor"
+    harness = FORWARD.replace("EXACT;", "visit < kExact || !stats.ordinary;").replace("STEP", step)
+    return request.param, build(source, harness, tmp_path_factory.mktemp("capped")), spec.tuning.tile_n
+
+
+def shifted(shift: float) -> Callable[[int, int], Tensor]:
+    """All rows near one score, on one side or the other of the limits of the polynomial; lower ones in later visits."""
+
+    def make(visits: int, keys: int) -> Tensor:
+        s = torch.randn(visits, 16, keys) * 2 + shift
+        s[4:6] -= torch.tensor([20.0, 100.0])[:, None, None]
+        return s
+
+    make.__name__ = f"shifted by {shift:g}"
+    return make
+
+
+def outliers(visits: int, keys: int) -> Tensor:
+    """Single scores in visits in which nobody looks for maxima: around the limit, around the cap, and far beyond."""
+    s = torch.randn(visits, 16, keys)
+    for visit, (low, high) in zip((4, 5, 6, 7), ((10, 30), (40, 60), (1e3, 1e6), (1e20, 3e38)), strict=True):
+        s[visit, ::2, 3] = torch.linspace(low, high, 8)
+        s[visit, 1::2, 5] = -torch.linspace(low, high, 8)
+    return s
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125, 1e-9], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [ordinary, growing, late, outliers, equal, *map(shifted, (-40.0, -20.0, -6.0, 4.0, 12.0, 16.0, 40.0))],
+    ids=lambda x: x.__name__,
+)
+def test_capped_forward(
+    capped: tuple[float, ctypes.CDLL, int], make: Callable[[int, int], Tensor], scale: float
+) -> None:
+    """As `test_forward`, of the softmax of capped scores: `make` gives the scaled ones."""
+    cap, library, keys = capped
+    torch.manual_seed(0)
+    scores = (make(8, keys).double() / scale).clamp(-3e38, 3e38).float().contiguous()
+    scores[make(8, keys) == -math.inf] = -math.inf
+    got, tops, total = run_forward(library, scores, scale, math.nan)
+    exact = scores.double().transpose(0, 1).flatten(1)
+    blind = exact.amax(1) == -math.inf
+    exact = torch.where(exact == -math.inf, exact, cap * (exact * scale / cap).tanh())
+    assert not got[blind].any()
+    assert not total[blind].any()
+    got, total, exact = got[~blind], total[~blind], exact[~blind]
+    torch.testing.assert_close(got / total[:, None], exact.softmax(1), rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(got.sum(1), total, rtol=5e-3, atol=0)
+    torch.testing.assert_close(tops[~blind] * cap + total.log(), exact.logsumexp(1), rtol=1e-6, atol=2e-3)
 
 
 def test_forward_sees_any_spans(tmp_path: Path) -> None:

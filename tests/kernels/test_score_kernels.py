@@ -510,3 +510,22 @@ def test_on_a_gpu(dtype: torch.dtype, name: str, mask: str) -> None:
     exact = oracle(x.q, x.k, x.v, seen, formula, x.dout, dlse)
     limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
     compare(attended(x.q, x.k, x.v, seen, score, x.dout, dlse), exact, limit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["full", "causal", "spans", "dense"])
+@pytest.mark.parametrize(
+    ("head_dim", "size", "cap"), [(128, 1, 50.0), (128, 6, 50.0), (64, 30, 50.0), (256, 3, 30.0)]
+)
+def test_caps_on_a_gpu(head_dim: int, size: int, cap: float, mask: str) -> None:
+    """Scores of a standard deviation of `size`, a row of much larger ones, and negative ones; many visits."""
+    seq_q, seq_k = 515, 1291
+    x = draw(Shape(seq_q, seq_k, head_dim, 1, 2, 2), torch.bfloat16, "cuda")
+    with torch.no_grad():
+        x.q.mul_(size)
+        x.q[:, :, 100] *= 10
+        x.k.add_(0.5)
+        x.q[:, :, 300:310] = -x.q[:, :, 300:310].abs()
+    seen = make_mask(mask, seq_q, seq_k, "cuda")
+    exact = oracle(x.q, x.k, x.v, seen, lambda s, b, h, i, j: cap * torch.tanh(s / cap), x.dout)
+    compare(attended(x.q, x.k, x.v, seen, scores.softcap(cap), x.dout), exact, 2e-2)

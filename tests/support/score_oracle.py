@@ -74,7 +74,7 @@ def functions(
 
     return {
         "softcap": (scores.softcap(2.0), lambda s, b, h, i, j: 2 * torch.tanh(s / 2)),
-        "wide softcap": (scores.softcap(20.0), lambda s, b, h, i, j: 20 * torch.tanh(s / 20)),
+        "wide softcap": (scores.softcap(50.0), lambda s, b, h, i, j: 50 * torch.tanh(s / 50)),
         "approximate": (scores.softcap(3.0, approximate=True), lambda s, b, h, i, j: 3 * torch.tanh(s / 3)),
         "alibi": (scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
         "aligned": (
