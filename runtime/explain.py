@@ -12,7 +12,7 @@ from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Problem, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.dispatch import Choice, Target, choose_for
-from attnforge.runtime.tables import DISTANCES, Offer
+from attnforge.runtime.tables import DISTANCES, Offer, Tuned
 
 RANKS = ("of this device", "measured on another device", "modelled, not measured")
 
@@ -77,11 +77,23 @@ def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic:
     return "as near and as fast: the chosen one comes first by name"
 
 
+def _shape(entry: Tuned) -> str:
+    return (
+        f"{entry.size} rows, {entry.visible_keys} visible keys"
+        if entry.visible_keys
+        else f"{entry.size} rows"
+    )
+
+
 def _farther(name: str, offer: Offer, taken: Offer) -> str:
     """Why an entry that differs from the taken one in the part `name` of its distance comes after it."""
     mine, best = offer.entry, taken.entry
     if name == "device":
         return f"{RANKS[offer.rank]} ({offer.path.name})"
+    if name == "long lists":
+        return "does not divide the long lists of a mask whose average number of visible keys is unknown"
+    if name == "shape":
+        return f"for {_shape(mine)}; the chosen one is nearer: {_shape(best)}"
     if name == "speed":
         return f"slower: {mine.tflops:.1f} TFLOP/s, the chosen one {best.tflops:.1f}"
     if name in {f.name for f in dataclasses.fields(Problem)}:
@@ -89,7 +101,6 @@ def _farther(name: str, offer: Offer, taken: Offer) -> str:
         return f"for another {name}: {getattr(value, 'value', value)}"
     values = {
         "length": (mine.size, best.size),
-        "visible keys": (mine.visible_keys or "unknown", best.visible_keys or "unknown"),
         "GQA ratio": (mine.group, best.group),
     }[name]
     return f"{name} {values[0]}; that of the chosen one is nearer: {values[1]}"

@@ -35,7 +35,8 @@ _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
 # Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0 or 1 (another one).
-DISTANCES = (*_NEAR, "length", "visible keys", "GQA ratio", "device", "speed")
+# "shape" is the sum of the lengths' and the visible keys' distances.
+DISTANCES = (*_NEAR, "long lists", "shape", "length", "GQA ratio", "device", "speed")
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 
 
@@ -207,10 +208,11 @@ def choose(
 
     An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
     tuning is then re-planned for the call. Nearest means, in this order: measured before modelled, same mask, same
-    dtype, nearest length (in octaves), nearest number of visible keys (in octaves), nearest GQA ratio, this device
-    before another of the same architecture, and the faster. `visible_keys` is that of the call's mask; 0 if it is
-    unknown, and then it does not matter. Length comes first, since it determines how many blocks there are; the visible
-    keys of full and causal masks follow from it. The device comes last, since kernels of other shapes differ more than
+    dtype, nearest length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
+    device before another of the same architecture, and the faster. `visible_keys` is that of the call's mask; 0 if it
+    is unknown. Then it does not matter, but backwards that divide long lists come before all that do not: there may be
+    keys that all queries see. Length determines how many blocks there are, visible keys how long each works; those of
+    full and causal masks follow from the length. The device comes last, since kernels of other shapes differ more than
     those of a shape on two devices: a device with few entries of its own takes the rest from others.
     """
     for offer in offers(problem, group, size, name, places, visible_keys=visible_keys):
@@ -309,14 +311,23 @@ def _counts(tuned: Problem, problem: Problem) -> bool:
 def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_keys: int) -> tuple[float, ...]:
     """The parts of the distance that are 0 for an entry of the call's own class."""
     tuned = entry.spec.problem
+    length = abs(entry.size.bit_length() - size.bit_length())
+    seen = _octaves(
+        _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)
+    )
     return (
         *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
-        abs(entry.size.bit_length() - size.bit_length()),
-        _octaves(
-            _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)
-        ),
+        problem.mask.listed and not visible_keys and _takes_whole_lists(entry),
+        length + seen,
+        length,
         abs(math.log2(entry.group / group)),
     )
+
+
+def _takes_whole_lists(entry: Tuned) -> bool:
+    """Does a block of this backward visit all queries that see its keys, however many they are?"""
+    tuning = entry.spec.tuning
+    return not getattr(tuning, "split_heads", True) or getattr(tuning, "deterministic", False)
 
 
 def _visible(mask: Mask, size: int, visible_keys: int) -> int:

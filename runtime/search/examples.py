@@ -22,7 +22,7 @@ from attnforge.runtime.search.winners import GENERATED, tuned_entries
 from attnforge.runtime.tables import PACKAGED, Tuned
 
 H200 = "NVIDIA H200"
-FLAGSHIP = 128  # head_dim of BAGEL-7B
+FLAGSHIP, RATIO = 128, 7  # head_dim of BAGEL-7B, and its query heads of a kv head
 DTYPES = (DType.BFLOAT16, DType.FLOAT32)
 CPU_SHOWN: tuple[CpuForward | CpuBackward, ...] = (
     CpuForward(48, 64, 8, 16, 8, 3, pairs=True),
@@ -37,9 +37,9 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
     """The chosen specs, sorted by slug.
 
     For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16 if
-    there is one, of the longest sequence, then of the highest speed. A (family, pass) without an entry is shown by its
-    first candidate for `spans`, at head_dim 128 if it takes that; the CPU's, whose tables and first candidates belong
-    to one machine, by `CPU_SHOWN`.
+    there is one, of BAGEL-7B's GQA ratio if there is one, of the longest sequence, then of the highest speed. A
+    (family, pass) without an entry is shown by its first candidate for `spans`, at head_dim 128 if it takes that; the
+    CPU's, whose tables and first candidates belong to one machine, by `CPU_SHOWN`.
     """
     chosen: dict[tuple[str, Direction, Mask], Spec] = {}
     gpu = (entry for entry in tuned_entries(directory) if entry.spec.problem.arch.is_gpu)
@@ -71,10 +71,10 @@ def prologues() -> list[PrologueSpec]:
     return [tuned.get(problem) or next(candidates_of_prologue(problem)) for problem in problems]
 
 
-def _preference(entry: Tuned) -> tuple[int, bool, int, float]:
+def _preference(entry: Tuned) -> tuple[int, bool, bool, int, float]:
     problem = entry.spec.problem
     distance = abs(problem.head_dim - FLAGSHIP)
-    return distance, problem.dtype is not DType.BFLOAT16, -entry.size, -entry.tflops
+    return distance, problem.dtype is not DType.BFLOAT16, entry.group != RATIO, -entry.size, -entry.tflops
 
 
 def _first(problem: Problem) -> Spec | None:

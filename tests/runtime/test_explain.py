@@ -48,8 +48,8 @@ def test_the_reasons_against_the_others() -> None:
     assert not found.fallback
     assert {entry.name: entry.why for entry in found.entries} == {
         FIVE.slug: "GQA ratio 1; that of the chosen one is nearer: 4",
-        FOUR.slug: "visible keys 100; that of the chosen one is nearer: 1000",
-        THREE.slug: "length 16384; that of the chosen one is nearer: 4096",
+        FOUR.slug: "for 4096 rows, 100 visible keys; the chosen one is nearer: 4096 rows, 1000 visible keys",
+        THREE.slug: "for 16384 rows, 1000 visible keys; the chosen one is nearer: 4096 rows, 1000 visible keys",
         causal.slug: "for another mask: causal",
         TWO.slug: "measured on another device (another-card.json)",
     }

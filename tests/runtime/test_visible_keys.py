@@ -140,9 +140,9 @@ def test_an_older_entry_gives_way_to_its_own_case(tmp_path: Path) -> None:
 
 
 def test_order_of_what_matters(tmp_path: Path) -> None:
-    """Length before visible keys before the rest; who says nothing is one octave from everybody."""
-    sparse, dense = tuned(0, 700, tflops=1.0), tuned(2, 4500, tflops=2.0)
-    short, older = tuned(1, 2000, size=11520, tflops=3.0), tuned(3, 0, tflops=1.5, case="y")
+    """Octaves of length and visible keys together before the rest; who says nothing is one octave from everybody."""
+    sparse, dense = tuned(0, 700, tflops=1.0), tuned(4, 4500, tflops=2.0)
+    short, older = tuned(1, 2000, size=11520, tflops=3.0), tuned(5, 0, tflops=1.5, case="y")
     tables.save(H200, [sparse, dense, short], tmp_path)
     assert best(tmp_path, 512) == best(tmp_path, 1024) == best(tmp_path, 1) == sparse.spec
     assert best(tmp_path, 2048) == best(tmp_path, 4096) == best(tmp_path, 16384) == dense.spec
@@ -154,6 +154,24 @@ def test_order_of_what_matters(tmp_path: Path) -> None:
         assert next(tables.choose(whole, 7, 36864, H200, (tmp_path,)))[0].tuning == dense.spec.tuning
     tables.save(H200, [older], tmp_path)
     assert [best(tmp_path, 1 << octave) for octave in (9, 10, 12)] == [sparse.spec, older.spec, dense.spec]
+    long = tuned(6, 511, size=1 << 17)
+    tables.save(H200, [long], tmp_path)
+    assert best(tmp_path, 511, 1 << 17) == long.spec
+    assert best(tmp_path, 4500, 1 << 17) == dense.spec, "two octaves shorter, and long sees three fewer"
+
+
+def test_unknown_keys_may_be_seen_by_all_queries(tmp_path: Path) -> None:
+    """Blocks that visit all queries which see their keys are for masks that say how many these are."""
+    divided, whole = tuned(0, 4500), tuned(2, 700, size=1 << 17, tflops=9.0)
+    assert (
+        divided.spec.to_json()["tuning"]["split_heads"],
+        whole.spec.to_json()["tuning"]["split_heads"],
+    ) == (1, 0)
+    tables.save(H200, [divided, whole], tmp_path)
+    assert best(tmp_path, 0, 1 << 17) == divided.spec
+    assert best(tmp_path, 700, 1 << 17) == whole.spec
+    tables.save(H200, [whole], tmp_path / "alone")
+    assert best(tmp_path / "alone", 0, 1 << 17) == whole.spec
 
 
 @pytest.mark.parametrize("name", [H200, "NVIDIA H100 80GB HBM3"])
