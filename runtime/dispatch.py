@@ -83,7 +83,7 @@ def choose_for(
 ) -> Choice:
     """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
-    `visible_keys`: average number of keys that a query sees, 0 if unknown. `split_keys`: prefer a kernel whose blocks
+    `visible_keys`: as `tables.choose` takes it. `split_keys`: prefer a kernel whose blocks
     share the keys of a query, if there is one for the problem; there are too few queries otherwise.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """

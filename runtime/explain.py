@@ -91,7 +91,7 @@ def _farther(name: str, offer: Offer, taken: Offer) -> str:
     if name == "device":
         return f"{RANKS[offer.rank]} ({offer.path.name})"
     if name == "long lists":
-        return "does not divide the long lists of a mask whose average number of visible keys is unknown"
+        return "does not divide the work of keys that nearly all queries see, and the mask may have such keys"
     if name == "shape":
         return f"for {_shape(mine)}; the chosen one is nearer: {_shape(best)}"
     if name == "speed":

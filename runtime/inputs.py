@@ -96,7 +96,7 @@ def check_forward(
             f"scale: got {scale}, expected a number above 0 that float32 holds, {LEAST_SCALE:.2g} to "
             f"{LARGEST_SCALE:.2g}, or None for head_dim ** -0.5"
         )
-    if visible < 0:
+    if abs(visible) > MAX_INDEX:
         raise ValueError(
             f"visible: got {visible}, expected the average number of keys that a query sees, or 0 if unknown"
         )

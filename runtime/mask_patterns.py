@@ -261,15 +261,11 @@ def _rows(like: Vector) -> Vector:
 
 
 def _spans(starts: Vector, ends: Vector, device: Device, seq_q: int | None = None) -> Spans:
-    """Spans on `device` of int64 (seq_k), or (n, seq_k), disjoint; dispatch learns how many keys a query sees.
-
-    It does not where some keys are seen by far more queries than others: kernels for few visible keys have a block for
-    all query heads of a kv head, and do not divide the work of such keys (docs/experiments.md, 79).
-    """
+    """Spans on `device` of int64 (seq_k), or (n, seq_k), disjoint; dispatch learns how many keys a query sees."""
     queries = len(starts) if seq_q is None else seq_q
     lengths = np.maximum(ends - starts, 0)
     seen_by = lengths.sum(axis=0) if lengths.ndim > 1 else lengths
     pairs = int(seen_by.sum())
-    even = int(seen_by.max(initial=0)) * seen_by.size <= UNEVEN * pairs
+    sign = 1 if int(seen_by.max(initial=0)) * seen_by.size <= UNEVEN * pairs else -1
     both = torch.from_numpy(np.stack((starts, ends)).astype(np.int32)).to(device, non_blocking=True)
-    return Spans(both[0], both[1], visible_keys=pairs / queries if queries and even else None)
+    return Spans(both[0], both[1], visible_keys=sign * pairs / queries if queries else None)

@@ -114,8 +114,9 @@ class Spans(_Listed):
     `&`, `|` and `~` give new Spans on the same device, without a host sync, for any query rows. Their number of
     intervals follows from shapes: at most n + m - 1, n + m and n + 1. Beyond 4 they raise a ValueError.
 
-    `visible_keys`: the average number of keys that a query sees, if the host knows it. Dispatch rounds it down to a
-    power of two and uses it to choose between kernels for sparse and dense packs; results do not depend on it.
+    `visible_keys`: the average number of keys that a query sees, if the host knows it; negative if a few keys are seen
+    by far more queries than the others, as sinks are. Dispatch rounds it to a power of two and uses it to choose between
+    kernels for sparse and dense packs, and those that divide the work of such keys; results do not depend on it.
     """
 
     kind: ClassVar[Mask] = Mask.SPANS
@@ -220,7 +221,7 @@ class Spans(_Listed):
         starts = torch.maximum(starts[:, :, :, None], others[:, :, None]).flatten(2, 3)
         ends = torch.minimum(ends[:, :, :, None], other_ends[:, :, None]).flatten(2, 3)
         starts, ends = (x[:, :, :count] for x in _united(starts, ends))
-        return Spans(starts, ends, visible_keys=min(known, default=None))
+        return Spans(starts, ends, visible_keys=min(known, key=abs, default=None))
 
     def __or__(self, other: Spans) -> Spans:
         """The pairs that either mask shows, in at most 4 intervals: n + m for masks of n and m. Errors as `&`."""
@@ -233,7 +234,8 @@ class Spans(_Listed):
         starts, ends = (
             torch.cat([x.expand(*planes, -1, -1) for x in pair], 2) for pair in zip(mine, theirs, strict=True)
         )
-        return Spans(starts, ends, visible_keys=sum(known) if len(known) == 2 else None)
+        sign = -1 if min(known, default=0) < 0 else 1
+        return Spans(starts, ends, visible_keys=sign * sum(map(abs, known)) if len(known) == 2 else None)
 
     def __invert__(self) -> Spans:
         """The pairs that this mask hides, in n + 1 intervals. Raises ValueError if these are more than 4.
@@ -438,7 +440,7 @@ class FunctionMask(_Listed, _Whole):
 
 
 def round_visible_keys(visible_keys: float | None) -> int:
-    """`visible_keys` rounded down to a power of two, at least 1; 0 for None. Under torch.compile the number itself.
+    """`visible_keys` rounded towards 0 to a power of two, 1 at least; 0 for None. Under torch.compile as it is.
 
     Operators accept both. A mask from outside compiled code contributes one of few numbers, so few recompilations; one
     made inside may have a symbolic number, and a comparison would specialise on its range.
@@ -447,11 +449,12 @@ def round_visible_keys(visible_keys: float | None) -> int:
         return 0
     if isinstance(visible_keys, bool) or not isinstance(visible_keys, (int, float, torch.SymInt)):
         raise TypeError(f"visible_keys: got {type(visible_keys).__name__}, expected a number or None")
-    if not 0 <= visible_keys <= MAX_INDEX:
-        raise ValueError(f"visible_keys: got {visible_keys}, expected 0 to {MAX_INDEX}")
+    if not -MAX_INDEX <= visible_keys <= MAX_INDEX:
+        raise ValueError(f"visible_keys: got {visible_keys}, expected {-MAX_INDEX} to {MAX_INDEX}")
     if torch.compiler.is_compiling():
         return int(visible_keys) if isinstance(visible_keys, float) else visible_keys
-    return 1 << (max(int(visible_keys), 1).bit_length() - 1)
+    rounded = 1 << (max(int(abs(visible_keys)), 1).bit_length() - 1)
+    return -rounded if visible_keys < 0 else rounded
 
 
 def _check_bounds(name: str, value: Tensor) -> None:

@@ -209,11 +209,14 @@ def choose(
     An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
     tuning is then re-planned for the call. Nearest means, in this order: measured before modelled, same mask, same
     dtype, nearest length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
-    device before another of the same architecture, and the faster. `visible_keys` is that of the call's mask; 0 if it
-    is unknown. Then it does not matter, but backwards that divide long lists come before all that do not: there may be
-    keys that all queries see. Length determines how many blocks there are, visible keys how long each works; those of
-    full and causal masks follow from the length. The device comes last, since kernels of other shapes differ more than
-    those of a shape on two devices: a device with few entries of its own takes the rest from others.
+    device before another of the same architecture, and the faster. Length determines how many blocks there are, visible
+    keys how long each works; those of full and causal masks follow from the length. The device comes last, since
+    kernels of other shapes differ more than those of a shape on two devices: a device with few entries of its own takes
+    the rest from others.
+
+    `visible_keys` is that of the call's mask: 0 if it is unknown, and then it does not matter; negative if a few keys are
+    seen by far more queries than the others. Unless it is positive, backwards that divide long lists come before all
+    that do not.
     """
     for offer in offers(problem, group, size, name, places, visible_keys=visible_keys):
         spec = Spec(problem, offer.entry.spec.tuning)
@@ -317,7 +320,7 @@ def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_key
     )
     return (
         *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
-        problem.mask.listed and not visible_keys and _takes_whole_lists(entry),
+        problem.mask.listed and visible_keys <= 0 and _takes_whole_lists(entry),
         length + seen,
         length,
         abs(math.log2(entry.group / group)),
@@ -333,7 +336,7 @@ def _takes_whole_lists(entry: Tuned) -> bool:
 def _visible(mask: Mask, size: int, visible_keys: int) -> int:
     """Average number of keys that a query sees, 0 if unknown; full and causal masks determine it."""
     if mask.listed:
-        return visible_keys
+        return abs(visible_keys)
     return size if mask is Mask.FULL else -(-size // 2)
 
 

@@ -78,7 +78,7 @@ struct Call {
     at::TensorList mask;
     int64_t kind;
     std::optional<double> scale;
-    int64_t visible_keys = 0;  // keys that a query sees on average, 0: unknown
+    int64_t visible_keys = 0;  // keys that a query sees on average, 0: unknown; < 0: few keys far more
     const Score& score = no_score();
     at::TensorList score_gradients = {};  // float32 sums, of zeros at first, for the tensors whose gradients are wanted
 

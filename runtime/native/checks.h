@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cfloat>
 #include <climits>
+#include <cstdlib>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -83,7 +84,7 @@ inline bool acceptable(const Call& c) {
            c.q.size(0) == c.k.size(0) && c.q.size(3) == c.k.size(3) && c.q.size(3) <= kMaxHeadDim &&
            c.v.size(3) <= kMaxHeadDim && c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) <= INT_MAX / 2 &&
            c.k.size(2) <= INT_MAX / 2 && c.q.size(0) * c.q.size(1) <= INT_MAX && is_mask(c) && is_score(c) &&
-           (!c.scale || is_scale(*c.scale)) && c.visible_keys >= 0;
+           (!c.scale || is_scale(*c.scale)) && std::abs(c.visible_keys) <= INT_MAX;
 }
 
 // Has x the shape of the call's output, dtype and device of q?

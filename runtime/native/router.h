@@ -1,6 +1,7 @@
 // Which variant runs a call: resolved in Python (runtime/dispatch.py) once per problem class, then kept.
 #pragma once
 
+#include <cstdlib>
 #include <shared_mutex>
 #include <string_view>
 #include <unordered_map>
@@ -43,8 +44,9 @@ class Router {
 public:
     int64_t choose(const Call& c, bool backward, bool deterministic, int64_t align) {
         const uint64_t rows_octave = 63 - __builtin_clzll(static_cast<uint64_t>(c.q.size(2)));
+        const uint64_t visible_keys = std::abs(c.visible_keys);
         const uint64_t visible_octave =
-            c.visible_keys > 0 ? 64 - __builtin_clzll(static_cast<uint64_t>(c.visible_keys)) : 0;
+            (visible_keys > 0 ? 64 - __builtin_clzll(visible_keys) : 0) | (c.visible_keys < 0 ? 128u : 0u);
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
         const bool split_keys = splits_keys(c, backward);
         const Route route{

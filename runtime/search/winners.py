@@ -66,7 +66,7 @@ def _entry(finished: Finished, env: dict[str, str]) -> Tuned:
     }
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
     group = case.heads_q // case.heads_kv
-    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, case.visible_keys)
+    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, abs(case.visible_keys))
 
 
 def tuned_entries(directory: Path = GENERATED) -> list[Tuned]:

@@ -252,6 +252,8 @@ def test_visible_keys_of_combinations() -> None:
     assert (a | b | c).visible_keys == 8
     assert (a | unknown).visible_keys is None
     assert (a & unknown).visible_keys == 2
+    sinks = attnforge.Spans(row, row + 4, visible_keys=-4)
+    assert ((a & sinks).visible_keys, (b & sinks).visible_keys, (a | sinks).visible_keys) == (2, -4, -6)
     assert (~a).visible_keys is None
 
 

@@ -160,8 +160,8 @@ def test_opcheck() -> None:
     out, lse = attnforge.attention(q, k, v, mask, return_lse=True)
     saved = (torch.ones_like(out), q, k, v, out, lse, mask.data, 2, None)
     torch.library.opcheck(torch.ops.attnforge.backward.default, saved, {"visible": 512})
-    with pytest.raises(ValueError, match=r"^visible: got -1, expected the average"):
-        torch.ops.attnforge.forward(q, k, v, mask.data, 2, None, visible=-1)
+    with pytest.raises(ValueError, match=r"^visible: got -4294967296, expected the average"):
+        torch.ops.attnforge.forward(q, k, v, mask.data, 2, None, visible=-(1 << 32))
 
 
 class Module(torch.nn.Module):

@@ -46,7 +46,8 @@ def spans(visible_keys: float | None = None, rows: int = ROWS) -> attnforge.Span
 def test_buckets_are_powers_of_two() -> None:
     known = {None: 0, 0: 1, 0.4: 1, 1: 1, 2: 2, 3: 2, 511.9: 256, 512: 512, 833: 512, 2**31 - 1: 1 << 30}
     assert {number: round_visible_keys(number) for number in known} == known
-    for wrong in (-1, float("nan"), float("inf"), 1 << 31):
+    assert all(round_visible_keys(-number) == -octave for number, octave in known.items() if number)
+    for wrong in (-(1 << 31), float("nan"), float("inf"), 1 << 31):
         with pytest.raises(ValueError, match=r"^visible_keys: got "):
             spans(wrong)
     others: list[Any] = [True, "700", torch.tensor(700)]
@@ -229,11 +230,18 @@ def test_few_keys_that_all_queries_see_take_a_kernel_that_divides_their_work() -
     window = masks.window(131072, 131072, 512, 0, "cpu")
     sinks = masks.window_with_sinks(131072, 131072, 512, 0, 4, "cpu")
     assert window.visible_keys is not None
-    assert sinks.visible_keys is None
+    assert sinks.visible_keys == pytest.approx(-window.visible_keys - 4, abs=0.1)
 
     def chosen(mask: Spans) -> Plan:
         target, visible = Target(H200, HOPPER), mask.visible_keys_rounded
         return make_plan(choose_for(BACKWARD, 1, 131072, target, visible_keys=visible).spec)
 
     assert chosen(sinks).cut_lists
+    assert chosen(sinks & masks.documents([131072], "cpu")).cut_lists
     assert not chosen(window).cut_lists
+    forwards = [replace(BACKWARD, direction=Direction.FORWARD)] * 2
+    of_window, of_sinks = (
+        choose_for(problem, 1, 131072, Target(H200, HOPPER), visible_keys=mask.visible_keys_rounded).spec
+        for problem, mask in zip(forwards, (window, sinks), strict=True)
+    )
+    assert of_window == of_sinks, "a forward has no such lists"
