@@ -115,8 +115,8 @@ class Spans(_Listed):
     intervals follows from shapes: at most n + m - 1, n + m and n + 1. Beyond 4 they raise a ValueError.
 
     `visible_keys`: the average number of keys that a query sees, if the host knows it; negative if a few keys are seen
-    by far more queries than the others, as sinks are. Dispatch rounds it to a power of two and uses it to choose between
-    kernels for sparse and dense packs, and those that divide the work of such keys; results do not depend on it.
+    by far more queries than the others, as sinks are. Dispatch rounds it to a power of two. It chooses between kernels
+    for sparse and dense packs, and those that divide the work of such keys; results do not depend on it.
     """
 
     kind: ClassVar[Mask] = Mask.SPANS

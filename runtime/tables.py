@@ -214,9 +214,9 @@ def choose(
     kernels of other shapes differ more than those of a shape on two devices: a device with few entries of its own takes
     the rest from others.
 
-    `visible_keys` is that of the call's mask: 0 if it is unknown, and then it does not matter; negative if a few keys are
-    seen by far more queries than the others. Unless it is positive, backwards that divide long lists come before all
-    that do not.
+    `visible_keys` is that of the call's mask: 0 if it is unknown, and then it does not matter; negative if a few keys
+    are seen by far more queries than the others. Unless it is positive, backwards that divide long lists come before
+    all that do not.
     """
     for offer in offers(problem, group, size, name, places, visible_keys=visible_keys):
         spec = Spec(problem, offer.entry.spec.tuning)
