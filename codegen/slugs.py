@@ -16,7 +16,8 @@ from attnforge.codegen.spec import PROBLEM_FIELDS, Problem, ProblemField, Spec
 def parse(name: str) -> Spec:
     """The spec of a slug, symbol (`attnforge_<slug>`) or file (`<slug>.cu`).
 
-    Raises ValueError for anything else. The spec may be infeasible.
+    Raises ValueError for anything else, and for kernels with a function of a mask or a score, of which a name does not
+    hold the formula. The spec may be infeasible.
     """
     slug = name.rpartition("/")[2].removeprefix("attnforge_").removesuffix(".cu").removesuffix(".cpp")
     match = _head().match(slug)
@@ -36,6 +37,10 @@ def parse(name: str) -> Spec:
     fields = dataclasses.fields(cls)
     knobs = re.fullmatch("".join(map(_knob, fields)), slug[match.end() :])
     if knobs is None:
+        if label := re.match(r"_([a-z0-9]+[0-9a-f]{8})(?=_)", slug[match.end() :]):
+            raise ValueError(
+                f"{name!r}: {label[1]} is a function of a mask or a score, of which a name has a digest only"
+            )
         expected = "_".join(f"{f.metadata['code']}N" for f in fields if not f.metadata["quiet"])
         raise ValueError(f"{name!r}: the knobs are {slug[match.end() + 1 :]!r}, expected {expected}")
     values = {f.name: int(x) for f, x in zip(fields, knobs.groups(), strict=True) if x is not None}

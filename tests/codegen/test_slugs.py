@@ -38,6 +38,10 @@ def test_every_tuned_kernel_is_read_back() -> None:
         ("fwd_sm90a_bf16_d128_causal_a16_m192", "the knobs are 'm192', expected mN_nN_"),
         ("fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0_c1_z9", "expected mN_nN_"),
         ("bwd_sm90a_fp32_d128_causal_a16_m192", "has no fp32 bwd kernel"),
+        (
+            "fwd_sm90a_bf16_d128_causal_a16_softcapc207641a_m192_n80",
+            "softcapc207641a is a function of a mask or",
+        ),
     ],
 )
 def test_other_names_are_refused(name: str, message: str) -> None:
