@@ -175,9 +175,9 @@ def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[
     for x in sets:
         for t in (x.q, x.k, x.v):
             t.requires_grad_()
-    known = {
-        name: one for name, one in contestants(case).items() if name in ("plain", *(args.scores or (name,)))
-    }
+    known = contestants(case)
+    if args.scores:
+        known = {name: known[name] for name in ("plain", *args.scores)}
     calls: dict[str, Callable[[int], Any]] = {}
     for name, one in known.items():
         calls[name] = ours(case, one, direction, sets)

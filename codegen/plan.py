@@ -82,9 +82,7 @@ class Plan:
     slot_words: int = 0  # of the bits of a partial visit (visit_bits.cuh), where its schedule has them
     columns: int = 0  # of a row of dq_accum and of dk in dkv_accum; 0: head_dim
     columns_v: int = 0  # of a row of dv in dkv_accum; 0: head_dim_v
-    capped: bool = (
-        False  # P is computed from Q K^T and a polynomial of a capped score (forward_softmax_capped.cuh)
-    )
+    capped: bool = False  # P comes from Q K^T and a polynomial (forward_softmax_capped.cuh)
     deterministic: bool = False  # the same bits on every run
     tensor_maps: tuple[TensorMap, ...] = ()  # passed to the launches as their second argument, in this order
     constants: dict[str, Any] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class Case:
 
     @property
     def visible_keys(self) -> int:
-        """Average number of keys that a query sees; 0 for full and causal masks, where the length determines it."""
+        """As `Spans` has it, else from `pairs`; 0 for full and causal masks, where the length determines it."""
         if self.mask is None or isinstance(self.mask, Causal):
             return 0
         known = self.mask.visible_keys

@@ -81,11 +81,9 @@ def odd_case(case: Case, seed: int = 1) -> Case:
 
     A mask by a function shows what it shows of its first queries and keys: it may hold for no others.
     """
-    if isinstance(case.mask, FunctionMask):
-        return _first_pairs(case, case.mask)
     group = case.heads_q // case.heads_kv
     heads_kv = min(2, case.heads_kv)
-    mask: Causal | Spans | DenseMask | None = case.mask
+    mask: Causal | Spans | DenseMask | FunctionMask | None = case.mask
     seq_q, seq_k, batch = 333, 401, 2
     if case.mask_kind is Mask.CAUSAL:
         seq_q, seq_k = 401, 333  # the first 68 queries see no key
@@ -96,20 +94,13 @@ def odd_case(case: Case, seed: int = 1) -> Case:
             heads = 1 if heads == 1 else heads_kv if heads == case.heads_kv else heads_kv * group
             planes = (batch if batches > 1 else 1, heads)
             mask = _random_unions(seq_q, case.mask.intervals, planes, seed, case.device)
-    if case.mask_kind is Mask.DENSE:
+    if isinstance(case.mask, FunctionMask):
+        seq_q, seq_k, batch = min(seq_q, case.seq_q), min(seq_k, case.seq_k), min(batch, case.batch)
+        mask = FunctionMask(case.mask.text, case.mask.tensors, seq_q, seq_k, case.mask.device)
+    elif case.mask_kind is Mask.DENSE:
         mask = _random_pairs((batch, heads_kv * group, seq_q, seq_k), seed, case.device)
     shape = replace(case, name=f"odd {case.name}", batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv)
     return replace(shape, seq_q=seq_q, seq_k=seq_k, mask=mask, pairs=0)
-
-
-def _first_pairs(case: Case, mask: FunctionMask) -> Case:
-    """The case of the first 333 queries, 401 keys, two batch entries and two kv heads of a mask by a function."""
-    seq_q, seq_k, batch = min(333, case.seq_q), min(401, case.seq_k), min(2, case.batch)
-    heads_kv = min(2, case.heads_kv)
-    heads_q = case.heads_q // case.heads_kv * heads_kv
-    small = FunctionMask(mask.text, mask.tensors, seq_q, seq_k, mask.device)
-    shape = replace(case, name=f"odd {case.name}", batch=batch, heads_q=heads_q, heads_kv=heads_kv)
-    return replace(shape, seq_q=seq_q, seq_k=seq_k, mask=small, pairs=0)
 
 
 def verify(check: Check, run: Callable[[Inputs], Outputs]) -> dict[str, Error]:
