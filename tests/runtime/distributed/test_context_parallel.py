@@ -127,4 +127,13 @@ def test_pieces_cover_the_heads(heads_q: int, heads_kv: int, pieces: int) -> Non
 
 def test_four_processes_are_one() -> None:
     """Meshes of two and of four ranks, all masks, both dtypes: see the worker."""
-    assert "4 ranks, torch.bfloat16" in torchrun(4, WORKER)
+    assert "4 ranks, torch.bfloat16" in torchrun(4, WORKER, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gpus_are_one(ranks: int) -> None:
+    """With NCCL and tensor cores: rows that move, keys that are gathered, heads that are shared, functions."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs, {ranks} needed")
+    assert f"{ranks} ranks, torch.bfloat16" in torchrun(ranks, WORKER, "cuda")
