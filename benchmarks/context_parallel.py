@@ -14,7 +14,10 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from attnforge.bagel.workloads import workload
 
 HEADS_Q, HEADS_KV, DIM = 28, 4, 128
 ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"pieces": 2}, {"heads": 2})
-REPEATS = 10
+REPEATS, ROUNDS = 5, 6
 
 
 def long_pack(tokens: int, device: str = "cuda") -> attnforge.bagel.PackedMask:
@@ -70,8 +73,7 @@ def draw(tokens: int) -> list[Tensor]:
 
 def milliseconds(call: Callable[[], object]) -> float:
     """Mean milliseconds of a call on the slowest rank; all ranks start together."""
-    for _ in range(2):
-        call()
+    call()
     dist.barrier()
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -100,13 +102,33 @@ def passes(
     return forward, both
 
 
-def measure(
-    attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any
-) -> tuple[float, float, float, list[Tensor]]:
-    """Milliseconds forward, and forward + backward; peak GiB; out and gradients."""
-    forward, both = passes(attend, tensors, mask)
-    results, peak = with_peak(both, tensors[0].device)
-    return milliseconds(forward), milliseconds(both), peak / 2**30, results
+@dataclass
+class Contestant:
+    """A way to compute the attention of a pack: on one GPU, or on `size` with context_parallel's `arguments`."""
+
+    size: int
+    arguments: dict[str, Any]
+    attend: Callable[..., Tensor]
+    tensors: list[Tensor]
+    results: list[Tensor] = field(default_factory=list)
+    peak: float = 0.0  # GiB
+    forward: list[float] = field(default_factory=list)  # milliseconds, a round each
+    both: list[float] = field(default_factory=list)
+
+    def measure(self, mask: Any) -> None:
+        forward, both = passes(self.attend, self.tensors, mask)
+        self.forward.append(milliseconds(forward))
+        self.both.append(milliseconds(both))
+
+
+def contest(contestants: list[Contestant], mask: Any) -> None:
+    """Results and memory, then the times of all in turn, round by round: clocks differ from minute to minute."""
+    for one in contestants:
+        one.results, peak = with_peak(passes(one.attend, one.tensors, mask)[1], one.tensors[0].device)
+        one.peak = peak / 2**30
+    for _ in range(ROUNDS):
+        for one in contestants:
+            one.measure(mask)
 
 
 def show_profile(title: str, attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any) -> None:
@@ -135,6 +157,25 @@ def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return float((sums[:, 0] / sums[:, 1]).sqrt().max())
 
 
+def show(tokens: int, contestants: list[Contestant]) -> float:
+    """A row for each; the largest difference from one GPU."""
+    one, worst = contestants[0], 0.0
+    forward, both = median(one.forward), median(one.both)
+    lines = [f"| {tokens} | 1 | | {forward:.2f} | {both:.2f} | | | {one.peak:.2f} | |"]
+    for cp in contestants[1:]:
+        wrong = difference(cp.results, [cp.attend.shard(x, dim=2) for x in one.results])  # type: ignore[attr-defined]
+        worst = max(worst, wrong)
+        text = ", ".join(f"{name}={value}" for name, value in cp.arguments.items())
+        times = median(cp.forward), median(cp.both)
+        lines.append(
+            f"| {tokens} | {cp.size} | {text} | {times[0]:.2f} | {times[1]:.2f} | {forward / times[0]:.2f} | "
+            f"{both / times[1]:.2f} | {cp.peak:.2f} | {wrong:.1e} |"
+        )
+    if dist.get_rank() == 0:
+        print("\n".join(lines), flush=True)
+    return worst
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -143,41 +184,30 @@ def main() -> None:
     options = parser.parse_args()
     local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(local)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
-    rank = dist.get_rank()
-    if rank == 0:
+    dist.init_process_group("nccl", timeout=timedelta(seconds=120), device_id=torch.device("cuda", local))
+    if dist.get_rank() == 0:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
         print("| tokens | GPUs | arguments | fwd ms | fwd+bwd ms | speed-up fwd | both | GiB | difference |")
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    sizes = [size for size in (2, 4, 8) if world % size == 0]
     meshes = {
         size: init_device_mesh("cuda", (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
-        for size in sizes
+        for size in (2, 4, 8)
+        if world % size == 0
     }
     for tokens, mask in ((36864, workload("pretrain/0").mask("cuda")), (131072, long_pack(131072))):
         whole = draw(tokens)
-        one = measure(attnforge.attention, whole, mask)
-        if rank == 0:
-            print(f"| {tokens} | 1 | | {one[0]:.2f} | {one[1]:.2f} | | | {one[2]:.2f} | |", flush=True)
-        for size, mesh in meshes.items():
-            for arguments in ARGUMENTS:
-                cp = attnforge.context_parallel(mesh, **arguments)
-                shards = [cp.shard(x, dim=2).clone() for x in whole]
-                ours = measure(cp, shards, mask)
-                wrong = difference(ours[3], [cp.shard(x, dim=2) for x in one[3]])
-                if rank == 0:
-                    text = ", ".join(f"{name}={value}" for name, value in arguments.items())
-                    print(
-                        f"| {tokens} | {size} | {text} | {ours[0]:.2f} | {ours[1]:.2f} | {one[0] / ours[0]:.2f} | "
-                        f"{one[1] / ours[1]:.2f} | {ours[2]:.2f} | {wrong:.1e} |",
-                        flush=True,
-                    )
-                if options.profile and not arguments:
-                    show_profile(f"{tokens} tokens, {size} GPUs", cp, shards, mask)
-                if wrong > 1e-2:
-                    raise SystemExit(
-                        f"rank {rank}: {tokens} tokens on {size} GPUs, {arguments}: off by {wrong}"
-                    )
+        contestants = [Contestant(1, {}, attnforge.attention, whole)]
+        for (size, mesh), arguments in product(meshes.items(), ARGUMENTS):
+            cp = attnforge.context_parallel(mesh, **arguments)
+            shards = [cp.shard(x, dim=2).clone() for x in whole]
+            contestants.append(Contestant(size, arguments, cp, shards))
+        contest(contestants, mask)
+        worst = show(tokens, contestants)
+        for one in contestants if options.profile else ():
+            if not one.arguments:
+                show_profile(f"{tokens} tokens, {one.size} GPUs", one.attend, one.tensors, mask)
+        if worst > 1e-2:
+            raise SystemExit(f"{tokens} tokens: off by {worst}")
     dist.destroy_process_group()
 
 

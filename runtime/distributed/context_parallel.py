@@ -6,15 +6,15 @@ Rank i of W holds rows [i n, (i + 1) n) of q, k and v. U divides W and the numbe
   before the kernel and for its output after it;
 - if R > 1, an all-gather of k and v among R ranks completes the keys, and each of them computes the rows of its own
   all-to-all group. Groups mix early and late rows, so that under a causal mask all ranks have the same work;
-- if U = 1, there is the all-gather only. Each rank computes a run of rows, its own but for some at the ends: so many
-  that all ranks have as many visible pairs. Those few rows of q go to another rank, and their output comes back.
+- if U = 1, a rank fetches only the keys that its rows see. Some rows of ranks with many visible pairs are computed by
+  ranks with few: these rows of q go there, and their output comes back (deal.py).
 
 U is the fastest by a model of kernels and links (cost.py): with few key heads and ranks, keys are less than queries and
-outputs. The ranks of an all-to-all are neighbours, and so of one node, where the model says that this is worth more
-than equal work. Masks keep their kind. Queries keep their order in every group, so an interval of queries stays an
-interval; keys are permuted, which spans, being per key, allow. Functions that read positions take neighbours, too,
-which keep keys in order: a rank adds the numbers of its first row and head to the indices (parts.py). With
-`pieces` > 1, exchanges overlap with kernels.
+outputs, and documents see few keys of other ranks. The ranks of an all-to-all are neighbours, and so of one node, where
+the model says that this is worth more than equal work. Masks keep their kind. Queries keep their order in every group,
+so an interval of queries stays an interval; keys are permuted or left out, which spans, being per key, allow. Functions
+that read positions take neighbours, too, which keep keys in order: a rank adds the numbers of its first row and head to
+the indices (parts.py). With `pieces` > 1, exchanges overlap with kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
 from attnforge.runtime.dispatch import SCORE_GRADIENTS_IN_ANY_ORDER
 from attnforge.runtime.distributed.cost import Shapes, Way, fastest, nodes_of
-from attnforge.runtime.distributed.exchange import Attention, Call, Edges, all_gather, cut
+from attnforge.runtime.distributed.deal import Deal, deal, dealt_spans, size_of
+from attnforge.runtime.distributed.exchange import Attention, Call, all_gather, cut
 from attnforge.runtime.distributed.parts import (
     Place,
     expect_few_tensors,
@@ -43,9 +44,7 @@ from attnforge.runtime.distributed.parts import (
     reads_positions,
 )
 from attnforge.runtime.distributed.shards import (
-    Balance,
     Layout,
-    balance,
     local_dense,
     local_plain,
     local_spans,
@@ -100,10 +99,12 @@ class ContextParallel:
             raise ValueError(f"pieces: got {pieces}, expected at least 1")
         self._heads, self._pieces = heads, pieces
         self._nodes = nodes_of(dist.get_process_group_ranks(self._group))
+        self._joined = set[torch.device]()
+        self._last_way: tuple[Any, Way] = (None, Way(1, False))
         self._layouts: dict[Way, Layout] = {}
         self._plain: dict[Any, Spans] = {}
-        self._plain_balance: dict[Any, Balance] = {}
-        self._balances: weakref.WeakKeyDictionary[Spans, tuple[Any, Balance]] = weakref.WeakKeyDictionary()
+        self._plain_deals: dict[Any, Deal] = {}
+        self._deals: weakref.WeakKeyDictionary[Spans, tuple[Any, Deal]] = weakref.WeakKeyDictionary()
         self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, tuple[Any, Spans | DenseMask]] = (
             weakref.WeakKeyDictionary()
         )
@@ -230,30 +231,26 @@ class ContextParallel:
     ) -> Call:
         """How this rank's part of a call is computed."""
         rows, heads_q = q.shape[2], q.shape[1]
-        held = tuple(range(0, self.world * rows + 1, rows))
-        balanced = self._balanced(mask, rows, total)
         # A mask that is a function hides padding by its position, whatever it reads.
         in_order = isinstance(mask, FunctionMask) or (score is not None and reads_positions(score))
-        way = self._way(q, k, v, held, balanced, in_order)
-        computed = held if balanced is None or way.shared > 1 else balanced.edges
+        found = self._deal(mask, rows, total, in_order, q.device)
+        way = self._way(q, k, v, found, in_order)
+        dealt = found if way.shared == 1 else None
         layout = self._layout(way)
         heads = heads_q // way.shared
         pieces = cut(heads, k.shape[1] // way.shared, self._pieces)
-        alone = way.shared == 1
-        first, last = (self.rank, self.rank) if alone else (layout.queries[0], layout.queries[-1])
-        row, count = computed[first], computed[last + 1] - computed[first]
+        row, count = layout.queries[0] * rows, len(layout.queries) * rows
+        if dealt is not None:  # functions of positions compute one run
+            row, count = dealt.queries[self.rank][0][0], size_of(dealt.queries[self.rank])
         head = 0 if layout.among_heads is None else dist.get_rank(layout.among_heads) * heads
         moved: tuple[Leaf, ...] = ("q_idx",) if way.shared < self.world else ()
         moved += ("h",) if heads < heads_q or len(pieces) > 1 else ()
         places = tuple(
             Place(head + x.q0, x.q1 - x.q0, heads_q, row, count, total, moved, q.device) for x in pieces
         )
-        span = None if computed == held else (row, row + count)
-        masks = self._local_masks(mask, layout, rows, total, q.device, span, places)
+        masks = self._local_masks(mask, layout, rows, total, q.device, dealt, places)
         expect_few_tensors(score, masks[0], places[0])
-        return Call(
-            layout, way.shared, held, computed, pieces, places, masks, scale, with_lse, deterministic, score
-        )
+        return Call(layout, way.shared, dealt, pieces, places, masks, scale, with_lse, deterministic, score)
 
     __call__ = attention
 
@@ -317,29 +314,37 @@ class ContextParallel:
         if deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise ValueError(SCORE_GRADIENTS_IN_ANY_ORDER)
 
-    def _balanced(self, mask: ops.Mask, rows: int, total: int) -> Balance | None:
-        """Work of the ranks, and rows for them if heads are not shared, once per mask; None if it cannot be known."""
+    def _deal(
+        self, mask: ops.Mask, rows: int, total: int, in_order: bool, device: torch.device
+    ) -> Deal | None:
+        """Rows and keys of the ranks if heads are not shared, once per mask; None if it cannot be known."""
         unknown = isinstance(mask, (DenseMask, FunctionMask))
-        if unknown or torch.compiler.is_compiling() or (self._heads or 1) > 1:
+        if unknown or self.world == 1 or torch.compiler.is_compiling() or (self._heads or 1) > 1:
             return None
-        key: Any = (rows, total)
+        key: Any = (rows, total, in_order)
         if isinstance(mask, Spans):
-            known = self._balances.get(mask)
+            known = self._deals.get(mask)
             if known is None or known[0] != key:
-                self._balances[mask] = known = (key, balance(mask, self.world, rows))
+                self._join(device)
+                self._deals[mask] = known = (key, deal(mask, self.world, rows, in_order))
             return known[1]
         key = (isinstance(mask, Causal), *key)
-        if key not in self._plain_balance:
+        if key not in self._plain_deals:
+            self._join(device)
             plain = plain_spans(isinstance(mask, Causal), total, torch.device("cpu"))
-            self._plain_balance = {key: balance(plain, self.world, rows)}
-        return self._plain_balance[key]
+            self._plain_deals = {key: deal(plain, self.world, rows, in_order)}
+        return self._plain_deals[key]
 
-    def _way(
-        self, q: Tensor, k: Tensor, v: Tensor, held: Edges, balanced: Balance | None, in_order: bool
-    ) -> Way:
+    def _join(self, device: torch.device) -> None:
+        """All ranks make the group's communicator: those that send nothing would not take part later."""
+        if device not in self._joined:
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            self._joined.add(device)
+
+    def _way(self, q: Tensor, k: Tensor, v: Tensor, found: Deal | None, in_order: bool) -> Way:
         """U, and which ranks share heads: by default the fastest by the model of cost.py.
 
-        in_order: only what keeps the keys in order. Without `balanced`, the largest possible U.
+        in_order: only what keeps the keys in order. Without a deal, the largest possible U.
         """
         heads_kv, world = k.shape[1], self.world
         if self._heads is not None:
@@ -353,14 +358,14 @@ class ContextParallel:
         unknown = Way.in_order(most, world) if in_order else Way(most, False)
         if not torch.compiler.is_compiling():
             self._layout(unknown)  # compiled code takes this way, and cannot create process groups
-        if balanced is None:
+        if found is None:
             return unknown
         dim = (q.shape[3] + v.shape[3]) / 2
         shapes = Shapes(q.shape[0], q.shape[2], q.shape[1], heads_kv, dim, q.element_size(), self._nodes)
-        stay = (
-            min(held[i + 1], balanced.edges[i + 1]) - max(held[i], balanced.edges[i]) for i in range(world)
-        )
-        return fastest(shapes, most, in_order, balanced.work, q.shape[2] - max(0, min(stay)))
+        key = (shapes, most, found)
+        if key != self._last_way[0]:  # layers ask alike
+            self._last_way = (key, fastest(shapes, most, in_order, found))
+        return self._last_way[1]
 
     def _layout(self, way: Way) -> Layout:
         if way not in self._layouts:
@@ -374,7 +379,7 @@ class ContextParallel:
         rows: int,
         total: int,
         device: torch.device,
-        span: tuple[int, int] | None,
+        dealt: Deal | None,
         places: tuple[Place, ...],
     ) -> tuple[ops.Mask, ...]:
         """The masks of the pieces, once per mask: what is made here owns tile schedules."""
@@ -383,7 +388,7 @@ class ContextParallel:
             if not reads_heads(mask):  # pieces share its tile lists
                 return self._kept(mask, places[:1], lambda place: mask_at(mask, place, keys)) * len(places)
             return self._kept(mask, places, lambda place: mask_at(mask, place, keys))
-        local = self._local_mask(mask, layout, rows, total, device, span)
+        local = self._local_mask(mask, layout, rows, total, device, dealt)
         if isinstance(local, (Spans, DenseMask)):
             return self._kept(local, places, lambda place: planes_at(local, place))
         return (local,) * len(places)
@@ -409,31 +414,34 @@ class ContextParallel:
         rows: int,
         total: int,
         device: torch.device,
-        span: tuple[int, int] | None = None,
+        dealt: Deal | None = None,
     ) -> ops.Mask:
-        """The mask of this rank's queries, which `span` replaces, and of the keys in their gathered order."""
-        whole = total == self.world * rows
-        if whole and (len(layout.queries) == self.world or (mask is None and span is None)):
+        """The mask of this rank's queries and keys, in the order in which it has them."""
+        if total == self.world * rows and (len(layout.queries) == self.world or mask is None):
             return mask
-        where = (layout.queries, layout.keys, rows, total)
         # Once per mask, not per layer: what is made here owns tile schedules. Not in a trace, which has no tensors yet.
         trace = torch.compiler.is_compiling()
-        key: Any = (where, span, 0 if trace else _stream(device))
+        where = (layout.queries, layout.keys, rows, total)
+        of_rank = None if dealt is None else dealt.of(self.rank)
+        key: Any = (where, of_rank, 0 if trace else _stream(device))
         if not isinstance(mask, (Spans, DenseMask)):
             causal = isinstance(mask, Causal)
             if trace:
-                return local_plain(causal, *where, device, span)
+                return local_plain(causal, *where, device)
             key = (causal, device, key)
-            if key not in self._plain:
-                self._plain = {key: local_plain(causal, *where, device, span)}  # one length at a time
+            if key not in self._plain:  # one length at a time
+                plain = plain_spans(causal, total, device)
+                self._plain = {
+                    key: local_spans(plain, *where) if dealt is None else dealt_spans(plain, dealt, self.rank)
+                }
             return self._plain[key]
         known = None if trace else self._masks.get(mask)
         if known is not None and known[0] == key:
             return known[1]
-        if isinstance(mask, Spans):
-            local: Spans | DenseMask = local_spans(mask, *where, span)
+        if isinstance(mask, DenseMask):
+            local: Spans | DenseMask = local_dense(mask, *where)
         else:
-            local = local_dense(mask, *where)
+            local = local_spans(mask, *where) if dealt is None else dealt_spans(mask, dealt, self.rank)
         if not trace:
             self._masks[mask] = (key, local)
         return local

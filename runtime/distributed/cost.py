@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from attnforge.runtime.distributed.deal import Deal, Numbers
 from attnforge.runtime.distributed.shards import divide
 
 RATE = 600e12  # FLOP a second of a GPU's kernels, forward and backward together
@@ -89,22 +93,28 @@ def ways(shapes: Shapes, most: int, in_order: bool) -> list[Way]:
     return found
 
 
-def traffic(shapes: Shapes, way: Way, rank: int, backward: bool) -> tuple[float, float, int]:
-    """Bytes that leave a rank inside its node and to others, and collectives, of a pass.
+def traffic(
+    shapes: Shapes, way: Way, rank: int, backward: bool, dealt: Deal | None = None
+) -> tuple[float, float, int]:
+    """Bytes that leave a rank inside its node and to others, and collectives, of a pass without lse.
 
-    Without lse, and without the rows that ranks exchange for balance where U is 1.
+    dealt: what ranks send where heads are not shared; without it keys are gathered.
     """
     s, here = shapes, shapes.nodes[rank]
     blocks, neighbours, _ = _groups(s.world, way.shared, rank, way.beside)
-    row = s.batch * s.rows * s.dim * s.bytes  # of one head
+    row = s.batch * s.dim * s.bytes  # of one head
     near = far = 0.0
     collectives = 0
     if way.shared > 1:  # q, k, v and out; dout, dq, dk and dv
-        each = 2 * (s.heads_q + s.heads_kv) * row / way.shared
+        each = 2 * (s.heads_q + s.heads_kv) * s.rows * row / way.shared
         others = sum(s.nodes[peer] == here for peer in blocks) - 1
         near, far, collectives = each * others, each * (way.shared - 1 - others), 4
+    elif dealt is not None:
+        of_passes, launches = _sent(s, dealt)
+        near, far = of_passes[int(backward)][rank] * row
+        return near, far, int(launches[rank])
     if way.shared < s.world:
-        size, count = 2 * s.heads_kv * row, len(neighbours)
+        size, count = 2 * s.heads_kv * s.rows * row, len(neighbours)
         local = sum(s.nodes[peer] == here for peer in neighbours)
         if backward:  # dk and dv of all rows, to those whose rows they are
             near += size * (local - 1)
@@ -116,32 +126,42 @@ def traffic(shapes: Shapes, way: Way, rank: int, backward: bool) -> tuple[float,
     return near, far, collectives
 
 
-@lru_cache(maxsize=256)
-def _exchange(shapes: Shapes, way: Way) -> float:
+@lru_cache(maxsize=4)
+def _sent(shapes: Shapes, dealt: Deal) -> tuple[list[npt.NDArray[np.float64]], Numbers]:
+    """Rows of a head that leave each rank, (ranks, 2): inside its node and to others, of both passes; its launches."""
+    queries, keys = dealt.fetched(dealt.queries), dealt.fetched(dealt.keys)
+    both = queries + queries.T  # q to those that compute it, and out to those that hold it; dout and dq
+    inside = np.equal.outer(shapes.nodes, shapes.nodes)
+    found = []
+    for of_keys in (keys.T, keys):  # k and v, dk and dv
+        rows = shapes.heads_q * both + 2 * shapes.heads_kv * of_keys
+        found.append(np.stack([(rows * inside).sum(1), (rows * ~inside).sum(1)], 1).astype(float))
+    launches = (both + keys + keys.T).any(1) * 1 + both.any(1)
+    return found, launches
+
+
+def _exchange(shapes: Shapes, way: Way, dealt: Deal) -> float:
     """Seconds of both passes' collectives, of the slowest rank."""
     return sum(
-        max(Links().seconds(*traffic(shapes, way, rank, backward)) for rank in range(shapes.world))
+        max(Links().seconds(*traffic(shapes, way, rank, backward, dealt)) for rank in range(shapes.world))
         for backward in (False, True)
     )
 
 
-def seconds(shapes: Shapes, way: Way, work: Sequence[float], moved: float) -> float:
-    """Of both passes. `work`: a head's pairs of each rank's own rows; `moved`: rows that leave a rank if U is 1."""
+def seconds(shapes: Shapes, way: Way, dealt: Deal) -> float:
+    """Of both passes."""
     s = shapes
     if way.shared == 1:
-        slowest = sum(work) / s.world
+        slowest = max(dealt.load)
     else:
         teams = {_groups(s.world, way.shared, rank, way.beside)[0] for rank in range(s.world)}
-        slowest = max(sum(work[block] for block in team) for team in teams) / way.shared
+        slowest = max(sum(dealt.work[block] for block in team) for team in teams) / way.shared
     kernels = BOTH_PASSES * 4 * s.dim * s.batch * s.heads_q * slowest / RATE
-    # q and out, dout and dq, to ranks beside this one.
-    balancing = 2 * Links().seconds(2 * moved * s.batch * s.heads_q * s.dim * s.bytes, 0, 2) if moved else 0.0
-    return kernels + _exchange(s, way) + (balancing if way.shared == 1 else 0.0)
+    return kernels + _exchange(s, way, dealt)
 
 
-@lru_cache(maxsize=256)  # layers of a step ask alike
-def fastest(shapes: Shapes, most: int, in_order: bool, work: tuple[float, ...], moved: float) -> Way:
+def fastest(shapes: Shapes, most: int, in_order: bool, dealt: Deal) -> Way:
     """The way that takes the least time; of nearly equal ones the first, which shares more heads."""
-    times = [(seconds(shapes, way, work, moved), way) for way in ways(shapes, most, in_order)]
+    times = [(seconds(shapes, way, dealt), way) for way in ways(shapes, most, in_order)]
     least = min(time for time, _ in times)
     return next(way for time, way in times if time <= NEARLY * least)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from attnforge.runtime import ops
+from attnforge.runtime.distributed.deal import Deal, Run, Runs, common, place_of, size_of
 from attnforge.runtime.distributed.parts import Place, add_gradients, score_at
 from attnforge.runtime.distributed.shards import Layout
 from attnforge.runtime.scores import Score
@@ -21,15 +22,11 @@ from attnforge.runtime.scores import Score
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-Edges = tuple[int, ...]  # rank i has rows [edges[i], edges[i + 1]) of the whole
-
-
 @dataclass(frozen=True)
 class Call:
     layout: Layout
     shared: int  # U
-    held: Edges  # rows of q that ranks are given
-    computed: Edges  # rows of q that their kernels compute; the same unless U is 1
+    deal: Deal | None  # where U is 1 and the mask can be read
     pieces: tuple[Piece, ...]
     places: tuple[Place, ...]  # of the pieces
     masks: tuple[ops.Mask, ...]  # of the pieces
@@ -75,16 +72,19 @@ def cut(heads_q: int, heads_kv: int, pieces: int) -> tuple[Piece, ...]:
 
 
 class _Flight:
-    """A running collective. `land` makes the current stream wait for it and returns the result."""
+    """A running exchange. `land` makes the current stream wait for it and returns the result."""
 
-    def __init__(self, result: Tensor, works: Sequence[Any] = (), source: Tensor | None = None) -> None:
-        self._result, self._works, self._source = result, works, source
+    def __init__(self, result: Tensor, works: Sequence[Any] = (), *sources: Tensor) -> None:
+        self.result, self.works, self.sources = result, [*works], [*sources]
+        self.steps: list[Callable[[], object]] = []  # after the wait
 
     def land(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        self._works, self._source = (), None
-        return self._result
+        while self.works:  # those of several flights; gloo's can be waited for only once
+            self.works.pop().wait()
+        for step in self.steps:
+            step()
+        self.sources, self.steps = [], []
+        return self.result
 
 
 def _exchange(x: Tensor, group: Any) -> _Flight:
@@ -98,30 +98,113 @@ def _exchange(x: Tensor, group: Any) -> _Flight:
     return _Flight(result, [dist.all_to_all_single(result, x, group=group, async_op=True)], x)
 
 
-def _move_rows(x: Tensor, source: Edges, target: Edges, group: Any) -> _Flight:
-    """x (rows, ...): this rank's rows by `source` -> its rows by `target`; a view of x if it has all of them."""
-    if source == target:
-        return _Flight(x)
-    rank = dist.get_rank(group)
-    has, wants = source[rank : rank + 2], target[rank : rank + 2]
-    first, last = max(has[0], wants[0]), min(has[1], wants[1])  # those that stay
-    stays = x[first - has[0] : max(first, last) - has[0]]
-    result = stays
-    if stays.shape[0] < wants[1] - wants[0]:
-        result = x.new_empty(wants[1] - wants[0], *x.shape[1:])
-    x = x.contiguous() if stays.shape[0] < x.shape[0] else x
-    transfers = []
-    for peer in range(len(source) - 1):
-        gives, takes = source[peer : peer + 2], target[peer : peer + 2]
-        for call, mine, theirs, whole in ((dist.isend, has, takes, x), (dist.irecv, wants, gives, result)):
-            begin, end = max(mine[0], theirs[0]), min(mine[1], theirs[1])
-            if peer != rank and begin < end:
-                part = whole[begin - mine[0] : end - mine[0]]
-                transfers.append(dist.P2POp(call, part, dist.get_global_rank(group, peer), group))
-    works = dist.batch_isend_irecv(transfers) if transfers else ()
-    if result is not stays and first < last:  # while the others are on their way
-        result[first - wants[0] : last - wants[0]].copy_(stays)
-    return _Flight(result, works, x)
+class _Moves:
+    """What ranks that share no heads send each other in one launch: any number of tensors (rows, ...).
+
+    All ranks add the same tensors in the same order, so that what one sends is what the other expects.
+    """
+
+    def __init__(self, call: Call) -> None:
+        assert call.deal is not None
+        self._deal, self._group = call.deal, call.layout.among_rows
+        self._rank = dist.get_rank(self._group)
+        self._transfers: list[Any] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._flights: list[_Flight] = []
+
+    def fetch(self, x: Tensor, wanted: tuple[Runs, ...]) -> _Flight:
+        """x: the rows that this rank holds -> those that it wants, a view of x if it holds them all."""
+        held, mine, rank = self._deal.held, wanted[self._rank], self._rank
+        own = common(mine, held[rank])
+        result = _rows(x, mine[0], held[rank]) if own == mine else x.new_empty(size_of(mine), *x.shape[1:])
+        flight = self._flight(result, x)
+        if own != mine:
+            self._copies += [(_rows(result, run, mine), _rows(x, run, held[rank])) for run in own]
+        for peer in self._peers():
+            for run in common(held[rank], wanted[peer]):
+                self._send(flight, _rows(x, run, held[rank]), peer)
+            for run in common(mine, held[peer]):
+                self._receive(flight, _rows(result, run, mine), peer)
+        return flight
+
+    def give_back(self, x: Tensor) -> _Flight:
+        """x: the rows of this rank's `queries` -> those that it holds, each from the rank that computed it.
+
+        Where x has them all, it is a view of x, into which the others' rows are received.
+        """
+        held, computed, rank = self._deal.held, self._deal.computed, self._rank
+        mine, rows = held[rank], self._deal.queries[rank]
+        whole = common(mine, rows) == mine
+        result = _rows(x, mine[0], rows) if whole else x.new_empty(size_of(mine), *x.shape[1:])
+        flight = self._flight(result, x)
+        if not whole:
+            own = common(mine, computed[rank])
+            self._copies += [(_rows(result, run, mine), _rows(x, run, rows)) for run in own]
+        for peer in self._peers():
+            for run in common(computed[rank], held[peer]):
+                self._send(flight, _rows(x, run, rows), peer)
+            for run in common(mine, computed[peer]):
+                self._receive(flight, _rows(result, run, mine), peer)
+        return flight
+
+    def add_up(self, x: Tensor, dtype: torch.dtype) -> _Flight:
+        """x: a gradient of the rows of this rank's `keys` -> of those that it holds the ranks' sum, in `dtype`."""
+        held, keys, rank = self._deal.held, self._deal.keys, self._rank
+        mine, rows = held[rank], keys[rank]
+        own = _rows(x, mine[0], rows)
+        flight = self._flight(own if x.dtype == dtype else own.to(dtype), x)
+        parts: list[tuple[Run, Tensor]] = []
+        for peer in self._peers():
+            for run in common(rows, held[peer]):
+                self._send(flight, _rows(x, run, rows), peer)
+            for run in common(mine, keys[peer]):
+                parts.append((run, own.new_empty(size_of((run,)), *own.shape[1:])))
+                self._receive(flight, parts[-1][1], peer)
+        flight.steps.append(lambda: _add_parts(flight.result, own, mine[0][0], parts))
+        return flight
+
+    def start(self) -> None:
+        works = [*dist.batch_isend_irecv(self._transfers)] if self._transfers else []
+        for target, source in self._copies:  # while the others are on their way
+            target.copy_(source)
+        for flight in self._flights:
+            flight.works = works
+
+    def _peers(self) -> Iterator[int]:
+        return (peer for peer in range(len(self._deal.held)) if peer != self._rank)
+
+    def _flight(self, result: Tensor, source: Tensor) -> _Flight:
+        self._flights.append(_Flight(result, (), source))
+        return self._flights[-1]
+
+    def _send(self, flight: _Flight, x: Tensor, peer: int) -> None:
+        flight.sources.append(x.contiguous())
+        self._transfer(dist.isend, flight.sources[-1], peer)
+
+    def _receive(self, flight: _Flight, into: Tensor, peer: int) -> None:
+        x = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
+        if x is not into:
+            flight.steps.append(lambda: into.copy_(x))
+        self._transfer(dist.irecv, x, peer)
+
+    def _transfer(self, call: Any, x: Tensor, peer: int) -> None:
+        self._transfers.append(dist.P2POp(call, x, dist.get_global_rank(self._group, peer), self._group))
+
+
+def _rows(x: Tensor, run: Run, runs: Runs) -> Tensor:
+    """A run of the rows of x, whose rows are those of `runs`."""
+    first, last = place_of(run, runs)
+    return x[first:last]
+
+
+def _add_parts(into: Tensor, own: Tensor, first: int, parts: Sequence[tuple[Run, Tensor]]) -> None:
+    """into = own + parts, where these are of some rows of own, which begin at `first`: in float32, rounded once."""
+    edges = sorted({edge for run, _ in parts for edge in run})
+    for a, b in pairwise(edges):
+        rows = slice(a - first, b - first)
+        found = [own[rows], *(_rows(x, (a, b), (run,)) for run, x in parts if run[0] <= a and b <= run[1])]
+        if len(found) > 1:
+            into[rows] = torch.stack(found).sum(0) if len(found) > 2 else found[0] + found[1]
 
 
 def _send_heads(x: Tensor, shared: int, first: int, last: int, group: Any) -> _Flight:
@@ -130,20 +213,62 @@ def _send_heads(x: Tensor, shared: int, first: int, last: int, group: Any) -> _F
     return _exchange(shares.permute(1, 3, 0, 2, 4).contiguous().flatten(0, 1), group)
 
 
+def _bring(
+    call: Call, rows: Sequence[Tensor], keys: Sequence[Tensor], piece: Piece
+) -> tuple[list[_Flight], list[_Flight]]:
+    """A piece's heads of `rows` (q or dout, lse's) and `keys` (k and v), to the ranks that compute with them.
+
+    (B, U h, n, D) -> (rows or keys of the kernel, B, heads of the piece, D).
+    """
+    if call.deal is None:
+        return (
+            [_send_rows(x, call, *piece.queries) for x in rows],
+            [_gather_keys(x, call, *piece.keys) for x in keys],
+        )
+    moves = _Moves(call)
+    flights = (
+        [moves.fetch(_by_rows(x[:, slice(*piece.queries)]), call.deal.queries) for x in rows],
+        [moves.fetch(_by_rows(x[:, slice(*piece.keys)]), call.deal.keys) for x in keys],
+    )
+    moves.start()
+    return flights
+
+
+def _take_back(
+    call: Call, rows: Sequence[Tensor], keys: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[list[_Flight], list[_Flight]]:
+    """The inverse, of what kernels computed; gradients of keys are added up, and rounded to `dtype`.
+
+    (B, h, rows or keys of the kernel, D) -> (U n, B, h, D), by shares of heads.
+    """
+    if call.deal is None:
+        return [_return_rows(x, call) for x in rows], _return_keys(keys, dtype, call) if keys else []
+    moves = _Moves(call)
+    flights = (
+        [moves.give_back(_by_rows(x)) for x in rows],
+        [moves.add_up(_by_rows(x), dtype) for x in keys],
+    )
+    moves.start()
+    return flights
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """(B, h, rows, D) as (rows, B, h, D)."""
+    return x.permute(2, 0, 1, 3)
+
+
 def _send_rows(x: Tensor, call: Call, first: int, last: int) -> _Flight:
-    """The same of q and dout: to the ranks that compute these heads of these rows."""
+    """`_bring` without a deal: rows with their share of the heads."""
     if call.shared > 1:
         return _send_heads(x, call.shared, first, last, call.layout.among_heads)
-    rows = x[:, first:last].permute(2, 0, 1, 3)
-    return _move_rows(rows, call.held, call.computed, call.layout.among_rows)
+    return _Flight(_by_rows(x[:, first:last]))
 
 
 def _return_rows(x: Tensor, call: Call) -> _Flight:
-    """The inverse: x (B, h, rows, D) as kernels computed it -> (U n, B, h, D), by shares of heads."""
-    rows = x.permute(2, 0, 1, 3)
+    """`_take_back` without a deal."""
     if call.shared > 1:
-        return _exchange(rows.contiguous(), call.layout.among_heads)
-    return _move_rows(rows, call.computed, call.held, call.layout.among_rows)
+        return _exchange(_by_rows(x).contiguous(), call.layout.among_heads)
+    return _Flight(_by_rows(x))
 
 
 def _take_heads(into: Tensor, x: Tensor, shared: int, first: int, last: int) -> None:
@@ -185,9 +310,10 @@ class Attention(torch.autograd.Function):
         keys: dict[tuple[int, int], list[_Flight]] = {}
         flights = []
         for piece in pieces:
-            if piece.keys not in keys:
-                keys[piece.keys] = [_gather_keys(x, call, *piece.keys) for x in (k, v)]
-            flights.append(_send_rows(q, call, *piece.queries))
+            new = () if piece.keys in keys else (k, v)
+            (flight,), found = _bring(call, (q,), new, piece)
+            flights.append(flight)
+            keys.setdefault(piece.keys, found)
         saved, back, lses = [], [], []
         for piece, place, mask, flight in zip(pieces, call.places, call.masks, flights, strict=True):
             k_u, v_u = (_heads_view(x.land()) for x in keys[piece.keys])
@@ -195,9 +321,10 @@ class Attention(torch.autograd.Function):
             score = None if call.score is None else score_at(call.score, captured, place)
             out_u, lse_u = ops.forward(q_u, k_u, v_u, mask, call.scale, score=score, check=False)
             saved += [q_u, k_u, v_u, out_u, lse_u]
-            back.append(_return_rows(out_u, call))
-            if call.return_lse:
-                lses.append(_return_rows(lse_u[..., None], call))
+            results = (out_u, lse_u[..., None]) if call.return_lse else (out_u,)
+            (first, *lse), _ = _take_back(call, results, (), q.dtype)
+            back.append(first)
+            lses += lse
         heads = [piece.queries for piece in pieces]
         out = _collect(heads, back, shared, _like(q, v.shape[3]))
         ctx.save_for_backward(*saved, *captured)
@@ -214,32 +341,32 @@ class Attention(torch.autograd.Function):
         captured = saved[5 * len(pieces) :]
         wanted = [i for i in range(len(captured)) if ctx.needs_input_grad[4 + i]]
         scores = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in wanted}
-        flights = [_send_rows(dout, call, *piece.queries) for piece in pieces]
-        rows = [[_send_rows(x[..., None], call, *piece.queries) for x in dlse] for piece in pieces]
+        wanted_rows = (dout, *(x[..., None] for x in dlse))
+        flights = [_bring(call, wanted_rows, (), piece)[0] for piece in pieces]
         back = []
         keys: dict[tuple[int, int], list[_Flight]] = {}
         sums: list[Tensor] = []  # of dk and dv, of several pieces of one kv head
-        for index, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
+        for index, (piece, rows) in enumerate(zip(pieces, flights, strict=True)):
             q_u, k_u, v_u, out_u, lse_u = saved[5 * index : 5 * index + 5]
-            dlse_u = [_heads_view(row.land()).squeeze(3) for row in rows[index]]
+            dout_u, *dlse_u = (_heads_view(row.land()) for row in rows)
             place = call.places[index]
             score = None if call.score is None else score_at(call.score, captured, place, wanted)
             dq_u, dk_u, dv_u, *of_score = ops.backward(
-                _heads_view(flight.land()), q_u, k_u, v_u, out_u, lse_u, call.masks[index], call.scale,
-                call.deterministic, dlse=dlse_u[0] if dlse_u else None, score=score, check=False,
+                dout_u, q_u, k_u, v_u, out_u, lse_u, call.masks[index], call.scale, call.deterministic,
+                dlse=dlse_u[0].squeeze(3) if dlse_u else None, score=score, check=False,
             )  # fmt: skip
             parts = [dk_u, dv_u]
             if call.score is not None:
                 add_gradients(call.score, place, scores, of_score)
-            back.append(_return_rows(dq_u, call))
             more = piece.keys in (other.keys for other in pieces[index + 1 :])
             if sums or more:
                 sums = (
                     [a + b for a, b in zip(sums, parts, strict=True)] if sums else [x.float() for x in parts]
                 )
+            (of_rows,), of_keys = _take_back(call, (dq_u,), () if more else sums or parts, k_u.dtype)
+            back.append(of_rows)
             if not more:
-                keys[piece.keys] = _return_keys(sums or parts, k_u.dtype, call)
-                sums = []
+                keys[piece.keys], sums = of_keys, []
         dq = _collect([piece.queries for piece in pieces], back, call.shared, ctx.layouts[0])
         dk, dv = (
             _collect(list(keys), flights, call.shared, like)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -68,19 +67,14 @@ def local_spans(
     keys: tuple[int, ...],
     rows: int,
     total: int,
-    span: tuple[int, int] | None = None,
 ) -> Spans:
-    """The mask between the queries of the blocks `queries` and the keys of the blocks `keys`; `total` rows are real.
-
-    span: the rows [first, last) are the queries instead.
-    """
+    """The mask between the queries of the blocks `queries` and the keys of the blocks `keys`; `total` rows are real."""
     device = mask.device
-    first = torch.tensor(queries if span is None else span[:1], device=device) * (rows if span is None else 1)
-    length = rows if span is None else span[1] - span[0]
+    first = torch.tensor(queries, device=device) * rows
 
     def count(position: Tensor) -> Tensor:
         """Number of this rank's queries before a position."""
-        return (position.clamp(0, total)[..., None] - first).clamp(0, length).sum(-1)
+        return (position.clamp(0, total)[..., None] - first).clamp(0, rows).sum(-1)
 
     order, padding = rows_of(keys, rows, device), (0, len(keys) * rows - total)
     starts, ends = (
@@ -109,10 +103,9 @@ def local_plain(
     rows: int,
     total: int,
     device: torch.device,
-    span: tuple[int, int] | None = None,
 ) -> Spans:
     """As `local_spans`, of Causal() or None."""
-    return local_spans(plain_spans(causal, total, device), queries, keys, rows, total, span)
+    return local_spans(plain_spans(causal, total, device), queries, keys, rows, total)
 
 
 def plain_spans(causal: bool, total: int, device: torch.device) -> Spans:
@@ -120,38 +113,6 @@ def plain_spans(causal: bool, total: int, device: torch.device) -> Spans:
     key = torch.arange(total, dtype=torch.int32, device=device)
     starts = key if causal else torch.zeros_like(key)
     return Spans(starts, torch.full_like(key, total), visible_keys=total // 2 if causal else total)
-
-
-SLACK = 1.03  # of the mean work, that the busiest rank may have before rows move
-
-
-class Balance(NamedTuple):
-    """`edges` of runs of queries with equally many pairs, one a rank; `work`: a head's pairs of ranks' own rows."""
-
-    edges: tuple[int, ...]
-    work: tuple[float, ...]
-
-
-def balance(mask: Spans, world: int, rows: int) -> Balance:
-    """Runs of queries with equally many pairs, or the ranks' own rows if nearly so. Reads counts from the device."""
-    length = world * rows
-    starts, ends = (x.reshape(-1).clamp(0, length).long() for x in (mask.starts, mask.ends))
-    change = torch.zeros(length + 1, dtype=torch.int64, device=mask.device)
-    shown = torch.ones_like(starts) * (starts < ends)
-    change.index_add_(0, starts, shown).index_add_(0, ends, -shown)
-    done = change[:length].cumsum(0).cumsum(0)  # pairs up to and with each query
-    whole, held = done[-1], tuple(range(0, length + 1, rows))
-    goals = whole * torch.arange(1, world, device=mask.device) // world
-    places = torch.searchsorted(done, goals) + 1
-    numbers = torch.cat((done[rows - 1 :: rows], places)).tolist()
-    sums, found = [0, *numbers[:world]], numbers[world:]
-    pairs = [after - before for before, after in pairwise(sums)]
-    work = tuple(x / (mask.planes[0] * mask.planes[1]) for x in pairs)
-    if max(pairs) * world <= SLACK * sums[-1]:
-        return Balance(held, work)
-    # Every rank computes at least one row.
-    inner = [min(max(place, rank), length - world + rank) for rank, place in enumerate(found, 1)]
-    return Balance((0, *accumulate(inner, lambda before, place: max(before + 1, place)), length), work)
 
 
 def rows_of(blocks: tuple[int, ...], rows: int, device: torch.device) -> Tensor:

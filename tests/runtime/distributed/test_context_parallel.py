@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,10 @@ from ranks import torchrun
 import attnforge
 from attnforge.runtime.distributed.exchange import cut
 from attnforge.runtime.distributed.shards import (
-    balance,
     divide,
     local_dense,
     local_plain,
     local_spans,
-    plain_spans,
     rows_of,
 )
 
@@ -79,36 +77,6 @@ def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(
             local = local_plain(mask is not None, queries, keys, rows, total, device)
         row, column = (rows_of(blocks, rows, device) for blocks in (queries, keys))
         assert torch.equal(local.visible(row.numel(), column.numel()), padded[..., row, :][..., column])
-
-
-@pytest.mark.parametrize("world", [2, 4, 7])
-@pytest.mark.parametrize("total", [700, 691])
-def test_runs_of_rows_have_as_many_visible_pairs(world: int, total: int) -> None:
-    rows = -(-total // world)
-    splits = [total // 3, total // 4, total - total // 3 - total // 4]
-    packed = attnforge.bagel.PackedMask([total], splits, ["full", "noise", "causal"], "cpu")
-    for mask in (packed, plain_spans(True, total, torch.device("cpu")), unions(total, total, 2, "cpu")):
-        edges = balance(mask, world, rows).edges
-        pairs = mask.visible(total, total).sum(-1).reshape(-1, total).sum(0)
-        parts = [int(pairs[first:last].sum()) for first, last in pairwise(edges)]
-        assert (edges[0], edges[-1], len(edges)) == (0, world * rows, world + 1)
-        assert max(parts) <= sum(parts) / world + max(0.03 * sum(parts) / world, int(pairs.max()))
-        for first, last in pairwise(edges):
-            keys = tuple(range(world))
-            local = local_spans(mask, (0,), keys, rows, total, (first, last))
-            seen = local.visible(last - first, world * rows)
-            real = max(0, min(last, total) - first)
-            assert torch.equal(
-                seen[..., :real, :total], mask.visible(total, total)[..., first : first + real, :]
-            )
-            assert not seen[..., real:, :].any()
-            assert not seen[..., total:].any()
-
-
-def test_rows_that_are_balanced_stay() -> None:
-    assert balance(plain_spans(False, 64, torch.device("cpu")), 4, 16).edges == (0, 16, 32, 48, 64)
-    first = torch.zeros(64, dtype=torch.int32)
-    assert balance(attnforge.Spans(first, first + 1), 4, 16).edges == (0, 1, 2, 3, 64)  # a row each at least
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5, 20])

@@ -11,6 +11,7 @@ from context_parallel_model import simulate
 
 import attnforge
 from attnforge.runtime.distributed.cost import Shapes, Way, fastest, nodes_of, seconds, traffic, ways
+from attnforge.runtime.distributed.deal import Deal, deal
 
 ROWS = 8  # of a rank
 
@@ -19,16 +20,25 @@ def shapes(world: int, node: int, rows: int = ROWS) -> Shapes:
     return Shapes(1, rows, HEADS_Q, HEADS_KV, DIM, 2, tuple(rank // node for rank in range(world)))
 
 
-@pytest.mark.parametrize(("world", "heads"), [(4, 1), (4, 2), (4, 4), (8, 4), (8, 2)])
-def test_traffic_is_what_the_code_sends(world: int, heads: int) -> None:
-    """Of a mask that is the same work for all rows, so that none move."""
-    key = torch.arange(world * ROWS, dtype=torch.int32)
-    mask = attnforge.Spans(key, key + 1)
+def masks(length: int) -> dict[str, attnforge.Spans]:
+    key = torch.arange(length, dtype=torch.int32)
+    return {
+        "itself": attnforge.Spans(key, key + 1),
+        "causal": attnforge.Spans(key, torch.full_like(key, length)),
+        "all": attnforge.Spans(torch.zeros_like(key), torch.full_like(key, length)),
+    }
+
+
+@pytest.mark.parametrize("name", ["itself", "causal", "all"])
+@pytest.mark.parametrize(("world", "heads"), [(4, 1), (4, 2), (4, 4), (8, 4), (8, 2), (8, 1)])
+def test_traffic_is_what_the_code_sends(world: int, heads: int, name: str) -> None:
+    mask = masks(world * ROWS)[name]
     way, loads = simulate(mask, world * ROWS, world, 4, heads)
     assert way.shared == heads
+    dealt = deal(mask, world, ROWS) if heads == 1 else None
     for rank, (forward, backward) in enumerate(loads):
-        assert traffic(shapes(world, 4), way, rank, False) == forward.sent
-        assert traffic(shapes(world, 4), way, rank, True) == backward.sent
+        assert traffic(shapes(world, 4), way, rank, False, dealt) == forward.sent
+        assert traffic(shapes(world, 4), way, rank, True, dealt) == backward.sent
 
 
 def test_traffic_of_neighbours() -> None:
@@ -48,19 +58,36 @@ def test_ways() -> None:
     assert ways(shapes(1, 1), 1, True) == [Way(1, False)]
 
 
+def dealt(world: int, rows: int, work: list[float] | None = None, in_order: bool = False) -> Deal:
+    """Of a mask of all pairs; or of ranks that see only their own keys, with this work."""
+    if work is None:
+        return deal(masks(world * rows)["all"], world, rows, in_order)
+    own = deal(masks(world * rows)["itself"], world, rows)
+    return own._replace(work=tuple(work), load=(sum(work) / world,) * world)
+
+
 def test_what_is_preferred() -> None:
     """Few ranks with few key heads gather keys; two nodes keep all-to-alls inside unless work decides."""
-    equal, causal = (1e7,) * 16, tuple(float(2 * i + 1) * 1e9 for i in range(16))
-    assert fastest(shapes(2, 2, 18432), 2, False, (1e8,) * 2, 0.0).shared == 1
-    assert fastest(shapes(16, 8, 8192), 4, False, equal, 0.0) == Way(4, True)
-    assert fastest(shapes(16, 8, 8192), 4, False, causal, 0.0).beside is False
-    assert fastest(shapes(16, 8, 8192), 4, True, equal, 0.0) == Way(4, True)
+    two, many, later = shapes(2, 2, 18432), shapes(16, 8, 8192), [float(2 * i + 1) * 1e9 for i in range(16)]
+    assert fastest(two, 2, False, dealt(2, 18432)._replace(work=(1e8,) * 2, load=(1e8,) * 2)).shared == 1
+    everything = dealt(16, 8192)
+    equal = everything._replace(work=(1e7,) * 16, load=(1e7,) * 16)
+    assert fastest(many, 4, False, equal) == Way(4, True)
+    causal = everything._replace(work=tuple(later), load=(sum(later) / 16,) * 16)
+    assert fastest(many, 4, False, causal).beside is False
+    assert fastest(many, 4, True, equal) == Way(4, True)
+
+
+def test_documents_of_a_rank_share_no_heads() -> None:
+    """No rank sees a key of another: nothing is sent, on one node or two."""
+    assert fastest(shapes(16, 8, 8192), 4, False, dealt(16, 8192, [1e7] * 16)) == Way(1, False)
 
 
 def test_the_slowest_rank_decides() -> None:
-    few, many = (seconds(shapes(4, 4), Way(2, True), work, 0.0) for work in ([1e9] * 4, [2e9, 2e9, 0.0, 0.0]))
+    four, half = shapes(4, 4), [2e9, 2e9, 0.0, 0.0]
+    few, many = (seconds(four, Way(2, True), dealt(4, ROWS, work)) for work in ([1e9] * 4, half))
     assert many > 1.9 * few
-    assert seconds(shapes(4, 4), Way(1, False), [2e9, 2e9, 0.0, 0.0], 0.0) < many
+    assert seconds(four, Way(1, False), dealt(4, ROWS, half)) < many
 
 
 def test_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,151 @@
+"""Which rows ranks compute and which keys they read where heads are not shared."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from oracle import unions
+from torch import Tensor
+
+import attnforge
+from attnforge.runtime.distributed.deal import TILE, Deal, Runs, common, deal, dealt_spans, place_of, size_of
+from attnforge.runtime.distributed.shards import plain_spans
+
+CPU = torch.device("cpu")
+
+
+def masks(total: int) -> dict[str, attnforge.Spans]:
+    splits = [total // 3, total // 4, total - total // 3 - total // 4]
+    key = torch.arange(total, dtype=torch.int32)
+    last = total - total // 8
+    sizes = [total // 2, total // 8, total // 8, total - total // 2 - 2 * (total // 8)]
+    return {
+        "packed": attnforge.bagel.PackedMask([total], splits, ["full", "noise", "causal"], "cpu"),
+        "documents": attnforge.bagel.PackedMask(sizes, sizes, ["full", "causal", "causal", "full"], "cpu"),
+        "causal": plain_spans(True, total, CPU),
+        "none": plain_spans(False, total, CPU),
+        "one image": attnforge.Spans(
+            torch.where(key < last, key, last), torch.where(key < last, key + 1, total)
+        ),
+        "nothing": attnforge.Spans(key, key),
+        "unions": unions(total, total, 2, "cpu"),
+        "planes": unions(total, total, 3, "cpu", (2, 3)),
+    }
+
+
+def positions(runs: Runs) -> Tensor:
+    return torch.cat([torch.arange(*run) for run in runs])
+
+
+def padded(mask: attnforge.Spans, total: int, length: int) -> Tensor:
+    seen = mask.visible(total, total)
+    whole = torch.zeros(*seen.shape[:-2], length, length, dtype=torch.bool)
+    whole[..., :total, :total] = seen
+    return whole
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("world", [2, 4, 7, 64])
+@pytest.mark.parametrize("total", [1900, 1857])
+def test_each_pair_is_computed_once(world: int, total: int, in_order: bool) -> None:
+    """The parts' masks show what the whole's does, and no key that a rank's rows see is missing."""
+    rows = -(-total // world)
+    for name, mask in masks(total).items():
+        found = deal(mask, world, rows, in_order)
+        whole = padded(mask, total, world * rows)
+        assert torch.equal(positions(tuple(sorted(sum(found.computed, ())))), torch.arange(world * rows)), (
+            name
+        )
+        for rank in range(world):
+            queries, computed, keys = found.of(rank)
+            here, there = positions(queries), positions(keys)
+            hidden = torch.isin(here, positions(computed), invert=True)
+            expected = whole[..., here, :] & ~hidden[:, None]
+            local = dealt_spans(mask, found, rank).visible(len(here), len(there))
+            assert torch.equal(local, expected[..., there]), name
+            assert local.sum() == expected.sum(), f"{name}: a key is missing"
+            assert common(found.held[rank], keys) == found.held[rank]
+            assert in_order or common(found.held[rank], queries) == found.held[rank]
+            assert not in_order or (len(queries), keys) == (1, ((0, world * rows),))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("world", [2, 4, 7])
+def test_all_ranks_have_as_much_work(world: int, in_order: bool) -> None:
+    total = 40 * TILE * world
+    for name, mask in masks(total).items():
+        found = deal(mask, world, total // world, in_order)
+        mean = sum(found.load) / world
+        assert sum(found.load) == pytest.approx(sum(found.work))
+        assert max(found.load) <= 1.04 * mean, (name, found.load)
+
+
+def test_work_is_of_whole_tiles() -> None:
+    """One key for a row costs as much as for its whole tile."""
+    key = torch.arange(4 * TILE, dtype=torch.int32)
+    found = deal(attnforge.Spans(key, key + 1), 2, 2 * TILE)
+    assert found.work == found.load == (2 * TILE * TILE,) * 2
+
+
+def test_rows_that_are_balanced_stay() -> None:
+    found = deal(plain_spans(False, 64, CPU), 4, 16)
+    assert found.computed == found.queries == found.held
+    assert deal(plain_spans(False, 64, CPU), 4, 16, in_order=True).computed == found.held
+    first = torch.zeros(64, dtype=torch.int32)
+    alone = deal(attnforge.Spans(first, first + 1), 64, 1, in_order=True).computed
+    assert alone == tuple((run,) for run in pairwise(range(65))), "a row each at least"
+
+
+def test_the_end_with_fewer_rows_is_given() -> None:
+    """Under a causal mask the last ranks give their last rows, which see most, straight to the first ranks."""
+    found = deal(plain_spans(True, 64 * TILE, CPU), 4, 16 * TILE)
+    for rank in (2, 3):
+        ((first, last),) = found.computed[rank]
+        assert first == found.held[rank][0][0]
+        assert last < found.held[rank][0][1]
+    given = [run for rank in (0, 1) for run in found.computed[rank][1:]]
+    assert min(first for first, _ in given) > 32 * TILE
+    assert size_of(tuple(given)) < 16 * TILE
+    assert all(len(runs) > 1 for runs in found.computed[:2])
+
+
+def test_only_keys_that_are_seen_are_fetched() -> None:
+    sizes = [1024, 1024, 1024, 1024]
+    documents = attnforge.bagel.PackedMask(sizes, sizes, ["causal"] * 4, "cpu")
+    found = deal(documents, 2, 2048)
+    assert found.fetched(found.keys).tolist() == [[0, 0], [0, 0]]
+    sizes = [1920, 256, 1920]
+    across = attnforge.bagel.PackedMask(sizes, sizes, ["causal"] * 3, "cpu")
+    found = deal(across, 2, 2048)
+    assert found.keys == (((0, 2048),), ((1920, 2048), (2048, 4096)))
+
+
+def test_places() -> None:
+    runs = ((10, 20), (40, 50))
+    assert place_of((12, 15), runs) == (2, 5)
+    assert place_of((40, 50), runs) == (10, 20)
+    with pytest.raises(ValueError, match="not in one of"):
+        place_of((15, 45), runs)
+    assert common(((0, 12), (18, 45)), runs) == ((10, 12), (18, 20), (40, 45))
+
+
+def test_many_masks_at_random() -> None:
+    """Documents of any lengths, given away by several ranks to several others."""
+    generator = torch.Generator().manual_seed(1)
+    for world, _ in product((3, 8), range(20)):
+        rows = 5 * TILE
+        sizes = torch.randint(1, 3 * rows, (40,), generator=generator).tolist()
+        ends = torch.tensor(sizes).cumsum(0).clamp(max=world * rows)
+        key = torch.arange(world * rows)
+        end = ends[torch.searchsorted(ends, key, right=True).clamp(max=39)]
+        mask = attnforge.Spans(key.int(), end.int())
+        found: Deal = deal(mask, world, rows)
+        assert torch.equal(positions(tuple(sorted(sum(found.computed, ())))), key)
+        assert max(found.load) <= 1.05 * sum(found.load) / world + 2 * 3 * rows
+        seen = 0
+        for rank in range(world):
+            queries, _, keys = found.of(rank)
+            seen += int(dealt_spans(mask, found, rank).visible(size_of(queries), size_of(keys)).sum())
+        assert seen == int((end - key).clamp(min=0).sum())
