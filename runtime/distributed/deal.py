@@ -24,6 +24,7 @@ Numbers = npt.NDArray[np.int64]
 
 TILE = 128  # rows of a forward's tile, or a multiple of a backward's
 BLOCK = 64  # keys that are looked at together
+GAP = 512  # keys between two runs that are not worth a transfer of their own
 SLACK = 1.03  # of the mean work, that the busiest rank may have before rows move
 LITTLE = 0.01  # of the mean work, that is not worth a transfer
 
@@ -145,7 +146,7 @@ def _with_block(runs: Runs, block: Runs) -> Runs:
 def _keys_of(
     computed: tuple[Runs, ...], starts: Numbers, ends: Numbers, world: int, rows: int
 ) -> tuple[Runs, ...]:
-    """Keys of each rank: its block, and from every other block those from the first to the last that its rows see."""
+    """Keys of each rank: its block, and of the others' what its rows see, with gaps of less than `GAP` filled."""
     length, seen = world * rows, starts < ends
     low, high = np.full(length, length), np.zeros(length, np.int64)  # of all intervals of a key
     low[: starts.shape[1]] = np.where(seen, starts, length).min(0)
@@ -157,16 +158,12 @@ def _keys_of(
         needed = np.zeros(len(places), bool)
         for first, last in runs:
             needed |= (low < last) & (high > first)
-        mine = []
-        for block in range(world):
-            begin, end = block * rows, (block + 1) * rows
-            if block != rank:
-                at = begin // BLOCK + np.flatnonzero(needed[begin // BLOCK : -(-end // BLOCK)])
-                if not len(at):
-                    continue
-                begin, end = max(begin, int(at[0]) * BLOCK), min(end, (int(at[-1]) + 1) * BLOCK)
-            mine.append((begin, end))
-        found.append(tuple(mine))
+        mine: list[Run] = [(rank * rows, (rank + 1) * rows)]
+        at = np.flatnonzero(needed)
+        for run in np.split(at, np.flatnonzero(np.diff(at) > GAP // BLOCK) + 1) if len(at) else ():
+            first, last = int(run[0]) * BLOCK, min(int(run[-1] + 1) * BLOCK, length)
+            mine += [(first, min(last, rank * rows)), (max(first, (rank + 1) * rows), last)]
+        found.append(tuple(sorted(run for run in mine if run[0] < run[1])))
     return tuple(found)
 
 
