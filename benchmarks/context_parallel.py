@@ -32,7 +32,7 @@ from attnforge.bagel.workloads import workload
 
 HEADS_Q, HEADS_KV, DIM = 28, 4, 128
 ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"pieces": 2}, {"heads": 2})
-REPEATS, ROUNDS = 5, 6
+REPEATS, ROUNDS = 10, 5
 
 
 def long_pack(tokens: int, device: str = "cuda") -> attnforge.bagel.PackedMask:
