@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -196,7 +197,9 @@ class Run:
         for problem, note in self._notes():
             numbers = (str(note.get(key, "")) for key in ("variants", "seconds"))
             winner = note.get("stays") or note.get("winner") or note["failed"]
-            table.add_row(str(problem), winner, speed(note["tflops"]) if "tflops" in note else "", *numbers)
+            table.add_row(
+                str(problem), knobs(winner), speed(note["tflops"]) if "tflops" in note else "", *numbers
+            )
         console.print(table)
         echo(f"winners are in {short_path(self.out)}")
 
@@ -205,6 +208,12 @@ class Run:
             note = self.claims.note(problem.slug)
             if note is not None:
                 yield problem, note
+
+
+def knobs(winner: str) -> str:
+    """What a winner's name says beyond the problem: `m192 n80 s3` of `fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3`."""
+    found = re.search(r"_a\d+_(.*)", winner)
+    return found[1].replace("_", " ") if found else winner
 
 
 def summary(note: Mapping[str, Any]) -> str:
