@@ -6,14 +6,15 @@ No GPU is used. Each rank runs runtime/distributed/ in turn, in a process group 
 that compute nothing; what it would send to whom, and the visible pairs of its kernels, are recorded. A model turns
 these into time:
 
-    a collective takes a latency + the bytes that leave a GPU / the bandwidth of the link, NVLink inside a node and a
-    network port for each GPU between nodes, whichever takes longer; a kernel takes one GPU's time times its share of
+    a launch of NCCL takes a latency + the bytes that leave a GPU / the bandwidth of the link, NVLink inside a node and
+    a network port for each GPU between nodes, whichever takes longer; a kernel takes one GPU's time times its share of
     the pairs; nothing overlaps (pieces=1).
 
 context_parallel chooses U by the same model (runtime/distributed/cost.py).
 
-NVLink's bandwidth and the latency are fitted to the measured times of 2 and 4 H200s below; the rows of these show how
-far the model is off. The network's bandwidth is nine tenths of the data sheet's, and its rows have not been measured.
+NVLink's bandwidth and the latency are fitted to the measured times of 2 H200s below, without and with shared heads; the
+rows of these show how far the model is off. The network's bandwidth is nine tenths of the data sheet's. Rows of more
+GPUs have not been measured.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ import attnforge
 from attnforge.bagel.workloads import workload
 from attnforge.runtime import ops
 from attnforge.runtime.distributed import exchange
-from attnforge.runtime.distributed.cost import Links, Way
+from attnforge.runtime.distributed.cost import Way
+from attnforge.runtime.distributed.links import Links
 from attnforge.runtime.masks import Spans
 
-# Milliseconds (forward, both passes) by tokens and GPUs: docs/recipes/context_parallel.md, one piece, shared heads.
+# Milliseconds (forward, both passes) by tokens, GPUs and U: docs/recipes/context_parallel.md, one piece.
 MEASURED = {
-    (36864, 1): (3.51, 15.43),
-    (36864, 2): (2.84, 9.43),
-    (36864, 4): (1.59, 4.95),
-    (131072, 1): (11.35, 46.32),
-    (131072, 2): (8.90, 28.61),
-    (131072, 4): (4.81, 14.63),
+    (36864, 1, 1): (3.36, 14.65),
+    (36864, 2, 1): (2.09, 7.41),
+    (36864, 2, 2): (2.76, 8.84),
+    (131072, 1, 1): (10.47, 45.24),
+    (131072, 2, 1): (5.65, 23.07),
+    (131072, 2, 2): (8.18, 29.67),
 }
 
 
@@ -196,11 +198,11 @@ def predict(
     return times[0], sum(times)
 
 
-def fit(simulated: dict[tuple[int, int], list[tuple[Load, Load]]], pairs: dict[int, float]) -> Links:
-    """NVLink's bandwidth and the latency that give the measured times of 2 and 4 GPUs, by least squares of ratios."""
+def fit(simulated: dict[tuple[int, int, int], list[tuple[Load, Load]]], pairs: dict[int, float]) -> Links:
+    """NVLink's bandwidth and the latency that give the measured times of 2 GPUs, by least squares of ratios."""
     rows, rest = [], []
-    for (tokens, world), loads in simulated.items():
-        one, measured = MEASURED[tokens, 1], MEASURED[tokens, world]
+    for (tokens, world, shared), loads in simulated.items():
+        one, measured = MEASURED[tokens, 1, 1], MEASURED[tokens, world, shared]
         for i, (whole, time) in enumerate(
             ((one[0], measured[0]), (one[1] - one[0], measured[1] - measured[0]))
         ):
@@ -221,26 +223,26 @@ def main() -> None:
     options = parser.parse_args()
     masks = {36864: workload("pretrain/0").mask("cpu"), 131072: long_pack(131072, "cpu")}
     pairs = {tokens: pairs_of(mask, tokens, tokens) * HEADS_Q for tokens, mask in masks.items()}
-    shared = {
-        (tokens, world): simulate(masks[tokens], tokens, world, options.node, world)[1]
-        for tokens, world in MEASURED
+    known = {
+        (tokens, world, shared): simulate(masks[tokens], tokens, world, options.node, shared)[1]
+        for tokens, world, shared in MEASURED
         if world > 1
     }
-    links = fit(shared, pairs)
+    links = fit(known, pairs)
     print(
-        f"fitted to 2 and 4 GPUs: NVLink {links.near / 1e9:.0f} GB/s a direction, {links.latency * 1e6:.0f} us a "
-        f"collective; network {links.far / 1e9:.0f} GB/s a GPU, nodes of {options.node}"
+        f"fitted to 2 GPUs: NVLink {links.near / 1e9:.0f} GB/s a direction, {links.latency * 1e6:.0f} us a launch; "
+        f"network {links.far / 1e9:.0f} GB/s a GPU, nodes of {options.node}"
     )
     print("| tokens | GPUs | U | fwd ms | fwd+bwd ms | speed-up fwd | both | measured fwd | both |")
     print("|---|---|---|---|---|---|---|---|---|")
     for tokens in options.tokens:
-        one = MEASURED[tokens, 1]
+        one = MEASURED[tokens, 1, 1]
         for world in options.ranks:
-            for heads in (world, None) if (tokens, world) in MEASURED else (None,):
+            for heads in (None, *((world,) if (tokens, world, world) in MEASURED else ())):
                 way, loads = simulate(masks[tokens], tokens, world, options.node, heads)
                 forward, both = predict(loads, links, one, pairs[tokens])
-                known = MEASURED[tokens, world] if heads else None
-                measured = f"{known[0]:.2f} | {known[1]:.2f}" if known else " | "
+                found = MEASURED.get((tokens, world, way.shared))
+                measured = f"{found[0]:.2f} | {found[1]:.2f}" if found else " | "
                 division = f"{way.shared}{', neighbours' if way.beside else ''}"
                 print(
                     f"| {tokens} | {world} | {division} | {forward:.2f} | {both:.2f} | "

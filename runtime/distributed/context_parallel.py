@@ -32,9 +32,10 @@ from torch.nn.functional import pad
 from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
 from attnforge.runtime.dispatch import SCORE_GRADIENTS_IN_ANY_ORDER
-from attnforge.runtime.distributed.cost import Shapes, Way, fastest, nodes_of
+from attnforge.runtime.distributed.cost import Shapes, Way, fastest
 from attnforge.runtime.distributed.deal import Deal, deal, dealt_spans, size_of
 from attnforge.runtime.distributed.exchange import Attention, Call, all_gather, cut
+from attnforge.runtime.distributed.links import nodes_of
 from attnforge.runtime.distributed.parts import (
     Place,
     expect_few_tensors,
@@ -326,13 +327,13 @@ class ContextParallel:
             known = self._deals.get(mask)
             if known is None or known[0] != key:
                 self._join(device)
-                self._deals[mask] = known = (key, deal(mask, self.world, rows, in_order))
+                self._deals[mask] = known = (key, deal(mask, self._nodes, rows, in_order))
             return known[1]
         key = (isinstance(mask, Causal), *key)
         if key not in self._plain_deals:
             self._join(device)
             plain = plain_spans(isinstance(mask, Causal), total, torch.device("cpu"))
-            self._plain_deals = {key: deal(plain, self.world, rows, in_order)}
+            self._plain_deals = {key: deal(plain, self._nodes, rows, in_order)}
         return self._plain_deals[key]
 
     def _join(self, device: torch.device) -> None:

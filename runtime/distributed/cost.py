@@ -8,8 +8,6 @@ with measured times; the recorded bytes of its simulation are those that `traffi
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from attnforge.runtime.distributed.deal import Deal, Numbers
+from attnforge.runtime.distributed.links import FLOP, RATE, Links
 from attnforge.runtime.distributed.shards import divide
 
-RATE = 600e12  # FLOP a second of a GPU's kernels, forward and backward together
-BOTH_PASSES = 3.5  # FLOP of forward and backward over those of the forward
 NEARLY = 1.02  # times that differ by less are taken for equal
 
 # (all-to-all group of a rank, its all-gather group), which the model asks for again and again.
@@ -41,21 +38,6 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Links:
-    """Bytes a second that leave a GPU, inside a node and to other nodes; seconds before a collective moves anything.
-
-    As fitted to 2 and 4 H200s, and nine tenths of 400 Gbit/s.
-    """
-
-    near: float = 216e9
-    far: float = 45e9
-    latency: float = 41e-6
-
-    def seconds(self, near: float, far: float, collectives: int) -> float:
-        return collectives * self.latency + max(near / self.near, far / self.far)
-
-
-@dataclass(frozen=True)
 class Shapes:
     """Of a call: batch, rows of a rank, heads, columns (mean of q and v), bytes of an element, node of each rank."""
 
@@ -70,15 +52,6 @@ class Shapes:
     @property
     def world(self) -> int:
         return len(self.nodes)
-
-
-def nodes_of(ranks: Sequence[int]) -> tuple[int, ...]:
-    """The node of each rank, where torchrun says that all nodes have equally many ranks; else one node for all."""
-    size, nodes, world = (
-        int(os.environ.get(f"{name}WORLD_SIZE", 0) or 0) for name in ("LOCAL_", "GROUP_", "")
-    )
-    known = 0 < size * nodes == world
-    return tuple(rank // size if known else 0 for rank in ranks)
 
 
 def ways(shapes: Shapes, most: int, in_order: bool) -> list[Way]:
@@ -156,7 +129,7 @@ def seconds(shapes: Shapes, way: Way, dealt: Deal) -> float:
     else:
         teams = {_groups(s.world, way.shared, rank, way.beside)[0] for rank in range(s.world)}
         slowest = max(sum(dealt.work[block] for block in team) for team in teams) / way.shared
-    kernels = BOTH_PASSES * 4 * s.dim * s.batch * s.heads_q * slowest / RATE
+    kernels = FLOP * s.dim * s.batch * s.heads_q * slowest / RATE
     return kernels + _exchange(s, way, dealt)
 
 

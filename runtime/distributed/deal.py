@@ -1,14 +1,16 @@
 """Which rows each rank computes, and which keys it reads for them, where ranks do not share heads (U = 1).
 
 Ranks hold equally many rows, but under a mask these are not the same work. A rank with more than the mean gives the
-rows at one end of its block, whichever has fewer for this work, to ranks with less. Under a mask of documents most keys
-that a rank's rows see are its own, so that only the others are fetched.
+rows at one end of its block, whichever has fewer for this work, to ranks with less: all of them, or those of its node,
+or none, whichever is the fastest by a model of links. Under a mask of documents most keys that a rank's rows see are
+its own, so that only the others are fetched.
 
 Work is counted in visible pairs of whole tiles of `TILE` rows, as kernels compute them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnforge.runtime.distributed import links
 from attnforge.runtime.masks import Spans
 
 Run = tuple[int, int]  # rows [first, last) of the whole
@@ -58,11 +61,12 @@ class Deal(NamedTuple):
         return rows
 
 
-def deal(mask: Spans, world: int, rows: int, in_order: bool = False) -> Deal:
-    """The deal of `world` blocks of `rows` rows; reads the mask from its device.
+def deal(mask: Spans, nodes: Sequence[int], rows: int, in_order: bool = False) -> Deal:
+    """The deal of a block of `rows` rows for each rank, of which `nodes` has the nodes; reads the mask from its device.
 
     in_order: each rank computes one run of rows and reads all keys, as functions of positions need it.
     """
+    world = len(nodes)
     length, total = world * rows, mask.seq_k
     starts, ends = (x.cpu().numpy().reshape(-1, total).clip(0, total) for x in (mask.starts, mask.ends))
     planes = mask.planes[0] * mask.planes[1]
@@ -75,14 +79,13 @@ def deal(mask: Spans, world: int, rows: int, in_order: bool = False) -> Deal:
     if work.max() * world <= SLACK * done[-1]:
         computed = held
     else:
-        computed = _cut(done, world) if in_order else _give(done, work, rows)
+        computed = _cut(done, world) if in_order else _fastest(done, work, rows, nodes)
     if in_order:
         queries, keys = computed, (((0, length),),) * world
     else:
         queries = tuple(_with_block(runs, block) for runs, block in zip(computed, held, strict=True))
         keys = _keys_of(computed, starts, ends, world, rows)
-    load = [sum(done[last] - done[first] for first, last in runs) for runs in computed]
-    of_head = (tuple((np.array(x) / planes).tolist()) for x in (work, load))
+    of_head = (tuple((x / planes).tolist()) for x in (work, _load(done, computed)))
     return Deal(held, queries, computed, keys, *of_head)
 
 
@@ -105,31 +108,62 @@ def _cut(done: Numbers, world: int) -> tuple[Runs, ...]:
     return tuple((run,) for run in pairwise(edges))
 
 
-def _give(done: Numbers, work: Numbers, rows: int) -> tuple[Runs, ...]:
-    """Each rank's block without what it gives, and what it is given."""
-    mean = work.mean()
-    over = np.where(work > (1 + LITTLE) * mean, work - mean, 0)
-    takers = np.flatnonzero(work < mean).tolist()
-    lacks = (mean - work) * (over.sum() / (mean - work)[takers].sum())  # as much as is given
+def _load(done: Numbers, computed: tuple[Runs, ...]) -> Numbers:
+    """Pairs of what each rank computes."""
+    return np.array([sum(int(done[last] - done[first]) for first, last in runs) for runs in computed])
+
+
+def _fastest(done: Numbers, work: Numbers, rows: int, nodes: Sequence[int]) -> tuple[Runs, ...]:
+    """No rows move, or between ranks of a node, or between all: what takes the least time by the model of links."""
+    of_node = np.array(nodes)
+    groups = [np.flatnonzero(of_node == node) for node in dict.fromkeys(nodes)]
+    found: list[tuple[Runs, ...]] = [_give(done, work, rows, [])]
+    found.append(_give(done, work, rows, groups))
+    if len(groups) > 1:
+        found.append(_give(done, work, rows, [np.arange(len(nodes))]))
+    return min(found, key=lambda computed: _seconds(done, computed, rows, of_node))
+
+
+def _seconds(done: Numbers, computed: tuple[Runs, ...], rows: int, of_node: Numbers) -> float:
+    """Of both passes, a column of a head, with the rows of q, out, dout and dq that move, 16 bits each."""
+    moved = np.zeros((len(computed), 2))  # rows that leave or enter a rank: inside its node, to others
+    for rank, runs in enumerate(computed):
+        for first, last in runs:
+            owner = first // rows
+            if owner != rank:
+                moved[[rank, owner], int(of_node[rank] != of_node[owner])] += last - first
+    near, far = (moved * 8 / (links.Links.near, links.Links.far)).max(0)
+    return float(links.FLOP * _load(done, computed).max() / links.RATE + max(near, far))
+
+
+def _give(done: Numbers, work: Numbers, rows: int, groups: Sequence[Numbers]) -> tuple[Runs, ...]:
+    """Each rank's block without what it gives, and what it is given; ranks give to those of their group."""
     found: list[list[Run]] = [[] for _ in work]
-    for rank, surplus in enumerate(over.tolist()):
-        kept, (first, last) = _end(done, rank * rows, (rank + 1) * rows, surplus)
-        found[rank].append(kept)
-        while first < last:
-            while len(takers) > 1 and lacks[takers[0]] <= LITTLE * mean:
-                del takers[0]
-            enough = int(np.searchsorted(done, done[first] + lacks[takers[0]]))
-            until = last if len(takers) == 1 else min(max(enough, first + 1), last)
-            lacks[takers[0]] -= done[until] - done[first]
-            found[takers[0]].append((first, until))
-            first = until
-    return tuple(tuple(sorted(runs)) for runs in found)
+    kept: list[Run] = [(rank * rows, (rank + 1) * rows) for rank in range(len(work))]
+    for group in groups:
+        mean = work[group].mean()
+        over = {rank: float(work[rank] - mean) for rank in group.tolist() if work[rank] > (1 + LITTLE) * mean}
+        takers = [rank for rank in group.tolist() if work[rank] < mean]
+        share = sum(over.values()) / max(
+            1.0, sum(mean - work[rank] for rank in takers)
+        )  # as much as is given
+        lacks = {rank: float(mean - work[rank]) * share for rank in takers}
+        for rank, surplus in over.items():
+            kept[rank], (first, last) = _end(done, kept[rank], surplus)
+            while first < last:
+                while len(takers) > 1 and lacks[takers[0]] <= LITTLE * mean:
+                    del takers[0]
+                enough = int(np.searchsorted(done, done[first] + lacks[takers[0]]))
+                until = last if len(takers) == 1 else min(max(enough, first + 1), last)
+                lacks[takers[0]] -= done[until] - done[first]
+                found[takers[0]].append((first, until))
+                first = until
+    return tuple(tuple(sorted((own, *given))) for own, given in zip(kept, found, strict=True))
 
 
-def _end(done: Numbers, first: int, last: int, surplus: float) -> tuple[Run, Run]:
+def _end(done: Numbers, block: Run, surplus: float) -> tuple[Run, Run]:
     """(what a rank keeps of its block, the fewest rows at one end of it with this work)."""
-    if surplus <= 0:
-        return (first, last), (first, first)
+    first, last = block
     early = int(np.searchsorted(done, done[first] + surplus))
     late = int(np.searchsorted(done, done[last] - surplus, side="right")) - 1
     early, late = min(early, last - 1), max(late, first + 1)

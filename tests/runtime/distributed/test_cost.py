@@ -10,8 +10,9 @@ from context_parallel import DIM, HEADS_KV, HEADS_Q
 from context_parallel_model import simulate
 
 import attnforge
-from attnforge.runtime.distributed.cost import Shapes, Way, fastest, nodes_of, seconds, traffic, ways
+from attnforge.runtime.distributed.cost import Shapes, Way, fastest, seconds, traffic, ways
 from attnforge.runtime.distributed.deal import Deal, deal
+from attnforge.runtime.distributed.links import nodes_of
 
 ROWS = 8  # of a rank
 
@@ -35,7 +36,7 @@ def test_traffic_is_what_the_code_sends(world: int, heads: int, name: str) -> No
     mask = masks(world * ROWS)[name]
     way, loads = simulate(mask, world * ROWS, world, 4, heads)
     assert way.shared == heads
-    dealt = deal(mask, world, ROWS) if heads == 1 else None
+    dealt = deal(mask, shapes(world, 4).nodes, ROWS) if heads == 1 else None
     for rank, (forward, backward) in enumerate(loads):
         assert traffic(shapes(world, 4), way, rank, False, dealt) == forward.sent
         assert traffic(shapes(world, 4), way, rank, True, dealt) == backward.sent
@@ -61,8 +62,8 @@ def test_ways() -> None:
 def dealt(world: int, rows: int, work: list[float] | None = None, in_order: bool = False) -> Deal:
     """Of a mask of all pairs; or of ranks that see only their own keys, with this work."""
     if work is None:
-        return deal(masks(world * rows)["all"], world, rows, in_order)
-    own = deal(masks(world * rows)["itself"], world, rows)
+        return deal(masks(world * rows)["all"], (0,) * world, rows, in_order)
+    own = deal(masks(world * rows)["itself"], (0,) * world, rows)
     return own._replace(work=tuple(work), load=(sum(work) / world,) * world)
 
 
