@@ -13,7 +13,7 @@ expert (Tg, hidden), in the order of `Shared`. Only attention needs all rows in 
     x = x + mlp(x)                                     RMSNorm, SwiGLU
 
 With our operator, the second line and the way from experts' rows to the pack's order are one kernel (`qk_norm_rope`).
-SwiGLU is one kernel a direction on a GPU where torch.compile can make it (`swiglu`).
+SwiGLU is one kernel a direction on a GPU where there is a Triton (`swiglu`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""SwiGLU's activation, silu(gate) * up: one kernel a direction where torch.compile can make it, else torch's own.
+"""SwiGLU's activation, silu(gate) * up: one kernel a direction where there is a Triton, else torch's own.
 
 Autograd of the plain expression keeps gate, up and silu(gate), and its five kernels read and write 14 tensors; here
-gate and up are kept, and two kernels read and write 8. An operator, because torch.compile does nothing under the
-dispatch modes of selective checkpointing, which see operators as one call.
+gate and up are kept, and two kernels read and write 8. Operators, which selective checkpointing sees as one call.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,24 +33,26 @@ def _back(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)  # packs differ in length
+def _kernels() -> ModuleType | None:
+    """swiglu_triton.py, where there is a Triton."""
+    found = importlib.util.find_spec("triton") is not None
+    return importlib.import_module("attnforge.bagel.mot.swiglu_triton") if found else None
 
 
-def _fastest(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
-    """`function`, compiled where x is on a GPU and there is a Triton."""
-    if x.is_cuda and x.numel() and importlib.util.find_spec("triton") is not None:
-        return _compiled(function)
-    return function
+def _fit(*tensors: Tensor) -> bool:
+    """Whether the kernels take them; others take torch's."""
+    return all(x.is_cuda and x.numel() and x.is_contiguous() and x.dtype.itemsize < 8 for x in tensors)
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    result: Tensor = _fastest(_ahead, gate)(gate, up)
+    kernels = _kernels() if _fit(gate, up) else None
+    result: Tensor = _ahead(gate, up) if kernels is None else kernels.forward(gate, up)
     return result
 
 
 def _backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = _fastest(_back, gate)(dout, gate, up)
+    kernels = _kernels() if _fit(dout, gate, up) else None
+    dgate, dup = (_back if kernels is None else kernels.backward)(dout, gate, up)
     return dgate, dup
 
 
