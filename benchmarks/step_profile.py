@@ -39,7 +39,7 @@ GROUPS = (
     ("attention forward", r"attnforge|flex_attention|fmha_cutlassF|flash_fwd"),
     ("matmul", r"nvjet|gemm|xmma|cublas|splitK"),
     ("norms", r"rms_?norm|layer_?norm|GammaBeta|RowwiseMoments|cuComputeGradInput"),
-    ("activation", r"silu|sigmoid"),
+    ("activation", r"swiglu|silu|sigmoid"),
     ("gather, scatter, copy", r"index|gather|scatter|Cat(Array)?|copy|Memcpy|clone|roll|repeat"),
     ("fill", r"Memset|fill"),
     ("elementwise", r"elementwise|reduce_kernel|triton_"),

@@ -18,7 +18,7 @@ BLOCK = 2048  # elements of a program; 1024 to 8192 are as fast
 
 
 @triton.jit
-def _forward(gate, up, out, count, BLOCK: tl.constexpr):
+def swiglu_forward(gate, up, out, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = place < count
     x = tl.load(gate + place, real).to(tl.float32)
@@ -27,7 +27,7 @@ def _forward(gate, up, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
+def swiglu_backward(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = place < count
     d = tl.load(dout + place, real).to(tl.float32)
@@ -42,7 +42,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of contiguous tensors of one shape, in float32 inside."""
     out = torch.empty_like(gate)
     with torch.cuda.device(gate.device):
-        _forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK)
+        swiglu_forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK)
     return out
 
 
@@ -50,5 +50,5 @@ def backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     with torch.cuda.device(gate.device):
-        _backward[(triton.cdiv(gate.numel(), BLOCK),)](dout, gate, up, dgate, dup, gate.numel(), BLOCK)
+        swiglu_backward[(triton.cdiv(gate.numel(), BLOCK),)](dout, gate, up, dgate, dup, gate.numel(), BLOCK)
     return dgate, dup

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnforge.bagel.commands.tune import Place, place
+from attnforge.bagel.commands.tune import Place, knobs, place
 from attnforge.bagel.measure.tuning_set import chosen
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime import tables
@@ -27,6 +27,11 @@ SMALL = (
     "--direction",
     "fwd",
 )
+
+
+def test_knobs_of_a_winner() -> None:
+    assert knobs("fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_h2") == "m192 n80 s3 p1 h2"
+    assert knobs("none of 3 variants worked") == "none of 3 variants worked"
 
 
 @pytest.mark.parametrize(

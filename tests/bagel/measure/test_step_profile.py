@@ -15,6 +15,7 @@ NAMES = {
     "attnforge_fwd_sm90a_bf16_d128_spans": "attention forward",
     "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT": "matmul",
     "triton_poi_fused_mul_silu_0": "activation",
+    "swiglu_backward": "activation",
     "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>": "elementwise",
     "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>": "gather, scatter, copy",
     "void at::native::(anonymous namespace)::cuComputePartGradGammaBeta<float>": "norms",
