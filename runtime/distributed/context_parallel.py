@@ -101,7 +101,6 @@ class ContextParallel:
         self._heads, self._pieces = heads, pieces
         self._nodes = nodes_of(dist.get_process_group_ranks(self._group))
         self._joined = set[torch.device]()
-        self._last_way: tuple[Any, Way] = (None, Way(1, False))
         self._layouts: dict[Way, Layout] = {}
         self._plain: dict[Any, Spans] = {}
         self._plain_deals: dict[Any, Deal] = {}
@@ -363,10 +362,7 @@ class ContextParallel:
             return unknown
         dim = (q.shape[3] + v.shape[3]) / 2
         shapes = Shapes(q.shape[0], q.shape[2], q.shape[1], heads_kv, dim, q.element_size(), self._nodes)
-        key = (shapes, most, found)
-        if key != self._last_way[0]:  # layers ask alike
-            self._last_way = (key, fastest(shapes, most, in_order, found))
-        return self._last_way[1]
+        return fastest(shapes, most, in_order, found)
 
     def _layout(self, way: Way) -> Layout:
         if way not in self._layouts:

@@ -133,6 +133,7 @@ def seconds(shapes: Shapes, way: Way, dealt: Deal) -> float:
     return kernels + _exchange(s, way, dealt)
 
 
+@lru_cache(maxsize=256)  # layers of a step ask alike
 def fastest(shapes: Shapes, most: int, in_order: bool, dealt: Deal) -> Way:
     """The way that takes the least time; of nearly equal ones the first, which shares more heads."""
     times = [(seconds(shapes, way, dealt), way) for way in ways(shapes, most, in_order)]
