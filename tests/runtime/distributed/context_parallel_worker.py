@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
-from attnforge.runtime.distributed import links
+from attnforge.runtime.distributed import deal, links
 from attnforge.runtime.distributed.cost import Way
 from attnforge.runtime.ops import Mask
 from attnforge.runtime.search.reference import reference
@@ -363,7 +363,9 @@ def main() -> None:
     world, cpu = int(os.environ["WORLD_SIZE"]), name == "cpu"
     device = torch.device(name if cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     torch.set_num_threads(1)
-    links.RATE = 1e6  # as if kernels were slow, so that rows of these short sequences move, too
+    # As if kernels were slow and had small tiles, so that rows of these short sequences move, too.
+    links.RATE = 1e6
+    deal.TILE, deal.BLOCK, deal.GAP = 4, 4, 16
     if not cpu:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if cpu else "nccl")

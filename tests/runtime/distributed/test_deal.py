@@ -97,6 +97,18 @@ def test_work_is_of_whole_tiles() -> None:
     assert found.work == found.load == (2 * TILE * TILE,) * 2
 
 
+def test_work_is_of_one_head() -> None:
+    one = plain_spans(True, 4 * TILE, CPU)
+    starts, ends = (x.expand(2, 3, 1, -1) for x in (one.starts, one.ends))
+    assert deal(attnforge.Spans(starts, ends), (0, 0), 2 * TILE).work == deal(one, (0, 0), 2 * TILE).work
+
+
+def test_an_empty_interval_fetches_nothing() -> None:
+    key = torch.arange(4 * TILE, dtype=torch.int32)
+    gone = attnforge.Spans(torch.where(key % 2 == 0, key, 0), torch.where(key % 2 == 0, key + 1, 0))
+    assert not deal(gone, (0, 0), 2 * TILE).fetched(deal(gone, (0, 0), 2 * TILE).keys).any()
+
+
 def test_rows_that_are_balanced_stay() -> None:
     found = deal(plain_spans(False, 64, CPU), (0,) * 4, 16)
     assert found.computed == found.queries == found.held
@@ -134,10 +146,12 @@ def test_rows_with_few_pairs_stay() -> None:
     """To move a row over NVLink takes as long as 1600 of its pairs, and to another node as long as 7600."""
     block = 64 * TILE
     for pairs, moves in ((1000, False), (3000, True)):
-        key = torch.arange(2 * block, dtype=torch.int32)
+        key = torch.arange(4 * block, dtype=torch.int32)
         band = attnforge.Spans(key, torch.where(key < block, key + pairs, key))
-        assert (deal(band, (0, 0), block).computed != deal(band, (0, 0), block).held) == moves
-        assert deal(band, (0, 1), block).computed == deal(band, (0, 1), block).held
+        for nodes in ((0, 0), (0, 0, 0, 0)):  # to three others the giver sends what each of them gets
+            rows = 4 * block // len(nodes)
+            assert (deal(band, nodes, rows).computed != deal(band, nodes, rows).held) == moves
+        assert deal(band, (0, 1), 2 * block).computed == deal(band, (0, 1), 2 * block).held
 
 
 def test_nodes_keep_their_rows() -> None:
