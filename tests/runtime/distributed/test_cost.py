@@ -32,7 +32,12 @@ def masks(length: int) -> dict[str, attnforge.Spans]:
 
 @pytest.mark.parametrize("name", ["itself", "causal", "all"])
 @pytest.mark.parametrize(("world", "heads"), [(4, 1), (4, 2), (4, 4), (8, 4), (8, 2), (8, 1)])
-def test_traffic_is_what_the_code_sends(world: int, heads: int, name: str) -> None:
+def test_traffic_is_what_the_code_sends(
+    world: int, heads: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, value in (("TILE", 2), ("BLOCK", 2), ("GAP", 2)):  # of a few rows, too
+        monkeypatch.setattr(f"attnforge.runtime.distributed.deal.{number}", value)
+    monkeypatch.setattr("attnforge.runtime.distributed.links.RATE", 1e6)  # so that rows move
     mask = masks(world * ROWS)[name]
     way, loads = simulate(mask, world * ROWS, world, 4, heads)
     assert way.shared == heads
@@ -88,7 +93,11 @@ def test_the_slowest_rank_decides() -> None:
     four, half = shapes(4, 4), [2e9, 2e9, 0.0, 0.0]
     few, many = (seconds(four, Way(2, True), dealt(4, ROWS, work)) for work in ([1e9] * 4, half))
     assert many > 1.9 * few
-    assert seconds(four, Way(1, False), dealt(4, ROWS, half)) < many
+    even = dealt(4, ROWS, half)
+    assert seconds(four, Way(1, False), even) < many
+    assert seconds(four, Way(1, False), even._replace(load=even.work)) > 1.9 * seconds(
+        four, Way(1, False), even
+    )
 
 
 def test_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

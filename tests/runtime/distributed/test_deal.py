@@ -99,8 +99,12 @@ def test_work_is_of_whole_tiles() -> None:
 
 def test_work_is_of_one_head() -> None:
     one = plain_spans(True, 4 * TILE, CPU)
-    starts, ends = (x.expand(2, 3, 1, -1) for x in (one.starts, one.ends))
-    assert deal(attnforge.Spans(starts, ends), (0, 0), 2 * TILE).work == deal(one, (0, 0), 2 * TILE).work
+    starts = one.starts.expand(1, 2, 1, -1)
+    mask = attnforge.Spans(
+        starts, torch.stack((one.ends, one.starts))[None, :, None]
+    )  # one head sees nothing
+    assert mask.planes == (1, 2)
+    assert 2 * sum(deal(mask, (0, 0), 2 * TILE).work) == sum(deal(one, (0, 0), 2 * TILE).work)
 
 
 def test_an_empty_interval_fetches_nothing() -> None:
