@@ -27,10 +27,12 @@ def masks(length: int) -> dict[str, attnforge.Spans]:
         "itself": attnforge.Spans(key, key + 1),
         "causal": attnforge.Spans(key, torch.full_like(key, length)),
         "all": attnforge.Spans(torch.zeros_like(key), torch.full_like(key, length)),
+        # The first rank only sends.
+        "sinks": attnforge.Spans(torch.zeros_like(key), (key < 4).int() * length),
     }
 
 
-@pytest.mark.parametrize("name", ["itself", "causal", "all"])
+@pytest.mark.parametrize("name", ["itself", "causal", "all", "sinks"])
 @pytest.mark.parametrize(("world", "heads"), [(4, 1), (4, 2), (4, 4), (8, 4), (8, 2), (8, 1)])
 def test_traffic_is_what_the_code_sends(
     world: int, heads: int, name: str, monkeypatch: pytest.MonkeyPatch
