@@ -58,6 +58,8 @@ from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
 from attnforge.runtime.sinks import with_sinks
 
+KEPT = 4  # lengths, kinds of scores and streams of which a mask's parts are kept
+
 
 def context_parallel(
     device_mesh: DeviceMesh, *, heads: int | None = None, pieces: int = 1
@@ -104,8 +106,8 @@ class ContextParallel:
         self._layouts: dict[Way, Layout] = {}
         self._plain: dict[Any, Spans] = {}
         self._plain_deals: dict[Any, Deal] = {}
-        self._deals: weakref.WeakKeyDictionary[Spans, tuple[Any, Deal]] = weakref.WeakKeyDictionary()
-        self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, tuple[Any, Spans | DenseMask]] = (
+        self._deals: weakref.WeakKeyDictionary[Spans, dict[Any, Deal]] = weakref.WeakKeyDictionary()
+        self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, dict[Any, Spans | DenseMask]] = (
             weakref.WeakKeyDictionary()
         )
         self._parts: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[ops.Mask, ...]]] = (
@@ -323,17 +325,15 @@ class ContextParallel:
             return None
         key: Any = (rows, total, in_order)
         if isinstance(mask, Spans):
-            known = self._deals.get(mask)
-            if known is None or known[0] != key:
-                self._join(device)
-                self._deals[mask] = known = (key, deal(mask, self._nodes, rows, in_order))
-            return known[1]
-        key = (isinstance(mask, Causal), *key)
-        if key not in self._plain_deals:
+            known = self._deals.setdefault(mask, {})
+        else:
+            key, known = (isinstance(mask, Causal), *key), self._plain_deals
+        if key not in known:
             self._join(device)
-            plain = plain_spans(isinstance(mask, Causal), total, torch.device("cpu"))
-            self._plain_deals = {key: deal(plain, self._nodes, rows, in_order)}
-        return self._plain_deals[key]
+            if not isinstance(mask, Spans):
+                mask = plain_spans(isinstance(mask, Causal), total, torch.device("cpu"))
+            _keep(known, key, deal(mask, self._nodes, rows, in_order))
+        return known[key]
 
     def _join(self, device: torch.device) -> None:
         """All ranks make the group's communicator: those that send nothing would not take part later."""
@@ -426,22 +426,27 @@ class ContextParallel:
             if trace:
                 return local_plain(causal, *where, device)
             key = (causal, device, key)
-            if key not in self._plain:  # one length at a time
+            if key not in self._plain:
                 plain = plain_spans(causal, total, device)
-                self._plain = {
-                    key: local_spans(plain, *where) if dealt is None else dealt_spans(plain, dealt, self.rank)
-                }
+                local = local_spans(plain, *where) if dealt is None else dealt_spans(plain, dealt, self.rank)
+                _keep(self._plain, key, local)
             return self._plain[key]
-        known = None if trace else self._masks.get(mask)
-        if known is not None and known[0] == key:
-            return known[1]
+        known: dict[Any, Spans | DenseMask] = {} if trace else self._masks.setdefault(mask, {})
+        if key in known:
+            return known[key]
         if isinstance(mask, DenseMask):
-            local: Spans | DenseMask = local_dense(mask, *where)
+            _keep(known, key, local_dense(mask, *where))
         else:
             local = local_spans(mask, *where) if dealt is None else dealt_spans(mask, dealt, self.rank)
-        if not trace:
-            self._masks[mask] = (key, local)
-        return local
+            _keep(known, key, local)
+        return known[key]
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add a value; of more than `KEPT` the oldest goes."""
+    if len(known) >= KEPT:
+        del known[next(iter(known))]
+    known[key] = value
 
 
 def _stream(device: torch.device) -> int:

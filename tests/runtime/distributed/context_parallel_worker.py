@@ -213,6 +213,12 @@ def check_reuse(mesh: DeviceMesh) -> None:
     layout = cp._layout(Way(2, False))
     first = cp._local_mask(mask, layout, 24, 96, mask.device)
     assert first is cp._local_mask(mask, layout, 24, 96, mask.device)
+    alone = attnforge.context_parallel(mesh)
+    for one in (mask, attnforge.Causal()):
+        deals = [alone._deal(one, 24, 96, in_order, mask.device) for in_order in (False, True) * 2]
+        assert deals[0] is deals[2], "made again for each kind of score"
+        assert deals[1] is deals[3]
+        assert deals[0] is not deals[1]
     starts, ends = (
         mask.starts,
         mask.ends,
