@@ -117,10 +117,8 @@ def _fastest(done: Numbers, work: Numbers, rows: int, nodes: Sequence[int]) -> t
     """No rows move, or between ranks of a node, or between all: what takes the least time by the model of links."""
     of_node = np.array(nodes)
     groups = [np.flatnonzero(of_node == node) for node in dict.fromkeys(nodes)]
-    found: list[tuple[Runs, ...]] = [_give(done, work, rows, [])]
-    found.append(_give(done, work, rows, groups))
-    if len(groups) > 1:
-        found.append(_give(done, work, rows, [np.arange(len(nodes))]))
+    everyone = [[np.arange(len(nodes))]] if len(groups) > 1 else []
+    found = [_give(done, work, rows, among) for among in ([], groups, *everyone)]
     return min(found, key=lambda computed: _seconds(done, computed, rows, of_node))
 
 
@@ -144,9 +142,8 @@ def _give(done: Numbers, work: Numbers, rows: int, groups: Sequence[Numbers]) ->
         mean = work[group].mean()
         over = {rank: float(work[rank] - mean) for rank in group.tolist() if work[rank] > (1 + LITTLE) * mean}
         takers = [rank for rank in group.tolist() if work[rank] < mean]
-        share = sum(over.values()) / max(
-            1.0, sum(mean - work[rank] for rank in takers)
-        )  # as much as is given
+        lacking = max(1.0, sum(float(mean - work[rank]) for rank in takers))
+        share = sum(over.values()) / lacking  # so that as much is taken as is given
         lacks = {rank: float(mean - work[rank]) * share for rank in takers}
         for rank, surplus in over.items():
             kept[rank], (first, last) = _end(done, kept[rank], surplus)

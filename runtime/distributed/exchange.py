@@ -113,37 +113,31 @@ class _Moves:
         self._flights: list[_Flight] = []
 
     def fetch(self, x: Tensor, wanted: tuple[Runs, ...]) -> _Flight:
-        """x: the rows that this rank holds -> those that it wants, a view of x if it holds them all."""
-        held, mine, rank = self._deal.held, wanted[self._rank], self._rank
-        own = common(mine, held[rank])
-        result = _rows(x, mine[0], held[rank]) if own == mine else x.new_empty(size_of(mine), *x.shape[1:])
-        flight = self._flight(result, x)
-        if own != mine:
-            self._copies += [(_rows(result, run, mine), _rows(x, run, held[rank])) for run in own]
-        for peer in self._peers():
-            for run in common(held[rank], wanted[peer]):
-                self._send(flight, _rows(x, run, held[rank]), peer)
-            for run in common(mine, held[peer]):
-                self._receive(flight, _rows(result, run, mine), peer)
-        return flight
+        """x: the rows that this rank holds -> those that it wants."""
+        held = self._deal.held
+        return self._move(x, held[self._rank], held, wanted)
 
     def give_back(self, x: Tensor) -> _Flight:
-        """x: the rows of this rank's `queries` -> those that it holds, each from the rank that computed it.
+        """x: the rows of this rank's `queries` -> those that it holds, each from the rank that computed it."""
+        deal = self._deal
+        return self._move(x, deal.queries[self._rank], deal.computed, deal.held)
 
-        Where x has them all, it is a view of x, into which the others' rows are received.
+    def _move(self, x: Tensor, rows: Runs, source: tuple[Runs, ...], target: tuple[Runs, ...]) -> _Flight:
+        """x: `rows`, of which this rank sends those of its `source` -> the rows of its `target`.
+
+        Where x has places for all of these, the result is a view of x, into which the others' rows are received.
         """
-        held, computed, rank = self._deal.held, self._deal.computed, self._rank
-        mine, rows = held[rank], self._deal.queries[rank]
+        mine, rank = target[self._rank], self._rank
         whole = common(mine, rows) == mine
         result = _rows(x, mine[0], rows) if whole else x.new_empty(size_of(mine), *x.shape[1:])
         flight = self._flight(result, x)
         if not whole:
-            own = common(mine, computed[rank])
+            own = common(mine, source[rank])
             self._copies += [(_rows(result, run, mine), _rows(x, run, rows)) for run in own]
         for peer in self._peers():
-            for run in common(computed[rank], held[peer]):
+            for run in common(source[rank], target[peer]):
                 self._send(flight, _rows(x, run, rows), peer)
-            for run in common(mine, computed[peer]):
+            for run in common(mine, source[peer]):
                 self._receive(flight, _rows(result, run, mine), peer)
         return flight
 
