@@ -19,7 +19,14 @@ import altair as alt
 
 from attnforge.bagel.measure.bench import OURS
 from attnforge.bagel.measure.goal_report import error_ratios, rates, ratio
-from attnforge.bagel.measure.goals import DENSE_PEERS, GRID_HEADS, GRID_PACKS, GRID_SEQUENCES, GRID_SHAPES
+from attnforge.bagel.measure.goals import (
+    DENSE_PEERS,
+    GOALS,
+    GRID_HEADS,
+    GRID_PACKS,
+    GRID_SEQUENCES,
+    GRID_SHAPES,
+)
 from attnforge.bagel.measure.interleaved import DETERMINISTIC, MATMUL, Line
 
 PEERS = (*DENSE_PEERS, "cudnn-flex")
@@ -27,17 +34,17 @@ PASSES = {"fwd": "forward", "bwd": "backward"}
 SQUARE = 46  # pixels
 
 
-def read(path: Path) -> dict[tuple[str, str], list[Line]]:
-    """The lines of a log by (label, pass), one for each seed."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    cells: dict[tuple[str, str], list[Line]] = {}
-    with opener(path, "rt") as file:
-        for text in file:
-            data = json.loads(text)
-            if "begin" not in data:
-                line = Line.from_json(data)
-                cells.setdefault((line.label, line.work), []).append(line)
-    return cells
+def read(paths: Sequence[Path]) -> dict[tuple[str, str], list[Line]]:
+    """The lines of logs by (label, pass) in the order of the grid, one for each seed."""
+    cells: dict[tuple[str, str], list[Line]] = {(goal.label, goal.work): [] for goal in GOALS["grid"]}
+    for path in paths:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            for text in file:
+                data = json.loads(text)
+                if "begin" not in data:
+                    line = Line.from_json(data)
+                    cells[line.label, line.work].append(line)
+    return {key: lines for key, lines in cells.items() if lines}
 
 
 def squares(cells: dict[tuple[str, str], list[Line]], names: Sequence[str]) -> Iterator[dict[str, object]]:
@@ -130,11 +137,11 @@ def summary(cells: dict[tuple[str, str], list[Line]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("log", type=Path, help="goals.jsonl, or goals.jsonl.gz")
+    parser.add_argument("logs", nargs="+", type=Path, help="goals.jsonl, or goals.jsonl.gz")
     parser.add_argument("--picture", type=Path, help="SVG or PNG")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
     options = parser.parse_args()
-    cells = read(options.log)
+    cells = read(options.logs)
     print("\n".join(summary(cells)))
     if options.picture:
         picture(cells).save(str(options.picture))

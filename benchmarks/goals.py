@@ -1,7 +1,8 @@
 """All goals of `bagel/measure/goals.py` in one run: ours and the peers interleaved, with goals, ratios and errors.
 
     python benchmarks/goals.py [--suite forward] [--only "28/4/128"] [--seeds 2] [--out DIR]
-    python benchmarks/goals.py --suite grid --seeds 1 --seconds 0.25 --out DIR    # then docs/draw_grid.py
+    python benchmarks/goals.py --suite grid --seeds 1 --seconds 0.25 --out DIR    # then benchmarks/draw_grid.py
+    python benchmarks/goals.py --suite grid --part 0/2 --out DIR0                 # on one of two GPUs
 
 First compiles everything in separate processes. Then measures case by case, the first seed of all packs before the
 second seed of any, and appends a line per case to DIR/goals.jsonl; DIR/goals.md has the tables. A run with the same
@@ -51,9 +52,20 @@ def triton_peer(case: Case) -> Attention:
 def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
     """(goal, pack, model) in the order of the run."""
     goals = [goal for suite in args.suite or SUITES for goal in GOALS[suite] if args.only in goal.label]
-    return [
+    rows = [
         (goal, *goal.cases[seed]) for seed in range(args.seeds) for goal in goals if seed < len(goal.cases)
     ]
+    heads = list(dict.fromkeys(model for _, _, model in rows))
+    part, parts = args.part
+    return [row for row in rows if heads.index(row[2]) % parts == part]  # whole heads: they share kernels
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """The value of --part."""
+    part, parts = (int(number) for number in text.split("/"))
+    if not 0 <= part < parts:
+        raise ValueError
+    return part, parts
 
 
 Job = tuple[str, str, str]  # label, work, pack of a goal
@@ -164,6 +176,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure all performance goals in one run.")
     parser.add_argument("--suite", action="append", choices=list(GOALS))
     parser.add_argument("--only", default="", help="only goals whose label contains this")
+    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="of N shares by heads")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--seconds", type=float, default=0.6, help="seconds of timed calls per case")
     parser.add_argument("--repeats", type=int, default=40, help="timed calls of each contestant, at most")
