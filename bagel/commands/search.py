@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,7 @@ def search(
     from attnforge.bagel.measure.bench import machine
     from attnforge.bagel.measure.tuning_set import search_seconds
     from attnforge.runtime.search.search import Budget, Scope
+    from attnforge.runtime.search.worker import Worker
 
     if seconds is None and variants is None and strategy != "exhaustive":
         seconds = search_seconds(selection.device)
@@ -97,8 +99,9 @@ def search(
     facts = machine(selection.device)
     console.print(facts_line(facts), style="dim")
     found = []
-    for case in selection.cases():
-        for direction in selection.directions:
-            for target in selection.targets(direction):
-                found.append(run_search(case, direction, target, options))
-                write_json(json_out, {"machine": facts, "searches": found})
+    with closing(Worker()) as worker:
+        for case in selection.cases():
+            for direction in selection.directions:
+                for target in selection.targets(direction):
+                    found.append(run_search(case, direction, target, options, worker))
+                    write_json(json_out, {"machine": facts, "searches": found})

@@ -37,6 +37,7 @@ from attnforge.runtime.search.search import (
     search,
     varying_knobs,
 )
+from attnforge.runtime.search.worker import Worker
 
 SHOWN = 12  # variants in the table at the end of a search
 
@@ -54,9 +55,11 @@ class Options:
 
 
 def run_search(
-    case: Case, direction: Direction, target: tuple[Arch, str], options: Options
+    case: Case, direction: Direction, target: tuple[Arch, str], options: Options, worker: Worker | None = None
 ) -> dict[str, Any]:
     """Run one search, print its progress, save the winner, time the peers. Returns the results as JSON values.
+
+    worker: see `search`.
 
     Interrupted by Ctrl-C or SIGTERM, it saves the best so far, says how to resume, and raises KeyboardInterrupt.
     """
@@ -65,7 +68,7 @@ def run_search(
     log = options.log or out / "logs" / tables.table_path(device_name, out).with_suffix(".jsonl").name
     with console.status("loading the launcher"):
         launcher()
-    events = search(case, direction, target, options.budget, log, options.workers, options.scope)
+    events = search(case, direction, target, options.budget, log, options.workers, options.scope, worker)
     with closing(events), sigterm_as_interrupt():
         screen = Screen(case, direction, options.budget)
         try:

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from attnforge.bagel.measure.tuning_set import TuningProblem
     from attnforge.runtime.search.claims import Claims
+    from attnforge.runtime.search.worker import Worker
 
 POLL = 1.0  # seconds between looks at what other processes finished
 
@@ -97,6 +99,7 @@ def tune(
     from attnforge.bagel.measure.tuning_set import chosen, measured
     from attnforge.runtime import tables
     from attnforge.runtime.search.claims import Claims
+    from attnforge.runtime.search.worker import Worker
 
     here = place(os.environ)
     request = Request(
@@ -115,9 +118,12 @@ def tune(
     name = tables.table_path(tables.device_name(selection.device), out).stem
     folder = folder or out / "tune" / name
     workers = workers or max(1, len(os.sched_getaffinity(0)) // here.beside)
-    run = Run(problems, Claims(folder), folder, out, selection.device, seconds, workers)
-    echo(f"{len(problems)} problems, process {here.rank + 1} of {here.world}; logs in {short_path(folder)}")
-    run.work(here)
+    with closing(Worker()) as worker:
+        run = Run(problems, Claims(folder), folder, out, selection.device, seconds, workers, worker)
+        echo(
+            f"{len(problems)} problems, process {here.rank + 1} of {here.world}; logs in {short_path(folder)}"
+        )
+        run.work(here)
     if here.rank == 0:
         run.show()
 
@@ -137,7 +143,8 @@ class Run:
     out: Path  # of tables
     device: torch.device
     seconds: float | None
-    workers: int
+    workers: int  # parallel compilations
+    worker: Worker  # measures all problems
 
     def work(self, here: Place) -> None:
         """Search what nobody else does until all is finished; processes begin at different places."""
@@ -175,7 +182,8 @@ class Run:
             case = make_case(problem.pack, problem.model, problem.dtype, self.device)
             log = self.folder / f"{problem.slug}.jsonl"
             target = problem.arch, device_name
-            *_, finished = search(case, problem.direction, target, budget, log, self.workers)
+            events = search(case, problem.direction, target, budget, log, self.workers, worker=self.worker)
+            *_, finished = events
         except (Infeasible, ValueError) as error:
             return {"failed": str(error)}
         assert isinstance(finished, Finished)

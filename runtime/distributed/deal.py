@@ -131,7 +131,7 @@ def _seconds(done: Numbers, computed: tuple[Runs, ...], rows: int, of_node: Numb
             if owner != rank:
                 moved[[rank, owner], int(of_node[rank] != of_node[owner])] += last - first
     near, far = (moved * 8 / (links.Links.near, links.Links.far)).max(0)
-    return float(links.FLOP * _load(done, computed).max() / links.RATE + max(near, far))
+    return float(links.FLOP * np.max(_load(done, computed)) / links.RATE + max(near, far))
 
 
 def _give(done: Numbers, work: Numbers, rows: int, groups: Sequence[Numbers]) -> tuple[Runs, ...]:

@@ -121,15 +121,18 @@ def search(
     log_path: Path | None = None,
     workers: int | None = None,
     scope: Scope | None = None,
+    worker: Worker | None = None,
 ) -> Generator[Event, None, None]:
     """Search the kernels of one case; `target` is (architecture, device name).
+
+    worker: a measuring process that goes on to the next search, whose start takes seconds; closed by whoever made it.
 
     Failures of variants are results. Raises ValueError for a dtype that the target has no kernels for, and for a
     `scope` with an unknown knob or strategy, Infeasible if the problem has no candidate at all, NoCompilerError,
     CacheError, and RuntimeError if the measurement itself cannot be prepared.
     """
     workers = workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
-    run = _Run(case, direction, target, budget, log_path, workers, scope or Scope())
+    run = _Run(case, direction, target, budget, log_path, workers, scope or Scope(), worker)
     facts = {"space": run.space, "planned": run.planned, "strategy": run.scope.strategy}
     run.journal.note("search", {**facts, "incumbent": run.incumbent.to_json()})
     yield Started(case, direction, run.space, run.planned, run.varying)
@@ -155,6 +158,7 @@ class _Run:
         log_path: Path | None,
         workers: int,
         scope: Scope,
+        worker: Worker | None,
     ) -> None:
         arch, device_name = target
         problem = case.problem(direction, arch)
@@ -172,10 +176,11 @@ class _Run:
             raise ValueError(f"strategy: got {scope.strategy!r}, expected one of {', '.join(STRATEGIES)}")
         self.strategy = STRATEGIES[scope.strategy](space, 0)
         self.journal = Journal(log_path, case.name, direction.value, environment(device_name, arch))
-        self.worker = Worker(case, direction)
+        self.worker, self.lent = worker or Worker(), worker is not None
         self.pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self.results: list[Result] = []
         self.conditions = watch(case.device)
+        self.worker.prepare(case, direction)
         self.started = time.monotonic()
         self.taken = 0
         # On the CPU the compilers would disturb the timing: a batch is compiled, then measured.
@@ -186,7 +191,7 @@ class _Run:
 
     def close(self) -> None:
         self.conditions.close()
-        self.worker.close()
+        (self.worker.release if self.lent else self.worker.close)()
         self.pool.shutdown(wait=True, cancel_futures=True)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 from collections.abc import Iterator
@@ -45,12 +46,20 @@ class Outcome:
 
 
 class Worker:
-    """Handle of the process. It starts at the first request, and again after a crash."""
+    """Handle of the process, for one problem after another. It starts with the first, and again after a crash."""
 
-    def __init__(self, case: Case, direction: Direction) -> None:
-        self._case, self._direction = case, direction
+    def __init__(self) -> None:
+        self._problem: tuple[Case, Direction] | None = None
         self._process: Any = None
         self._connection: Connection | None = None
+        self._preparing = self._asking = False  # a reply to `_prepare`, or to a request, is due
+
+    def prepare(self, case: Case, direction: Direction) -> None:
+        """Turn to a problem. Its exact results are computed while the caller goes on."""
+        self._problem = case, direction
+        if self._preparing or self._asking or (self._process is not None and not self._process.is_alive()):
+            self.close()  # a reply to what nobody waits for any more would be taken for another one
+        self._prepare()
 
     def trial(self, spec: Spec, give_up_ms: float, reference: tuple[Spec, float] | None = None) -> Outcome:
         """Verify and time one variant; see `Effort.give_up_ms`.
@@ -65,19 +74,30 @@ class Worker:
         reply = self._ask(("compare", (specs,)), TRIAL_SECONDS * len(specs))
         return reply if isinstance(reply, list) else None
 
+    def release(self) -> None:
+        """Let the process give back the problem's memory, until the next `prepare`."""
+        if self._preparing or self._asking:
+            self.close()
+        elif self._connection is not None:
+            with contextlib.suppress(OSError):  # a dead process holds none
+                self._connection.send(("release", ()))
+
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
         self._process = self._connection = None
+        self._preparing = self._asking = False
 
     def _ask(self, request: tuple[str, tuple[Any, ...]], seconds: float) -> Any:
         """The reply, or (status, detail) when there is none."""
         if self._connection is None:
-            self._start()
+            self._prepare()
+        self._await_prepared()
         connection = self._connection
         assert connection is not None
+        self._asking = True
         try:
             connection.send(request)
             if not connection.poll(seconds):
@@ -86,24 +106,37 @@ class Worker:
             reply = connection.recv()
         except (EOFError, OSError):
             return "launch", self._epitaph()
+        self._asking = False
         if isinstance(reply, Outcome) and reply.fatal:
             self.close()
         return reply
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # fork and CUDA do not mix
-        self._connection, theirs = context.Pipe()
-        arguments = (theirs, _portable(self._case), self._direction)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
-        if not self._connection.poll(START_SECONDS):
-            self.close()
-            raise RuntimeError(f"the measuring process is not ready after {START_SECONDS:.0f} s")
+    def _prepare(self) -> None:
+        assert self._problem is not None, "prepare() comes first"
+        if self._connection is None:
+            context = multiprocessing.get_context("spawn")  # fork and CUDA do not mix
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        case, direction = self._problem
+        self._preparing = True
+        with contextlib.suppress(OSError):  # it died: `_await_prepared` says so
+            self._connection.send(("prepare", (_portable(case), direction)))
+
+    def _await_prepared(self) -> None:
+        """Raises RuntimeError if the problem cannot be measured."""
+        if not self._preparing:
+            return
+        assert self._connection is not None
         try:
+            if not self._connection.poll(START_SECONDS):
+                self.close()
+                raise RuntimeError(f"the measuring process is not ready after {START_SECONDS:.0f} s")
             problem = self._connection.recv()
         except (EOFError, OSError):
             raise RuntimeError(f"the measuring process did not start: {self._epitaph()}") from None
+        self._preparing = False
         if problem:
             self.close()
             raise RuntimeError(problem)
@@ -111,7 +144,7 @@ class Worker:
     def _epitaph(self) -> str:
         self._process.join()
         code = self._process.exitcode
-        self._process = self._connection = None
+        self.close()
         if code is not None and code < 0:
             return f"the process died of {signal.Signals(-code).name}"
         return f"the process ended with exit status {code}"
@@ -221,18 +254,33 @@ class Bench:
         return dict(zip(names, self._call(check.case, x, saved, handle), strict=True))
 
 
-def _serve(connection: Connection, case: Case, direction: Direction) -> None:
-    """Body of the process: send "" or the problem, then answer requests until the pipe closes."""
+def _serve(connection: Connection) -> None:
+    """Body of the process: answer requests until the pipe closes; to "prepare" with "" or the problem."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    try:
-        bench = Bench(case, direction)
-    except Exception as error:
-        connection.send(f"{case.name}: cannot prepare the measurement: {type(error).__name__}: {error}")
-        return
-    connection.send("")
+    bench: Bench | None = None
     while True:
         try:
             what, arguments = connection.recv()
         except EOFError:
             return
-        connection.send(bench.compare(*arguments) if what == "compare" else bench.trial(*arguments))
+        if what in ("prepare", "release"):
+            bench = None
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        if what == "prepare":
+            bench, problem = _bench(*arguments)
+            connection.send(problem)
+        elif what == "trial":
+            assert bench is not None
+            connection.send(bench.trial(*arguments))
+        elif what == "compare":
+            assert bench is not None
+            connection.send(bench.compare(*arguments))
+
+
+def _bench(case: Case, direction: Direction) -> tuple[Bench | None, str]:
+    """The case on its device, or why there is none."""
+    try:
+        return Bench(case, direction), ""
+    except Exception as error:
+        return None, f"{case.name}: cannot prepare the measurement: {type(error).__name__}: {error}"

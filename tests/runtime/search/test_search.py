@@ -62,7 +62,7 @@ class FakeWorker:
     references: list[tuple[Spec, float] | None] = []  # noqa: RUF012
     compared: list[list[Spec]] = []  # noqa: RUF012
 
-    def __init__(self, case: Case, direction: Direction) -> None:
+    def prepare(self, case: Case, direction: Direction) -> None:
         pass
 
     def trial(self, spec: Spec, give_up_ms: float, reference: tuple[Spec, float] | None) -> Outcome:
@@ -412,14 +412,56 @@ def test_an_interrupted_search_keeps_its_best(
 
 
 def test_a_dying_process_is_one_failure() -> None:
-    worker = Worker(small_case(), FORWARD)
-    spec = a_spec()
+    worker, spec = Worker(), a_spec()
+    worker.prepare(small_case(), FORWARD)
     assert worker.trial(spec, 0.0).status == "ok"
     worker._process.kill()
     dead = worker.trial(spec, 0.0)
     assert (dead.status, dead.detail) == ("launch", "the process died of SIGKILL")
     assert worker.trial(spec, 0.0).status == "ok"
     worker.close()
+
+
+def test_one_process_measures_one_problem_after_another() -> None:
+    spec = a_spec()
+    with contextlib.closing(Worker()) as worker:
+        worker.prepare(small_case(), FORWARD)
+        assert worker.trial(spec, 0.0).status == "ok"
+        first = worker._process.pid
+        worker.release()
+        worker.prepare(replace(small_case(), name="another", batch=1), FORWARD)
+        assert worker.trial(spec, 0.0).status == "ok"
+        assert worker._process.pid == first
+
+
+def test_a_reply_that_nobody_waited_for_is_not_taken_for_another() -> None:
+    spec = a_spec()
+    with contextlib.closing(Worker()) as worker:
+        worker.prepare(small_case(), FORWARD)
+        worker.prepare(small_case(), FORWARD)  # the search before ended before its first trial
+        assert worker.trial(spec, 0.0).status == "ok"
+        worker._connection.send(("compare", ([spec],)))
+        worker._asking = True  # the search was interrupted while it waited
+        worker.prepare(small_case(), FORWARD)
+        assert worker.trial(spec, 0.0).status == "ok"
+
+
+def test_a_problem_that_cannot_be_measured_is_said() -> None:
+    with contextlib.closing(Worker()) as worker:
+        worker.prepare(replace(small_case(), heads_q=3, heads_kv=2), FORWARD)
+        with pytest.raises(RuntimeError, match="cannot prepare the measurement"):
+            worker.trial(a_spec(), 0.0)
+        worker.prepare(small_case(), FORWARD)
+        assert worker.trial(a_spec(), 0.0).status == "ok"
+
+
+def test_a_lent_process_stays(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[str]()
+    monkeypatch.setattr(FakeWorker, "close", lambda self: ended.append("closed"))
+    monkeypatch.setattr(FakeWorker, "release", lambda self: ended.append("released"), raising=False)
+    for worker in (None, FakeWorker()):
+        list(engine.search(small_case(), FORWARD, TARGET, Budget(variants=1), worker=worker))  # type: ignore[arg-type]
+    assert ended == ["closed", "released"]
 
 
 def test_no_compiler_runs_while_a_cpu_is_timed(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
