@@ -440,6 +440,7 @@ def test_a_reply_that_nobody_waited_for_is_not_taken_for_another() -> None:
         worker.prepare(small_case(), FORWARD)
         worker.prepare(small_case(), FORWARD)  # the search before ended before its first trial
         assert worker.trial(spec, 0.0).status == "ok"
+        assert worker._connection is not None
         worker._connection.send(("compare", ([spec],)))
         worker._asking = True  # the search was interrupted while it waited
         worker.prepare(small_case(), FORWARD)
