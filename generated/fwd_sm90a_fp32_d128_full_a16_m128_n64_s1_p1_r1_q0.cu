@@ -231,7 +231,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain: docs/experiments.md, 11.
+// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.

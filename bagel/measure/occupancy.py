@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from attnforge.bagel.measure.tiles import EMPTY, FULL, PARTIAL, tile_map
+from attnforge.codegen.families.hopper import SECTION_MB
 from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.search.case import Case
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 LEAST_VISITS = 32  # kLeastVisits of the template
-CACHE_BYTES = {Direction.FORWARD: 32 << 20, Direction.BACKWARD: 40 << 20}  # kCacheBytes of the template
+CACHE_BYTES = SECTION_MB << 20  # kCacheBytes of the template
 
 # static: one persistent block per SM takes work tiles alternately from both ends of a round.
 # dynamic: the next work tile goes to the first free SM.
@@ -181,7 +182,7 @@ def _ranks(
     together = heads // case.heads_kv if forward else 1
     size = 4 * case.head_dim * case.seq_k if forward else 8 * case.head_dim * case.seq_q
     planes = heads // together * case.batch
-    section = min(max(CACHE_BYTES[direction] // size, 1), planes) * together
+    section = min(max(CACHE_BYTES // size, 1), planes) * together
     whole = tiles - last
     index = torch.arange(whole * heads * case.batch)
     first = index // (section * max(whole, 1)) * section

@@ -14,6 +14,10 @@ REGISTERS_BUSY = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # Registers of a consumer thread beyond its tiles: addresses, loop counters, row_stats, operands in flight. An
 # estimate; tests/kernels/test_nvcc.py compiles the first guesses and asserts that none spills.
 REGISTERS_BESIDES = 28
+# Knob cache_mb: less than half of the L2 cache, since the heads in work share it with what streams through it
+# (docs/experiments.md, 89).
+SECTION_MB = 16
+SECTIONS_MB = (4, 64)  # least and most
 HELPER_THREADS = 256  # of a block of a backward's _preprocess and _postprocess
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
 SWIZZLE_CODE = {128: 1, 64: 2, 32: 3}
@@ -49,6 +53,13 @@ def require_hopper(p: Problem, name: str, limit: int) -> None:
             raise Infeasible(
                 f"{tensors} {dim}: the sm90a {name} kernel takes multiples of 8 from 16 to {limit}"
             )
+
+
+def require_section(cache_mb: int) -> None:
+    """Infeasible for a size of sections that no cache has."""
+    least, most = SECTIONS_MB
+    if not least <= cache_mb <= most:
+        raise Infeasible(f"cache_mb {cache_mb}: must be {least} to {most}")
 
 
 def require_tiles(*sizes: int) -> None:

@@ -13,10 +13,12 @@ from attnforge.codegen.families.hopper import (
     REGISTERS,
     REGISTERS_BESIDES,
     REGISTERS_BUSY,
+    SECTION_MB,
     SWIZZLE_CODE,
     consumer_warpgroups,
     require_hopper,
     require_registers,
+    require_section,
     require_shared,
     require_tiles,
     slot_words,
@@ -61,6 +63,9 @@ class Sm90Forward(Tuning):
     heads_together: int = knob(
         "g", "kv heads in work at least; 0: as many as fit the L2 cache", 0, quiet=True
     )
+    cache_mb: int = knob(
+        "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
+    )
 
 
 # ---- Plan
@@ -100,6 +105,7 @@ def _require_knobs(t: Sm90Forward) -> None:
         raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
     if not 0 <= t.heads_together <= 64:
         raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
+    require_section(t.cache_mb)
 
 
 @dataclass(frozen=True)
@@ -382,6 +388,7 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
 
 
 NARROW_TILES = [*product((192,), (128, 112, 96)), *product((128,), (128, 96))]
+SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (0, 8), (0, 32))  # heads_together and cache_mb
 WIDE_TILES = [*product((192,), (80, 64)), *product((128,), (176, 160, 144, 128, 112, 96))]
 
 
@@ -394,13 +401,16 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     ):
         core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs)
         if is_feasible(problem, core, plan):
-            for (ping_pong, hand_over), exact_visits, heads in product(ordering, (3, 1, 0), (0, 2)):
+            for (ping_pong, hand_over), exact_visits, (heads, cache_mb) in product(
+                ordering, (3, 1, 0), SECTIONS
+            ):
                 yield replace(
                     core,
                     ping_pong=ping_pong,
                     hand_over=hand_over,
                     exact_visits=exact_visits,
                     heads_together=heads,
+                    cache_mb=cache_mb,
                 )
 
 

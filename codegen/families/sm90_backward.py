@@ -12,9 +12,11 @@ from attnforge.codegen.families.hopper import (
     REASONS,
     REGISTERS,
     REGISTERS_BESIDES,
+    SECTION_MB,
     SWIZZLE_CODE,
     require_hopper,
     require_registers,
+    require_section,
     require_shared,
     require_tiles,
     slot_words,
@@ -58,6 +60,9 @@ class Sm90Backward(Tuning):
     )
     loaders: int = knob(
         "w", "warps that load, 1 or 2; 0: 2 with lag or deterministic sums, else 1", 0, quiet=True
+    )
+    cache_mb: int = knob(
+        "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
     )
 
 
@@ -113,6 +118,7 @@ def _require_knobs(t: Sm90Backward) -> None:
         raise Infeasible(f"loaders {t.loaders}: must be 1 or 2, or 0, which chooses")
     if t.loaders == _loaders(replace(t, loaders=0)):
         raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here; set it to 0")
+    require_section(t.cache_mb)
 
 
 def _loaders(t: Sm90Backward) -> int:
@@ -293,6 +299,10 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
     yield from _wider(problem)
 
 
+# heads_together and cache_mb
+SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (4, SECTION_MB), (8, SECTION_MB), (0, 8), (0, 40))
+
+
 def _wider(problem: Problem) -> Iterator[Sm90Backward]:
     """The rest of the space: all buffers and all values of the later knobs with each other, not deterministic."""
     narrow = problem.head_dim <= 80
@@ -307,8 +317,8 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
     ):
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, False, descending, 0, loaders)
         if is_feasible(problem, core, plan):
-            for heads in (0, 2, 4, 8):
-                yield replace(core, heads_together=heads)
+            for heads, cache_mb in SECTIONS:
+                yield replace(core, heads_together=heads, cache_mb=cache_mb)
 
 
 BACKWARD = Family(

@@ -11,8 +11,7 @@ columns of dQ to device memory, for all keys of the tile: half of the traffic, w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
@@ -20,8 +19,10 @@ from attnforge.codegen.families.hopper import (
     REASONS,
     REGISTERS,
     REGISTERS_BUSY,
+    SECTION_MB,
     SWIZZLE_CODE,
     require_hopper,
+    require_section,
     require_shared,
     wgmma_type,
 )
@@ -57,6 +58,9 @@ class Sm90BackwardWide(Tuning):
     pair: bool = knob("p", "two blocks share a key tile and dQ", default=False, quiet=True)
     multicast: bool = knob(
         "c", "the blocks of a pair load Q and dO for each other", default=False, quiet=True
+    )
+    cache_mb: int = knob(
+        "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
     )
 
 
@@ -183,6 +187,7 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible(f"stages_dout {t.stages_dout}: must be 1 to 4")
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
+    require_section(t.cache_mb)
 
 
 def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
@@ -264,8 +269,10 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 69 and 74)."""
-    single, pairs = _single_blocks(problem), _pairs(problem)
-    yield from chain(single, pairs) if problem.largest_dim > 192 else chain(pairs, single)
+    single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
+    tunings = [*single, *pairs] if problem.largest_dim > 192 else [*pairs, *single]
+    yield from tunings
+    yield from (replace(t, cache_mb=8) for t in tunings if not t.deterministic)
 
 
 def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:

@@ -45,6 +45,9 @@ VARIANTS = [
     ("fwd", Mask.CAUSAL, {"hand_over": 1}),
     ("bwd", Mask.SPANS, {"heads_together": 4, "loaders": 2, "descending": 1}),
     ("bwd", Mask.CAUSAL, {"loaders": 2, "heads_together": 2}),
+    ("fwd", Mask.CAUSAL, {"cache_mb": 4}),
+    ("bwd", Mask.SPANS, {"cache_mb": 40}),
+    ("bwd", Mask.FULL, {"cache_mb": 4}),
 ]
 PACKS = {Mask.SPANS: "finetune/0", Mask.FULL: "full/2x1000", Mask.CAUSAL: "causal/2x1000/1100"}
 variants = pytest.mark.parametrize(("direction", "mask", "values"), VARIANTS, ids=str)
@@ -81,6 +84,8 @@ def test_results(direction: str, mask: Mask, values: dict[str, int]) -> None:
     [
         ("fwd", Mask.SPANS, {"ping_pong": 0, "hand_over": 1}, "0 without ping_pong"),
         ("bwd", Mask.SPANS, {"loaders": 1}, "is what 0 chooses here"),
+        ("fwd", Mask.SPANS, {"cache_mb": 2}, "must be 4 to 64"),
+        ("bwd", Mask.SPANS, {"cache_mb": 65}, "must be 4 to 64"),
     ],
     ids=str,
 )

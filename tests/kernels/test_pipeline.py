@@ -491,7 +491,7 @@ def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tm
 def test_causal_sections_of_heads_meet_at_tiles_of_one_size(tmp_path: Path) -> None:
     """With a small cache heads fall into several sections, by turns from the largest tiles and from the smallest."""
     source = hopper(64, 192, 128, 2, 1, 1, 0, mask=Mask.CAUSAL)
-    small = {"small cache": ({"kCacheBytes = 32 << 20": "kCacheBytes = 1 << 18"}, "")}
+    small = {"small cache": ({"kCacheBytes = 16 << 20": "kCacheBytes = 1 << 18"}, "")}
     run = build(source, tmp_path, small)
     for case in product([(2, 4, 2, 5, 5), (3, 3, 3, 4, 6), (1, 7, 1, 3, 3)], range(SEEDS), MISSING):
         assert run(*case) == "", case

@@ -21,7 +21,10 @@ TORCH_DTYPE = {
     DType.BFLOAT16: torch.bfloat16,
     DType.FLOAT16: torch.float16,
 }
-FLAGS = ("-std=c++14", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
+FLAGS = (
+    *("-std=c++14", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"),
+    "-Wno-psabi",  # GCC's warning of vectors wider than the CPU's, as the AMX kernels have where AMX is emulated
+)
 
 
 class TensorRef(ctypes.Structure):

@@ -229,9 +229,13 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_first_seed_of_all_comes_first() -> None:
-    args = argparse.Namespace(suite=["forward"], only="28/4/128", seeds=2)
+    args = argparse.Namespace(suite=["forward"], only="28/4/128", seeds=2, part=(0, 1))
     rows = script()["chosen"](args)
     packs = [pack for _, pack, _ in rows]
+    args.only, shares = "", []
+    for args.part in ((0, 1), (0, 2), (1, 2)):
+        shares.append([(*row[1:], row[0].work) for row in script()["chosen"](args)])
+    assert sorted(shares[0]) == sorted(shares[1] + shares[2]), "each row is in one share"
     assert packs.index("pretrain/1") > packs.index("t2i_lowres/0") > packs.index("full/4x8192")
     assert "full/16x1024" not in packs
 
@@ -256,7 +260,7 @@ def test_the_page_of_the_grid_has_the_tables_of_its_log() -> None:
     pytest.importorskip("altair", reason="the extra `report`")
     root = Path(__file__).parents[3]
     draw = runpy.run_path(str(root / "benchmarks" / "draw_grid.py"))
-    cells = draw["read"](root / "benchmarks" / "logs" / "h200_grid.jsonl.gz")
+    cells = draw["read"]([root / "benchmarks" / "logs" / "h200_grid.jsonl.gz"])
     assert {(goal.label, goal.work) for goal in GOALS["grid"]} == cells.keys()
     page = (root / "docs" / "grid.md").read_text()
     assert page.endswith("\n".join(draw["tables"](cells)) + "\n")
