@@ -23,8 +23,14 @@ from attnforge.runtime.search.reference import reference, visible_rows
 # dominates, which all kernels share; in fp32 the order of sums dominates, which differs.
 RMS_RATIO = {DType.BFLOAT16: 1.1, DType.FLOAT16: 1.1, DType.FLOAT32: 2.0}
 MAX_RATIO = {DType.BFLOAT16: 2.0, DType.FLOAT16: 2.0, DType.FLOAT32: 4.0}
+UNIT_ROUNDOFF = {
+    DType.BFLOAT16: 2.0**-9,
+    DType.FLOAT16: 2.0**-12,
+    DType.FLOAT32: 2.0**-25,
+}  # half an ulp, at least
 LSE_LIMIT = {DType.BFLOAT16: 1e-3, DType.FLOAT16: 1e-3, DType.FLOAT32: 5e-5}  # SDPA does not return it
 LARGE_ROWS = 256
+WHOLE = 1 << 25  # scores of all heads up to which a case is sampled whole: float64 takes a second
 
 Outputs = dict[str, Tensor]
 
@@ -63,7 +69,8 @@ class Check:
 
 def make_check(case: Case, direction: Direction, seed: int = 0) -> Check:
     """Draw inputs, choose the sample, compute the exact result and SDPA's error. Small cases are sampled whole."""
-    small = case.seq_q * case.seq_k <= 1024 * 1024
+    scores = case.seq_q * case.seq_k
+    small = scores <= 1024 * 1024 and scores * case.batch * case.heads_q <= WHOLE
     rows = torch.arange(case.seq_q, device=case.device) if small else _sample_rows(case, seed)
     inputs = case.inputs(seed)
     if not small:
@@ -153,7 +160,9 @@ def _limits(check: Check, name: str) -> tuple[float, float]:
     rms, worst = check.peer[name]
     size = float(check.exact[name].square().mean().sqrt())
     slack = size * (1e-6 if dtype is DType.FLOAT32 else 1e-4)  # SDPA may happen to be exact
-    return RMS_RATIO[dtype] * rms + slack, MAX_RATIO[dtype] * worst + slack
+    # Where a few elements are much larger than the others, SDPA's worst error is a matter of how they were rounded.
+    rounding = float(check.exact[name].abs().max()) * UNIT_ROUNDOFF[dtype]
+    return RMS_RATIO[dtype] * rms + slack, MAX_RATIO[dtype] * worst + slack + rounding
 
 
 def _complaint(name: str, error: Error) -> str:

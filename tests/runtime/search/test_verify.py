@@ -121,6 +121,32 @@ def test_a_large_case_is_sampled() -> None:
         verify(check, kernel(case, BACKWARD, leak))
 
 
+@pytest.mark.parametrize(("batch", "whole"), [(2, True), (64, False)])
+def test_many_heads_are_sampled(batch: int, whole: bool) -> None:
+    """Else a search of 16 x 1024 with 128 heads would begin with seconds of float64."""
+    case = causal_case("causal/512", (batch, 4, 2, 512, 8), DType.FLOAT32, CPU)
+    check = make_check(case, FORWARD)
+    assert check.heads_kv == (2 if whole else 1)
+    assert (check.rows.numel() == 512) == whole
+
+
+def test_a_large_element_may_be_rounded_where_that_of_sdpa_was_not_wrong() -> None:
+    check = make_check(causal_case("causal/64", (1, 4, 2, 64, 64), DType.BFLOAT16, CPU), BACKWARD)
+    check = replace(check, peer=dict.fromkeys(check.peer, (1.0, 0.0)))
+    largest = float(check.exact["dk"].abs().max())
+
+    def off_by(share: float) -> Callable[[Inputs], Outputs]:
+        def call(x: Inputs) -> Outputs:
+            results = {name: check.exact[name].flatten(1, -3) for name in ("dq", "dk", "dv")}
+            return {name: value + (name == "dk") * share * largest for name, value in results.items()}
+
+        return call
+
+    verify(check, off_by(2.0**-9))
+    with pytest.raises(WrongResult, match="dk: error"):
+        verify(check, off_by(2.0**-8))
+
+
 @pytest.mark.parametrize("planes", [(1, 1), (2, 1), (1, 4), (2, 2)], ids=str)
 def test_odd_cases_take_the_same_kernels(planes: tuple[int, int]) -> None:
     """Spans of several intervals and planes keep their form, so that what is verified is what is timed."""
