@@ -256,12 +256,13 @@ def test_goals_on_a_gpu(tmp_path: Path) -> None:
         assert found.entries[MATMUL].tflops
 
 
-def test_the_page_of_the_grid_has_the_tables_of_its_log() -> None:
+@pytest.mark.parametrize(("log", "page"), [("h200_grid", "grid"), ("h100_grid", "grid_h100")])
+def test_the_page_of_the_grid_has_the_tables_of_its_log(log: str, page: str) -> None:
     pytest.importorskip("altair", reason="the extra `report`")
     root = Path(__file__).parents[3]
     draw = runpy.run_path(str(root / "benchmarks" / "draw_grid.py"))
-    cells = draw["read"]([root / "benchmarks" / "logs" / "h200_grid.jsonl.gz"])
+    cells = draw["read"]([root / "benchmarks" / "logs" / f"{log}.jsonl.gz"])
     assert {(goal.label, goal.work) for goal in GOALS["grid"]} == cells.keys()
-    page = (root / "docs" / "grid.md").read_text()
-    assert page.endswith("\n".join(draw["tables"](cells)) + "\n")
+    text = (root / "docs" / f"{page}.md").read_text()
+    assert text.endswith("\n".join(draw["tables"](cells)) + "\n")
     assert len(list(draw["squares"](cells, ["full/8x2048"]))) == 2 * 10

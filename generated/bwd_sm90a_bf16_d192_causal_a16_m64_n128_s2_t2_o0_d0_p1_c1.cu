@@ -1,16 +1,17 @@
-// attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1
+// attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d0_p1_c1
 // Generated from templates/sm90a/backward_pair.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 192 --mask causal --align
 //     16 --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2
-//     --set deterministic=0 --set descending=1 --set pair=1
+//     --set deterministic=0 --set descending=0 --set pair=1 --set multicast=1
 //
 //   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n         128   keys per block, a multiple of 16; each consumer computes S and dP of half of them
 //   stages           2   shared-memory buffers for Q
 //   stages_dout      2   shared-memory buffers for dO
 //   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
-//   descending       1   blocks start with the last key tile, not that with most work (deterministic ones always do)
+//   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
 //   pair             1   two blocks share a key tile and dQ
+//   multicast        1   the blocks of a pair load Q and dO for each other
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -41,7 +42,8 @@
 // Consumers: two warpgroups with a product of scores, a sum and a share of dQ each. The first computes S, P and dV. It
 // passes P on to the second, which computes dP, dS and dK. P and dS are operands of dV and dK in the registers where
 // they arise; dS goes to shared memory for dQ alone.
-// Producer warpgroup: its first warp loads K, V, Q, row_stats and dO, its second one sends dS.
+// Producer warpgroup: its first warp loads K, V, Q, row_stats and dO, its second one sends dS. Each block loads half of
+// Q and dO for both.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 //
 // Kernels: _preprocess (row_stats, zeros for sums), the main kernel, _postprocess (dQ).
@@ -250,6 +252,17 @@ __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, uns
         : "memory");
 }
 
+// Thread: the same to this place in all blocks of the cluster; the bytes count towards the barrier of each.
+__device__ __forceinline__ void tma_multicast(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
+                                              int panel, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch),
+        "h"(static_cast<unsigned short>((1 << kCluster) - 1))
+        : "memory");
+}
+
 // Thread: start copying consecutive bytes (16-byte aligned, a multiple of 16) to shared memory.
 __device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
     asm volatile(
@@ -434,9 +447,9 @@ __device__ __forceinline__ bool visible(const Params& p, int query, int key) {
     return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
 }
 
-// The key tile of the block with this rank; the last tile has the lowest.
+// The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return p.tiles_n - 1 - rank;
+    return rank;
 }
 
 // The first query tile that sees key tile `tile`.
@@ -462,7 +475,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
-// Which tile of which head; rank 0 is the tile that starts first.
+// Which tile of which head; rank 0 is the tile with most work.
 struct Place {
     int rank, head, batch;
 };
@@ -576,6 +589,15 @@ __device__ __forceinline__ void load_panels(unsigned tile, const TensorMaps& map
     }
 }
 
+// Thread: start copying this block's half of the panels of a query tile to both blocks.
+__device__ __forceinline__ void load_half(unsigned tile, const TensorMap& map, unsigned barrier, int panels, int row,
+                                          int head, int batch) {
+    const int middle = (panels + 1) / 2;
+    for (int i = rank() ? middle : 0; i < (rank() ? panels : middle); ++i) {
+        tma_multicast(tile + i * kTileM * kSwizzleBytes, map, barrier, i * kColumns, row, 0, head, batch);
+    }
+}
+
 // Warp: load K and V, then for each step Q, row_stats, the visit and dO. Only lane 0, the leader, issues.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
     const bool leader = threadIdx.x % 32 == 0;
@@ -602,8 +624,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
                 const int tile = first_tile + (visit >> 1);
                 store_int(base + kOffsetVisit + q_ring.stage * 8 + 4, tile);
                 barrier_expect(full_q, kTileBytesQ + kRowStatsBytes);
-                load_tile(base + kOffsetQ + q_ring.stage * kTileBytesQ, maps.q, full_q, query0, head, work.batch,
-                          kTileM);
+                load_half(base + kOffsetQ + q_ring.stage * kTileBytesQ, maps.q, full_q, kPanels, query0, head,
+                          work.batch);
                 bulk_load(base + kOffsetRowStats + q_ring.stage * kRowStatsBytes,
                           p.delta + static_cast<long long>(tile) * kTileM * kRowStatsFloats, kRowStatsBytes, full_q);
             }
@@ -612,8 +634,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             barrier_wait(base + kEmptyDo + do_ring.stage * 8, do_ring.phase);
             if (leader) {
                 barrier_expect(full_do, kTileBytesDo);
-                load_tile(base + kOffsetDo + do_ring.stage * kTileBytesDo, maps.dout, full_do, query0, head, work.batch,
-                          kTileM);
+                load_half(base + kOffsetDo + do_ring.stage * kTileBytesDo, maps.dout, full_do,
+                          kRowBytesV / kSwizzleBytes, query0, head, work.batch);
             }
             do_ring.advance(kStagesDo);
         }
@@ -768,9 +790,9 @@ struct Consumer {
         }
     }
 
-    // This warpgroup has read Q or dO of a step.
+    // This warpgroup has read Q or dO of a step, which both blocks load.
     __device__ __forceinline__ void release(bool is_q, int step) {
-        arrive(base + (is_q ? kEmptyQ + q_stage(step) * 8 : kEmptyDo + do_stage(step) * 8));
+        arrive_at_both(base + (is_q ? kEmptyQ + q_stage(step) * 8 : kEmptyDo + do_stage(step) * 8));
     }
 
     // Arrive for this warp in both blocks; what it has read, it has waited for.
@@ -1026,7 +1048,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d0_p1_c1_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 32;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1069,7 +1091,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d0_p1_c1_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1087,7 +1109,7 @@ attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1_postprocess(con
 
 // Thread: set up all barriers of the block.
 __device__ __forceinline__ void init_barriers(unsigned base) {
-    constexpr int kReaders = kConsumers * 4;  // warps of Q and dO
+    constexpr int kReaders = kConsumers * 4 * kCluster;  // warps of Q and dO
     barrier_init(base + kFullK, 1);
     barrier_init(base + kFullV, 1);
     for (int i = 0; i < kStagesQ; ++i) {
@@ -1110,7 +1132,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_kv clusters of two blocks.
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d1_p1(
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n128_s2_t2_o0_d0_p1_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
