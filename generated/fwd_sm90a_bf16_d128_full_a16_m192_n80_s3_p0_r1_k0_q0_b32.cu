@@ -1,8 +1,8 @@
-// attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0
+// attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
 //     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0
-//     --set persistent=1 --set dynamic=0 --set q_in_regs=0
+//     --set persistent=1 --set dynamic=0 --set q_in_regs=0 --set cache_mb=32
 //
 //   tile_m      192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       80   keys per step of the main loop
@@ -11,6 +11,7 @@
 //   persistent    1   one block per multiprocessor walks many tiles
 //   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs     0   keep the fragments of Q in registers
+//   cache_mb     32   MiB of the L2 cache for the operands of the heads in work
 //
 // Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
 //
@@ -292,7 +293,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
-constexpr long long kCacheBytes = 16 << 20;
+constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
@@ -953,7 +954,7 @@ struct Consumer {
 
 // Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0(
+attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
