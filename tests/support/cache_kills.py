@@ -159,7 +159,7 @@ def search_once(place: Place, log: Path) -> None:
     from attnforge.runtime.search.worker import Outcome
 
     class Idle:
-        def __init__(self, *_: object) -> None: ...
+        def prepare(self, *_: object) -> None: ...
 
         def trial(self, *_: object) -> Outcome:
             time.sleep(0.01)
