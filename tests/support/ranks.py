@@ -29,7 +29,7 @@ def torchrun(ranks: int, script: Path, *arguments: str) -> str:
         (sys.executable, __file__, str(ranks), str(script), *arguments),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
