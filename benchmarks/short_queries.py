@@ -53,7 +53,8 @@ def flash_attention_3() -> Call:
     function = importlib.import_module(fa3.MODULE).flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        x = (y.transpose(1, 2) for y in (q, k, v))
+        out = function(*x, num_splits=0)  # as many as it deems best
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first.transpose(1, 2)
 

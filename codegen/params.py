@@ -140,6 +140,8 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("int", "tiles_packed", "ceil(seq_q * heads_q / heads_kv / tile_m)"),
     Field("int", "kv_splits", "ranges that the keys of each query tile are split into"),
+    Field("int", "combine_warps", "warps that combine the results of a row's ranges: 1, 2, 4 or 8"),
+    Field("int", "combine_blocks", "their blocks, of 8 warps; 0 if kv_splits is 1"),
     Field("int", "list_stride", "entries per row of tile_list"),
     Field("int", "mask_batches", "batch if each entry has a plane of its own, else 1"),
     Field(

@@ -17,7 +17,7 @@ class Launch:
     """One kernel launch. The grid is one-dimensional: the product of the sizes named in `grid`.
 
     Names: `batch`, `heads_q`, `heads_kv`, `seq_q`, `tiles_m`, `tiles_n`, `blocks_m`, `blocks_n`, `tiles_packed`,
-    `kv_splits`, `mask_planes`.
+    `kv_splits`, `combine_blocks`, `mask_planes`. Of size 0 there is nothing to launch.
     The block index decodes in the order the kernel documents. On the CPU `threads` and `shared_bytes` are 0 and the
     function is called once.
     """

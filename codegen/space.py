@@ -31,28 +31,22 @@ def candidates(problem: Problem, wanted: Callable[[Tuning], bool] = lambda tunin
         yield spec
 
 
-def splitting(problem: Problem, rows: int) -> Iterator[Spec]:
-    """Feasible specs that split the keys, for `rows` query rows of a kv head: the smallest tiles that hold them first.
+def splitting(problem: Problem, fewest: int, most: int | None = None) -> Iterator[Spec]:
+    """Feasible specs that split the keys, best guesses first; none if the family has no such kernels for the problem.
 
-    Where none does, the largest come first. None if the family has no such kernels for the problem.
+    They are for calls in which the q heads of a kv head have `fewest` to `most` query rows together.
     """
     try:
         space = family_of(problem).split_space
     except Infeasible:
         return
-    found = []
-    for tuning in space(problem) if space else ():
+    for tuning in space(problem, fewest, fewest if most is None else most) if space else ():
         spec = Spec(problem, tuning)
         try:
             make_plan(spec)
         except Infeasible:
             continue
-        found.append(spec)
-    yield from sorted(found, key=lambda spec: _fit(spec.tuning.tile_m, rows))
-
-
-def _fit(tile_m: int, rows: int) -> tuple[bool, int]:
-    return (False, tile_m) if tile_m >= rows else (True, -tile_m)
+        yield spec
 
 
 def why_infeasible(problem: Problem) -> str:

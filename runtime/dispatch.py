@@ -25,8 +25,6 @@ from attnforge.runtime.native.launcher import launcher
 
 log = logging.getLogger("attnforge")
 
-MEMORY_BOUND = 64  # query rows of a kv head: with so few, loads of K and V take longer than products
-
 SCORE_GRADIENTS_IN_ANY_ORDER = (  # why some calls are refused
     "deterministic: gradients of a score's tensors are added in any order; "
     "detach them or pass deterministic=False"
@@ -124,14 +122,10 @@ def _offers(
 
 
 def _splitting(problem: Problem, group: int, size: int, target: Target) -> Spec | None:
-    """The kernel of the first target that has one, with tiles for the query rows of a kv head in calls of this octave.
-
-    While memory is the bound, a tile holds those of the longest call of the octave; larger ones, of the shortest.
-    """
+    """The kernel of the first target that has one, for the query rows of a kv head in calls of this octave."""
     shortest = 1 << (size.bit_length() - 1)
-    rows = group * (2 * shortest - 1)
-    rows = group * shortest if rows > MEMORY_BOUND else rows
-    specs = (splitting(dataclasses.replace(problem, arch=arch), rows) for arch in target.archs)
+    rows = group * shortest, group * (2 * shortest - 1)
+    specs = (splitting(dataclasses.replace(problem, arch=arch), *rows) for arch in target.archs)
     return next(chain.from_iterable(specs), None)
 
 

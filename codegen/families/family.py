@@ -33,7 +33,8 @@ class Family:
     reasons: Mapping[str, str] = field(
         default_factory=dict
     )  # why others do not, by field, if there is more to say
-    split_space: Callable[[Problem], Iterator[Tuning]] | None = None  # kernels that split the keys, likewise
+    # Kernels that split the keys, likewise, for this many query rows of a kv head: fewest, most.
+    split_space: Callable[[Problem, int, int], Iterator[Tuning]] | None = None
 
     def require_honoured(self, problem: Problem) -> None:
         """Infeasible, naming field and value, unless every field is at its default or honoured."""

@@ -17,6 +17,7 @@ SHARED_LIMIT = {
 HEAD_DIM_LIMIT = 256
 REGISTER_LIMIT = 255  # of a thread
 REGISTER_FILE = 65536  # of a multiprocessor
+COMBINE_THREADS = 256  # of a block that combines results of ranges of keys (native/launch.h: kCombineWarps)
 
 
 def blocks_of_multiprocessor(arch: Arch, threads: int, shared: int, registers: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.limits import (
+    COMBINE_THREADS,
     HEAD_DIM_LIMIT,
     blocks_of_multiprocessor,
     require_positive,
@@ -26,9 +27,6 @@ from attnforge.codegen.families.mma import (
 )
 from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
-
-COMBINE_THREADS = 256  # of a block that combines the results of ranges of keys for one row
-
 
 WIDE_HEAD_DIM_LIMIT = 512  # of kernels whose warps share the columns of O
 
@@ -132,9 +130,7 @@ def _split(
     overlaps = p.arch.since_hopper
     constants |= {"combine_threads": COMBINE_THREADS, "overlaps": overlaps}
     grid = ("tiles_packed", "kv_splits", "heads_kv", "batch")
-    combine = Launch(
-        f"{spec.symbol}_combine", ("seq_q", "heads_q", "batch"), COMBINE_THREADS, overlaps=overlaps
-    )
+    combine = Launch(f"{spec.symbol}_combine", ("combine_blocks",), COMBINE_THREADS, overlaps=overlaps)
     return {
         "launches": (Launch(spec.symbol, grid, t.warps * 32, shared), combine),
         "columns_v": columns,
@@ -207,9 +203,17 @@ SPLITTING = (
 )
 
 
-def split_tunings(problem: Problem) -> Iterator[Sm80Forward]:
-    """Kernels that split the keys, the best guess of each tile_m first."""
-    yield from (tuning for limit, tuning in SPLITTING if problem.largest_dim <= limit)
+MEMORY_BOUND = 64  # query rows of a kv head: with so few, loads of K and V take longer than products
+
+
+def split_tunings(problem: Problem, fewest: int, most: int) -> Iterator[Sm80Forward]:
+    """Kernels that split the keys: the smallest tiles that hold the rows of a kv head first, else the largest.
+
+    While memory is the bound, a tile holds those of the longest call; larger ones, of the shortest.
+    """
+    rows = most if most <= MEMORY_BOUND else fewest
+    fitting = (tuning for limit, tuning in SPLITTING if problem.largest_dim <= limit)
+    yield from sorted(fitting, key=lambda t: (False, t.tile_m) if t.tile_m >= rows else (True, -t.tile_m))
 
 
 FORWARD = Family(

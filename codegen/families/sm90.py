@@ -1,4 +1,7 @@
-"""The Hopper forward in 16 bits: TMA, wgmma, a producer warpgroup and one to three consumer warpgroups."""
+"""The Hopper forwards in 16 bits: TMA, wgmma, a producer warpgroup and one to three consumer warpgroups.
+
+Knob `splits` chooses the kernel for short queries, whose blocks share the keys.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from attnforge.codegen.families.hopper import (
     slot_words,
     wgmma_type,
 )
-from attnforge.codegen.families.limits import SHARED_LIMIT, require_words
+from attnforge.codegen.families.limits import COMBINE_THREADS, SHARED_LIMIT, require_words
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
@@ -66,6 +69,12 @@ class Sm90Forward(Tuning):
     cache_mb: int = knob(
         "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
     )
+    splits: int = knob(
+        "t",
+        "1: for short queries; blocks share the keys, and all q heads of a kv head share tiles",
+        0,
+        quiet=True,
+    )
 
 
 # ---- Plan
@@ -77,7 +86,10 @@ def plan(spec: Spec) -> Plan:
     assert isinstance(t, Sm90Forward)
     require_hopper(p, "forward", 256)
     require_words(spec)
+    _require_knobs(t)
     consumers = consumer_warpgroups(t.tile_m, t.tile_n, t.stages, t.ping_pong)
+    if t.splits:
+        return _split(spec, t, consumers)
     if p.intervals > 2 and consumers > 2:
         raise Infeasible(
             f"intervals {p.intervals}: their bounds do not fit in the registers of {consumers} consumer warpgroups; "
@@ -88,7 +100,6 @@ def plan(spec: Spec) -> Plan:
             f"score: reads {len(p.score.tensors)} tensors, whose addresses do not fit in the registers of {consumers} "
             "consumer warpgroups; set tile_m to 128 or less"
         )
-    _require_knobs(t)
     return _forward(spec, t, consumers)
 
 
@@ -105,6 +116,8 @@ def _require_knobs(t: Sm90Forward) -> None:
         raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
     if not 0 <= t.heads_together <= 64:
         raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
+    if not 0 <= t.splits <= 1:
+        raise Infeasible(f"splits {t.splits}: must be 0 or 1")
     require_section(t.cache_mb)
 
 
@@ -261,6 +274,7 @@ def _in_one_copy(p: Problem) -> bool:
 
 
 def _forward_maps(t: Sm90Forward, p: Problem) -> tuple[TensorMap, ...]:
+    """Of q, k, v and out; where keys are split, of k and v, as threads copy the others."""
     panels, panels_v = _panels(p)
     # The 64 rows of O that a warpgroup stores are no whole tile: their panels are not adjacent, so each takes a copy of
     # its own.
@@ -271,7 +285,7 @@ def _forward_maps(t: Sm90Forward, p: Problem) -> tuple[TensorMap, ...]:
         ("v", panels_v, t.tile_n, whole),
         ("out", panels_v, 64, False),
     )
-    return sum((_tensor_maps(*tile) for tile in tiles), ())
+    return sum((_tensor_maps(*tile) for tile in (tiles[1:3] if t.splits else tiles)), ())
 
 
 def _panel_constants(p: Problem) -> dict[str, int | str]:
@@ -286,6 +300,53 @@ def _panel_constants(p: Problem) -> dict[str, int | str]:
         "swizzle": SWIZZLE_CODE[panels.columns * 2],
         "tail_swizzle": SWIZZLE_CODE[panels.tail * 2] if panels.tail else 0,
     }
+
+
+def _split(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
+    """Plan of the kernel for short queries."""
+    p = spec.problem
+    if p.in_planes or p.score:
+        raise Infeasible(
+            "splits: the q heads of a kv head share tiles, which takes one mask for all of them and no score"
+        )
+    if replace(t, tile_m=128, tile_n=128, stages=2, exact_visits=3) != SPLITS:
+        raise Infeasible(
+            "splits: takes tile_m, tile_n, stages and exact_visits; other knobs must be as in SPLITS"
+        )
+    producer_registers, consumer_registers = REGISTERS_BUSY[consumers]
+    live = _live(p, t)
+    require_registers(live, consumer_registers, "S, P and O")
+    row, row_v = (panels.row * 2 for panels in _panels(p))
+    require_tiles(64 * row, t.tile_n * row, t.tile_n * row_v)
+    bounds = t.tile_n * 8 * p.intervals if p.mask is Mask.SPANS else 0
+    shared = t.tile_m * row + t.stages * (t.tile_n * (row + row_v) + bounds + 4 * 8)  # four barriers
+    require_shared(shared)
+    grid = ("tiles_packed", "kv_splits", "heads_kv", "batch")
+    combine = Launch(f"{spec.symbol}_combine", ("combine_blocks",), COMBINE_THREADS, overlaps=True)
+    return Plan(
+        spec=spec,
+        template="sm90a/forward_split.cu.jinja",
+        suffix=".cu",
+        launches=(Launch(spec.symbol, grid, 128 * (consumers + 1), shared), combine),
+        schedule=schedule_launches(spec, "tiles_m"),
+        owner="m",
+        registers=live + REGISTERS_BESIDES,
+        split_blocks=1,
+        deterministic=True,
+        bounds=p.mask is Mask.SPANS,
+        columns_v=p.head_dim_v,
+        tensor_maps=_forward_maps(t, p),
+        constants=_panel_constants(p)
+        | {
+            "consumers": consumers,
+            "type": wgmma_type(p.dtype),
+            "shared_bytes": shared,
+            "combine_threads": COMBINE_THREADS,
+            "overlaps": True,
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+        },
+    )
 
 
 # ---- Space
@@ -414,10 +475,26 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
                 )
 
 
+# For short queries.
+SPLITS = Sm90Forward(128, 128, 2, False, False, False, False, splits=1)
+# Query rows of a kv head up to which small tiles are faster: loads of K and V take longer than products, also where two
+# tiles of 64 rows share them through the L2 cache (docs/experiments.md, 91).
+MEMORY_BOUND = 128
+SPLIT_TILES = ((64, (64, 48, 32)), (128, (128, 96, 80, 64, 48)))  # tile_m, and tile_n
+
+
+def split_tunings(problem: Problem, fewest: int, most: int) -> Iterator[Sm90Forward]:
+    """Kernels that split the keys, for `fewest` to `most` query rows of a kv head, best guesses first."""
+    for tile_m, tiles_n in SPLIT_TILES if most <= MEMORY_BOUND else reversed(SPLIT_TILES):
+        for tile_n, stages in product(tiles_n, (4, 3, 2)):
+            yield replace(SPLITS, tile_m=tile_m, tile_n=tile_n, stages=stages)
+
+
 FORWARD = Family(
     Sm90Forward,
     plan,
     tunings,
     honours=frozenset({"dim_v", "intervals", "planes", "mask_mod", "score"}),
     reasons=REASONS,
+    split_space=split_tunings,
 )

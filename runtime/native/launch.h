@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include <c10/core/DeviceGuard.h>
 
@@ -68,8 +69,14 @@ inline unsigned blocks_of(const Launch& launch, const Params& params, int multip
     return static_cast<unsigned>(blocks);
 }
 
-// Chooses how many ranges a variant that can do so splits the keys into: as many as fill the device with blocks once,
-// of equally many key tiles. Others have 0.
+constexpr int kCombineWarps = 8;  // of a block of _combine (codegen/families/limits.py: COMBINE_THREADS)
+
+// What a range costs beside its key tiles, in key tiles: its rows of q, a pipeline that fills and drains, its results.
+constexpr int64_t kTilesBeside = 3;
+
+// Chooses how many ranges a variant that can do so splits the keys into. Others have 0. Blocks run in rounds of as many
+// as the device holds, all of about the same length. For each number of rounds, the ranges that fill them are
+// considered.
 inline void set_kv_splits(const Variant& variant, int multiprocessors, Params& p) {
     if (variant.split_blocks == 0) {
         return;
@@ -77,9 +84,23 @@ inline void set_kv_splits(const Variant& variant, int multiprocessors, Params& p
     const int64_t rows = int64_t{p.seq_q} * (p.heads_q / p.heads_kv);
     p.tiles_packed = static_cast<int>((rows + variant.tile_m - 1) / variant.tile_m);
     const int64_t work_tiles = int64_t{p.tiles_packed} * p.heads_kv * p.batch;
-    const int64_t most = std::clamp<int64_t>(variant.split_blocks * multiprocessors / work_tiles, 1, p.tiles_n);
-    const int64_t tiles_of_range = (p.tiles_n + most - 1) / most;
-    p.kv_splits = static_cast<int>((p.tiles_n + tiles_of_range - 1) / tiles_of_range);
+    const int64_t blocks = variant.split_blocks * multiprocessors;
+    const int64_t least = (work_tiles + blocks - 1) / blocks;
+    int64_t best = std::numeric_limits<int64_t>::max();
+    for (int64_t rounds = least; rounds < least + 4; ++rounds) {
+        const int64_t most = std::clamp<int64_t>(rounds * blocks / work_tiles, 1, p.tiles_n);
+        const int64_t tiles_of_range = (p.tiles_n + most - 1) / most;
+        const int64_t time = rounds * (tiles_of_range + kTilesBeside);
+        if (time < best) {
+            best = time;
+            p.kv_splits = static_cast<int>((p.tiles_n + tiles_of_range - 1) / tiles_of_range);
+        }
+    }
+    // A warp has 4 ranges of a row, which it loads at once, or more where a block is not enough.
+    const int64_t warps = (p.kv_splits + 3) / 4;
+    p.combine_warps = warps <= 1 ? 1 : warps <= 2 ? 2 : warps <= 4 ? 4 : kCombineWarps;
+    const int64_t all = int64_t{p.batch} * p.heads_q * p.seq_q * p.combine_warps;
+    p.combine_blocks = p.kv_splits == 1 ? 0 : static_cast<int>((all + kCombineWarps - 1) / kCombineWarps);
 }
 
 // Runs `launches` in order on `stream` (GPU) or in this thread (CPU).
@@ -97,9 +118,11 @@ inline void run(const Variant& variant, const std::vector<Launch>& launches, con
     }
     void* arguments[] = {packed.data(), const_cast<TensorMaps*>(maps)};
     for (const Launch& launch : launches) {
-        driver().check(driver().enqueue(launch.function, blocks_of(launch, params, variant.multiprocessors),
-                                        launch.threads, launch.shared_bytes, launch.overlaps, stream, arguments),
-                       launch.symbol.c_str());
+        if (const unsigned blocks = blocks_of(launch, params, variant.multiprocessors)) {
+            driver().check(driver().enqueue(launch.function, blocks, launch.threads, launch.shared_bytes,
+                                            launch.overlaps, stream, arguments),
+                           launch.symbol.c_str());
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 // Which variant runs a call: resolved in Python (runtime/dispatch.py) once per problem class, then kept.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <shared_mutex>
 #include <string_view>
@@ -27,17 +28,35 @@ inline uint64_t number_or_none(std::string_view text) {
     return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
 }
 
-// Should kernels that split the keys be preferred? In a forward of few queries against many keys, if the q heads of a
-// kv head share much fewer tiles than they have, or if a block for each would leave half of the device idle.
+// Is a kernel that splits the keys faster than one whose blocks have the rows of one q head? Asked of a forward of few
+// queries against many keys. Times are predicted in steps: what a multiprocessor takes for 128 rows by 128 keys. The
+// constants fit 156 cases on an H100: the choice takes 1.01 times as long as the faster one (docs/experiments.md, 91).
 inline bool splits_keys(const Call& c, bool backward) {
-    constexpr int64_t kQueries = 128, kTile = 64, kKeys = 1024;
-    const int64_t heads = c.q.size(1), queries = c.q.size(2);
-    if (backward || c.q.is_cpu() || queries > kQueries || c.k.size(2) < kKeys) {
+    constexpr int64_t kQueries = 512, kKeys = 1024, kKeysOfQuery = 4;
+    const int64_t queries = c.q.size(2), keys = c.k.size(2);
+    if (backward || c.q.is_cpu() || queries > kQueries || keys < std::max(kKeys, kKeysOfQuery * queries)) {
         return false;
     }
-    const int64_t group = heads / c.k.size(1);
-    return queries * group <= kTile || 2 * ((queries * group + kQueries - 1) / kQueries) <= group ||
-           2 * heads * c.q.size(0) <= count_multiprocessors(c.q.device());
+    constexpr double kStepsOfLoads = 1.0 / 76;          // K and V of 128 keys of a head, where memory is the bound
+    constexpr double kFewRows = 0.85;                   // of a step, with 64 rows or fewer
+    constexpr double kBesideTile = 4, kBesideCall = 3;  // steps that splitting costs beside the products
+    const auto up = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit; };
+    const int64_t blocks = count_multiprocessors(c.q.device());
+    const int64_t kv_heads = c.k.size(1) * c.q.size(0), heads = c.q.size(1) * c.q.size(0);
+    const double key_tiles = static_cast<double>(keys) / 128;
+    const double loads = static_cast<double>(kv_heads) * key_tiles * kStepsOfLoads;
+
+    const int64_t tile = queries <= 128 ? 128 : 192;
+    const int64_t rounds = up(heads * up(queries, tile), blocks);
+    const double step = static_cast<double>(tile) / 128 * (queries <= 64 ? kFewRows : 1.0);
+    const double whole = std::max(static_cast<double>(rounds) * step * key_tiles, loads);
+
+    const int64_t rows = queries * (heads / kv_heads);
+    const int64_t packed = rows <= 128 ? 64 : 128;
+    const double work_tiles = static_cast<double>(up(rows, packed) * packed * kv_heads) / 128;
+    const double products = work_tiles / static_cast<double>(blocks) * (key_tiles + kBesideTile);
+    const double split = std::max(products, loads) + kBesideCall;
+    return split < whole;
 }
 
 class Router {

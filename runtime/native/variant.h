@@ -109,12 +109,13 @@ void read_fields(Fields& fields, Lines lines, const char* what) {
 }
 
 inline std::vector<int Params::*> grid_sizes(const std::vector<std::string>& names) {
-    constexpr const char* known[] = {"batch",   "heads_q",      "heads_kv",  "seq_q",      "tiles_m",
-                                     "tiles_n", "blocks_m", "blocks_n", "tiles_packed", "kv_splits",  "mask_planes"};
-    constexpr int Params::*members[] = {&Params::batch,   &Params::heads_q,      &Params::heads_kv,
-                                        &Params::seq_q,   &Params::tiles_m,      &Params::tiles_n,
-                                        &Params::blocks_m, &Params::blocks_n, &Params::tiles_packed, &Params::kv_splits,
-                                        &Params::mask_planes};
+    constexpr const char* known[] = {"batch",        "heads_q",   "heads_kv",       "seq_q",
+                                     "tiles_m",      "tiles_n",   "blocks_m",       "blocks_n",
+                                     "tiles_packed", "kv_splits", "combine_blocks", "mask_planes"};
+    constexpr int Params::*members[] = {&Params::batch,        &Params::heads_q,   &Params::heads_kv,
+                                        &Params::seq_q,        &Params::tiles_m,   &Params::tiles_n,
+                                        &Params::blocks_m,     &Params::blocks_n,  &Params::tiles_packed,
+                                        &Params::kv_splits,    &Params::combine_blocks, &Params::mask_planes};
     std::vector<int Params::*> sizes;
     for (const std::string& name : names) {
         sizes.push_back(members[place_among("grid", name, known)]);

@@ -15,7 +15,7 @@ from attnforge.codegen.prologue import PrologueProblem, PrologueSpec
 from attnforge.codegen.prologue import candidates as candidates_of_prologue
 from attnforge.codegen.prologue import render as render_prologue
 from attnforge.codegen.render import render
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.prologue_kernels import tuned_specs as tuned_prologues
 from attnforge.runtime.search.winners import GENERATED, tuned_entries
@@ -39,7 +39,7 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
     For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16 if
     there is one, of BAGEL-7B's GQA ratio if there is one, of the longest sequence, then of the highest speed. A
     (family, pass) without an entry is shown by its first candidate for `spans`, at head_dim 128 if it takes that; the
-    CPU's, whose tables and first candidates belong to one machine, by `CPU_SHOWN`.
+    CPU's, whose tables and first candidates belong to one machine, by `CPU_SHOWN`. Last, the kernel for short queries.
     """
     chosen: dict[tuple[str, Direction, Mask], Spec] = {}
     gpu = (entry for entry in tuned_entries(directory) if entry.spec.problem.arch.is_gpu)
@@ -52,7 +52,9 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
         if (problem.family, direction) not in shown and (spec := _first(problem)) is not None:
             shown.add((problem.family, direction))
             chosen[problem.family, direction, Mask.SPANS] = spec
-    return sorted([*chosen.values(), *map(_on_cpu, CPU_SHOWN)], key=lambda spec: spec.slug)
+    short = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, FLAGSHIP, Mask.CAUSAL)
+    specs = [*chosen.values(), *map(_on_cpu, CPU_SHOWN), next(splitting(short, RATIO * 64))]
+    return sorted(specs, key=lambda spec: spec.slug)
 
 
 def _on_cpu(tuning: CpuForward | CpuBackward) -> Spec:
@@ -139,6 +141,9 @@ _SUBJECTS = {
     ("sm90a_wide", "bwd"): "up to head_dim 256: one warpgroup sums dV, the other dK, both transposed",
     ("sm90a_fp32", "fwd"): "float32 from six bf16 wgmma products per product",
 }
+_SPLITS = (
+    "for short queries: blocks share the keys, q heads of a kv head share a tile, a second kernel combines"
+)
 _AMX = "the same forward with its products in the tile registers of Intel AMX: 16 x 16 sums an instruction"
 _MASKS = {
     Mask.FULL: "no mask code at all, apart from the last tile of K",
@@ -155,6 +160,7 @@ def index(specs: Iterable[Spec]) -> str:
         problem = spec.problem
         what = _SUBJECTS.get((problem.family, problem.direction.value), "")
         what = _AMX if needs_amx(spec) else what
+        what = _SPLITS if getattr(spec.tuning, "splits", 0) else what
         cells = (
             f"[{spec.slug}]({render(spec).file_name})",
             problem.direction.value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 import attnforge
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm80 import SPLITTING, Sm80Forward
+from attnforge.codegen.families.sm90 import SPLITS, split_tunings
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
@@ -108,13 +110,51 @@ def test_plan() -> None:
     plan = make_plan(Spec(Problem(FORWARD, Arch.SM90, BFLOAT16, 128, Mask.CAUSAL), SPLITTING[0][1]))
     main, combine = plan.launches
     assert main.grid == ("tiles_packed", "kv_splits", "heads_kv", "batch")
-    assert combine.grid == ("seq_q", "heads_q", "batch")
+    assert combine.grid == ("combine_blocks",)
     assert combine.overlaps  # griddepcontrol.wait is there from compute capability 9.0 on
     assert main.shared_bytes == 16 * 256 + 3 * 2 * 64 * 256
     assert plan.split_blocks == 2  # of 228 KiB, with 1 KiB for each block
     assert plan.deterministic
     older = make_plan(Spec(Problem(FORWARD, Arch.SM80, BFLOAT16, 128, Mask.CAUSAL), SPLITTING[1][1]))
     assert not older.launches[1].overlaps
+
+
+def test_plan_on_hopper() -> None:
+    problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.SPANS)
+    plan = make_plan(Spec(problem, SPLITS))
+    main, combine = plan.launches
+    assert main.grid == ("tiles_packed", "kv_splits", "heads_kv", "batch")
+    assert combine.grid == ("combine_blocks",)
+    assert not main.persistent
+    assert combine.overlaps
+    assert main.threads == 3 * 128
+    assert main.shared_bytes == 128 * 256 + 2 * (2 * 128 * 256 + 128 * 8 + 32)
+    assert [m.tensor for m in plan.tensor_maps] == ["k", "v"]
+    assert (plan.split_blocks, plan.row_groups, plan.bounds, plan.columns_v) == (1, 1, True, 128)
+    assert not plan.from_end
+
+
+@pytest.mark.parametrize(
+    ("changes", "knobs", "reason"),
+    [
+        ({"mask": Mask.DENSE}, {}, "splits: the q heads"),
+        ({"mask": Mask.SPANS, "planes": 1}, {}, "splits: the q heads"),
+        ({"score": ScoreMod("twice: score * 2.0")}, {}, "splits: the q heads"),
+        ({}, {"splits": 2}, "splits 2: must be 0 or 1"),
+        ({}, {"ping_pong": True}, "splits: takes tile_m, tile_n, stages and exact_visits"),
+        ({}, {"persistent": True}, "splits: takes tile_m"),
+        ({}, {"heads_together": 2}, "splits: takes tile_m"),
+        ({}, {"stages": 4}, "shared memory: 295"),
+        ({}, {"tile_m": 192}, "registers: S, P and O"),
+        ({"head_dim": 264}, {}, "head_dim 264"),
+    ],
+    ids=str,
+)
+def test_infeasible_on_hopper(changes: dict[str, object], knobs: dict[str, int], reason: str) -> None:
+    values = {"head_dim": 128, "mask": Mask.FULL} | changes
+    problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, **values)  # type: ignore[arg-type]
+    with pytest.raises(Infeasible, match=reason):
+        make_plan(Spec(problem, replace(SPLITS, **knobs)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -153,12 +193,22 @@ def test_tiles_hold_the_rows_of_a_group() -> None:
 def test_dispatch_prefers_them_where_asked() -> None:
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.FULL)
     chosen = choose_for(problem, 7, 1, H200, split_keys=True)
-    assert (chosen.spec.problem.arch, chosen.spec.tuning) == (Arch.SM90, SPLITTING[0][1])
+    assert (chosen.spec.problem.arch, chosen.spec.tuning) == (Arch.SM90A, next(split_tunings(problem, 7, 7)))
     assert choose_for(problem, 7, 1, H200).spec.problem.arch is Arch.SM90A
-    # Of 2 and of 3 queries, one class: tiles for the larger.
-    assert {choose_for(problem, 7, n, H200, split_keys=True).spec.tuning.tile_m for n in (2, 3)} == {32}
-    # Products are the bound of 16 to 31 queries of 4 heads: tiles for the fewest.
-    assert {choose_for(problem, 4, n, H200, split_keys=True).spec.tuning.tile_m for n in (16, 31)} == {64}
+    assert not choose_for(problem, 7, 1, H200).spec.tuning.splits
+    # Rows of 8 or fewer bytes cannot be copied by TMA.
+    unaligned = choose_for(replace(problem, align=8), 7, 1, H200, split_keys=True)
+    assert (unaligned.spec.problem.arch, unaligned.spec.tuning) == (Arch.SM90, SPLITTING[0][1])
+    older = Target("NVIDIA A100", (Arch.SM80,))
+    for rows, tiles in (((2, 3), 32), ((16, 31), 64)):
+        # Of 2 and of 3 queries of 7 heads, one class: tiles for the larger. Products are the bound of 16 to 31 queries
+        # of 4 heads: tiles for the fewest.
+        group = 7 if tiles == 32 else 4
+        chosen_tiles = {
+            choose_for(replace(problem, arch=Arch.SM80), group, n, older, split_keys=True).spec.tuning.tile_m
+            for n in rows
+        }
+        assert chosen_tiles == {tiles}
     # No kernel splits these: as without the wish.
     for alone in (Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 128, Mask.FULL), other_mask()):
         assert choose_for(alone, 7, 1, H200, split_keys=True) == choose_for(alone, 7, 1, H200)
@@ -169,6 +219,11 @@ def other_mask() -> Problem:
 
 
 CASES = [
+    (Arch.SM90A, 128, 0, Mask.CAUSAL, 16),
+    (Arch.SM90A, 64, 0, Mask.SPANS, 16),
+    (Arch.SM90A, 72, 0, Mask.FULL, 16),
+    (Arch.SM90A, 256, 0, Mask.SPANS, 16),
+    (Arch.SM90A, 192, 128, Mask.FULL, 16),
     (Arch.SM90, 128, 0, Mask.CAUSAL, 16),
     (Arch.SM80, 64, 0, Mask.SPANS, 16),
     (Arch.SM120, 41, 64, Mask.FULL, 2),
@@ -182,7 +237,7 @@ def test_compile_cleanly(
     arch: Arch, head_dim: int, dim_v: int, mask: Mask, align: int, nvcc: None, tmp_path: Path
 ) -> None:
     problem = Problem(FORWARD, arch, BFLOAT16, head_dim, mask, align, dim_v)
-    check_resources([render(next(splitting(problem, rows))) for rows in (1, 64)], tmp_path)
+    check_resources([render(next(splitting(problem, rows))) for rows in (1, 64, 1000)], tmp_path)
 
 
 @pytest.mark.nvcc
@@ -204,11 +259,26 @@ def route(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> int:
 @pytest.mark.parametrize("kind", ["full", "causal", "spans"])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [(64, torch.bfloat16), (72, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)],
+    [
+        (64, torch.bfloat16),
+        (72, torch.float16),
+        (128, torch.bfloat16),
+        (256, torch.bfloat16),
+        (20, torch.float16),
+    ],
 )
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "heads_kv", "group", "batch"),
-    [(1, 8001, 4, 7, 1), (3, 2047, 2, 4, 3), (16, 4096, 4, 7, 2), (37, 1500, 1, 1, 2), (128, 9000, 1, 7, 1)],
+    [
+        *(
+            (1, 8001, 4, 7, 1),
+            (3, 2047, 2, 4, 3),
+            (16, 4096, 4, 7, 2),
+            (37, 1500, 1, 1, 2),
+            (128, 9000, 1, 7, 1),
+        ),
+        (300, 5000, 2, 3, 1),
+    ],
 )
 def test_calls(
     seq_q: int,
@@ -244,6 +314,53 @@ def test_every_kernel(limit: int, tuning: Sm80Forward) -> None:
         q, k, v = (t.detach() for t in (x.q, x.k, x.v))
         out, lse = ops.forward(q, k, v, attnforge.Causal(), None, kernels.load(spec, device))
         compare(out, lse, (q, k, v), attnforge.Causal(), 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["full", "causal", "spans", "unions"])
+@pytest.mark.parametrize(("head_dim", "dim_v"), [(32, 0), (64, 0), (128, 0), (192, 128), (256, 0)])
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_every_hopper_kernel(tile_m: int, head_dim: int, dim_v: int, mask: str) -> None:
+    """Few and many rows: tiles that are not full, or several; rows and ranges that see no key."""
+    device = torch.device("cuda")
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("needs capability 9.0")
+    intervals = 2 if mask == "unions" else 1
+    kind = Mask.SPANS if mask == "unions" else Mask(mask)
+    problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, head_dim, kind, 16, dim_v, intervals=intervals)
+    spec = next(splitting(problem, 1 if tile_m == 64 else 1000))
+    assert spec.tuning.tile_m == tile_m
+    handle = kernels.load(spec, device)
+    for seq_q, seq_k in ((1, 3001), (90, 3001), (300, 77)):
+        x = draw(Shape(seq_q, seq_k, head_dim, 2, 7, 2, dim_v), torch.bfloat16, "cuda")
+        q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+        seen = unions(seq_q, seq_k, 2, "cuda") if mask == "unions" else make_mask(mask, seq_q, seq_k, "cuda")
+        out, lse = ops.forward(q, k, v, seen, None, handle)
+        compare(out, lse, (q, k, v), seen, 2e-2)
+        assert torch.equal(out, ops.forward(q, k, v, seen, None, handle)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "batch", "queries", "keys", "splits"),
+    [
+        ((28, 4), 1, 64, 8192, True),
+        ((28, 4), 16, 64, 8192, True),
+        ((32, 8), 1, 256, 32768, True),
+        ((16, 16), 1, 1, 2048, True),
+        ((16, 16), 4, 16, 8192, False),
+        ((32, 8), 16, 128, 2048, False),
+        ((28, 4), 1, 512, 1024, False),
+        ((28, 4), 1, 1, 1000, False),
+    ],
+)
+def test_choice(heads: tuple[int, int], batch: int, queries: int, keys: int, splits: bool) -> None:
+    """Cases in which one of the two kernels was at least 7 % faster on an H100, or that are out of bounds."""
+    heads_q, heads_kv = heads
+    q = torch.empty(batch, heads_q, queries, 128, dtype=torch.bfloat16, device="cuda")
+    k = torch.empty(batch, heads_kv, keys, 128, dtype=torch.bfloat16, device="cuda")
+    handle = route(q, k, k, None)
+    assert bool(getattr(kernels.spec_of(handle).tuning, "splits", 0)) == splits
 
 
 @pytest.mark.gpu

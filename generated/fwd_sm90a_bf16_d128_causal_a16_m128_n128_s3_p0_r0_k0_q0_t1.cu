@@ -1,0 +1,860 @@
+// attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1
+// Generated from templates/sm90a/forward_split.cu.jinja; do not edit.
+// Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
+//     16 --set tile_m=128 --set tile_n=128 --set stages=3 --set ping_pong=0
+//     --set persistent=0 --set dynamic=0 --set q_in_regs=0 --set splits=1
+//
+//   tile_m      128   query rows per tile, 64 for each consumer warpgroup
+//   tile_n      128   keys per step of the main loop
+//   stages        3   shared-memory buffers for K and for V
+//   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    0   one block per multiprocessor walks many tiles
+//   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs     0   keep the fragments of Q in registers
+//   splits        1   1: for short queries; blocks share the keys, and all q heads of a kv head share tiles
+//
+// Attention forward of short queries. A producer thread loads key tiles with TMA; 2 consumer warpgroups
+// multiply them with wgmma.
+//
+// symbol      shape                 meaning
+//   Q         kTileM x kHeadDim     packed rows: query * group + q head of the group; 64 for each consumer warpgroup
+//   K, V      kTileN x kHeadDim     key and value tile of a visit
+//   S         64 x kTileN           Q K^T of a warpgroup, fp32, in registers
+//   P         64 x kTileN           2^(scale log2(e) (S - row_max)), 16-bit, in registers: the A operand of P V
+//   O         64 x kHeadDim         sum of P V over the visits, fp32, in registers; out = O / row_sum
+//   row_max   64                    row maximum of S over the visits so far, not always the latest
+//   row_sum   64                    row sum of P
+//   lse       64                    ln(sum exp(scale S)) = scale row_max + ln(row_sum)
+//   group                           q heads of a kv head
+//   range                           a part of the key tiles that the rows see, for one block
+//   visit     0 to visits - 1       one key tile of the range
+//
+// Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
+
+typedef unsigned short element;  // bf16, only ever moved as bits
+
+// A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
+struct TensorRef {
+    void* data;
+    long long batch, head, row;
+};
+
+struct Params {
+    TensorRef q;  // (batch, heads_q, seq_q, head_dim)
+    TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
+    float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
+    float* out_accum;  // fp32 out and lse of ranges of keys, (kv_splits, batch, heads_q, seq_q, columns), or of pieces
+    int batch;
+    int heads_q;
+    int heads_kv;  // divides heads_q
+    int seq_q;
+    int seq_k;
+    int tiles_m;  // ceil(seq_q / tile_m)
+    int tiles_n;  // ceil(seq_k / tile_n)
+    int tiles_packed;  // ceil(seq_q * heads_q / heads_kv / tile_m)
+    int kv_splits;  // ranges that the keys of each query tile are split into
+    int combine_warps;  // warps that combine the results of a row's ranges: 1, 2, 4 or 8
+    float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
+    float scale_log2;  // scale * log2(e)
+};
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// What TMA needs to know of each tensor; encoded by the host for each call.
+struct TensorMaps {
+    TensorMap k, v;
+};
+
+// ---- Specialisation ------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 128;
+// A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSwizzleBytes.
+constexpr int kColumns = 64;
+constexpr int kSwizzleBytes = kColumns * 2;
+constexpr unsigned kSwizzle = 1;  // wgmma's code for it
+constexpr int kPanels = 2;
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row
+constexpr int kRowBytes = kMain * 2;
+constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
+constexpr int kTileM = 128;  // packed rows of a block
+constexpr int kTileN = 128;  // keys of a visit
+constexpr int kConsumers = 2;  // warpgroups, 64 packed rows each
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kCombineWarps = 256 / 32;
+// Row maxima are exact in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
+// Elsewhere they are updated only when the average of P over a thread's columns passes 1.25 (docs/experiments.md, 24).
+constexpr int kExact = 3;
+constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
+constexpr int kStages = 3;  // buffers of K and of V
+constexpr int kTileBytesM = kTileM * kRowBytes;
+constexpr int kTileBytesN = kTileN * kRowBytes;
+constexpr int kOffsetQ = 0;
+constexpr int kOffsetK = kOffsetQ + kTileBytesM;
+constexpr int kOffsetV = kOffsetK + kStages * kTileBytesN;
+constexpr int kOffsetBounds = kOffsetV + kStages * kTileBytesN;
+constexpr int kFullK = kOffsetBounds;
+// Barriers in shared memory, one of each kind a buffer. Full: the tile has landed, that is the producer has arrived and
+// the bytes that it announced are there. Empty: all warps of consumers have released the buffer.
+constexpr int kEmptyK = kFullK + 8 * kStages;
+constexpr int kFullV = kEmptyK + 8 * kStages;
+constexpr int kEmptyV = kFullV + 8 * kStages;
+constexpr int kSharedBytes = kEmptyV + 8 * kStages;
+static_assert(kSharedBytes == 229472, "codegen/families/sm90_split.py disagrees");
+
+// ---- PTX: one instruction per function -----------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Thread: set up a barrier for `count` arrivals per phase.
+__device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Thread: make initialised barriers visible to TMA.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Thread: arrive.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Thread: arrive and announce `bytes` of copies that must land before the phase ends.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Warpgroup: order register and shared-memory accesses before the wgmma that follow.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Warpgroup: close the group of wgmma issued since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Thread: no use of the accumulator `d` may move before this point. Costs nothing.
+template <int n>
+__device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+
+// Thread: write 16 bytes of shared memory.
+__device__ __forceinline__ void shared_store(unsigned address, int4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
+}
+
+// Thread: start copying a box to shared memory; its bytes count towards `barrier`.
+__device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
+                                         int panel, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Thread: order shared-memory writes, its own and those that it has waited for, before later reads by TMA or wgmma.
+// Readers call it, not writers: these would wait until their writes are done, which products in flight delay.
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Warpgroup: wait until no group, or at most one, is in flight.
+__device__ __forceinline__ void wgmma_wait_all() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_wait_all_but_one() {
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
+// Warps: named barrier `id` for `threads` threads: wait for all.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Thread: 2^x, about 2 ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: log2(x).
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Thread: round two floats to bf16; `low` takes the lower half of the register.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// ---- Mask: causal --------------------------------------------------------------------------------------------------
+
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+}
+
+// The query tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return p.tiles_m - 1 - rank;
+}
+
+// How many key tiles query tile `tile` visits.
+__device__ __forceinline__ int visits(const Params& p, int tile) {
+    const int keys = (tile + 1) * kTileM + p.seq_k - p.seq_q;
+    return keys <= 0 ? 0 : min(p.tiles_n, (keys + kTileN - 1) / kTileN);
+}
+
+// Visit number `index`: key tile * 2 + (1 if some of its pairs are hidden).
+__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
+    const int keys = min(p.seq_k, tile * kTileM + 1 + p.seq_k - p.seq_q);
+    return index * 2 + ((index + 1) * kTileN > keys);
+}
+
+// ---- Order of the work ---------------------------------------------------------------------------------------------
+
+// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
+// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+constexpr long long kCacheBytes = 16 << 20;
+
+// Which tile of which head; rank 0 is the tile with most work.
+struct Place {
+    int rank, head, batch;
+};
+
+// Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
+// all heads' largest tiles come first, and the q heads that share K and V lie side by side.
+__device__ __forceinline__ Place place_of(const Params& p, int index) {
+    const int heads = p.heads_q;
+    const int together = heads / p.heads_kv;  // q heads with the same K and V
+    const long long bytes = 4LL * kHeadDim * p.seq_k;
+    const long long planes = static_cast<long long>(heads / together) * p.batch;
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int section = fits * together;
+    const int first = index / (section * p.tiles_m) * section;
+    const int width = min(section, heads * p.batch - first);  // the last section may be narrower
+    const int rest = index - first * p.tiles_m;
+    const int plane = first + rest % width;
+    return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Ranges of keys ------------------------------------------------------------------------------------------------
+
+constexpr int kOutColumns = (kHeadDim + 7) / 8 * 8;  // of a row of partial results
+
+// A work tile: kTileM packed rows of one kv head, and a range of the key tiles that they see.
+struct Work {
+    int head_kv, batch;
+    int row0;   // first packed row
+    int tile;   // query tile that has these rows
+    int range;  // which part of the key tiles
+    int first_visit, visits;
+};
+
+// Query heads of a kv head.
+__device__ __forceinline__ int group_of(const Params& p) { return p.heads_q / p.heads_kv; }
+
+// The query of a packed row.
+__device__ __forceinline__ int query_of(const Params& p, int row) { return row / group_of(p); }
+
+// Work tile number `index`: packed tiles fastest, then ranges, kv heads, batch entries.
+__device__ __forceinline__ Work work_at(const Params& p, int index) {
+    Work work;
+    const int tile = index % p.tiles_packed;
+    index /= p.tiles_packed;
+    work.range = index % p.kv_splits;
+    index /= p.kv_splits;
+    work.head_kv = index % p.heads_kv;
+    work.batch = index / p.heads_kv;
+    work.row0 = tile * kTileM;
+    work.tile = tile / group_of(p);
+    const long long all = visits(p, work.tile);
+    work.first_visit = static_cast<int>(all * work.range / p.kv_splits);
+    work.visits = static_cast<int>(all * (work.range + 1) / p.kv_splits) - work.first_visit;
+    return work;
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
+
+// wgmma descriptor of panels; `leading` and `stride` are byte distances, `code` names the swizzle (PTX ISA, wgmma).
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, unsigned code) {
+    const unsigned low = (address & 0x3ffff) >> 4 | leading >> 4 << 16;
+    return static_cast<unsigned long long>(stride >> 4 | code << 30) << 32 | low;
+}
+
+// Where k16 step `step` along the columns of a tile of `rows` rows starts, in units of a descriptor's address.
+__device__ __forceinline__ constexpr int step_at(int step, int rows) {
+    return (step / (kColumns / 16) * rows * kSwizzleBytes + step % (kColumns / 16) * 32) >> 4;
+}
+
+// Thread: start copying `rows` rows of a head, from `row` on, to a tile.
+__device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
+                                          int batch, int rows) {
+    tma_load(tile, map, barrier, 0, row, 0, head, batch);
+}
+
+// Descriptor of the rows from `row` on of a tile of `rows` rows, whether wgmma sums over columns or over rows (over
+// columns it ignores the distance of panels).
+__device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows, int row) {
+    return descriptor(tile + row * kSwizzleBytes, rows * kSwizzleBytes, 8 * kSwizzleBytes, kSwizzle);
+}
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: it XORs the chunk's number
+// with the row's place in the pattern.
+__device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
+    const int place = chunk % 8 ^ row / 1 % 8;
+    return chunk / 8 * rows * kSwizzleBytes + row * kSwizzleBytes + place * 16;
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Warpgroup: S (64 x 128) = or += Q K^T over 16 columns of head_dim, both from shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[kTileN / 2], unsigned long long a, unsigned long long b,
+                                             int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, 1, 0, 0;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 : "l"(a), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: O (64 x 128) = or += P V over 16 keys, P from registers, V as it lies in memory.
+__device__ __forceinline__ void wgmma_out(float (&d)[kHeadDim / 2], const unsigned (&a)[4], unsigned long long b,
+                                          int add) {
+    // clang-format off
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    // clang-format on
+}
+
+// Warpgroup: S = Q K^T for the 64 rows of Q from row `row` of its tile on, asynchronously.
+__device__ __forceinline__ void multiply_qk(float (&s)[kTileN / 2], unsigned q, int row, unsigned k) {
+    const unsigned long long a = panels_at(q, kTileM, row);
+    const unsigned long long b = panels_at(k, kTileN, 0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        wgmma_scores(s, a + step_at(step, kTileM), b + step_at(step, kTileN), step > 0);
+    }
+}
+
+// Warpgroup: O += P V, asynchronously; O = P V unless `accumulate`.
+__device__ __forceinline__ void multiply_pv(float (&o)[kHeadDim / 2], const unsigned (&p)[kTileN / 16][4], unsigned v,
+                                            bool accumulate) {
+    const unsigned long long b = panels_at(v, kTileN, 0);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+        wgmma_out(o, p[step], b + (step * 16 * kSwizzleBytes >> 4), step > 0 || accumulate);
+    }
+}
+
+// ---- Softmax -------------------------------------------------------------------------------------------------------
+
+// Warpgroup: hide what the mask hides in the key tile that starts at `key0`; `row`, `row_below`: the thread's queries.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileN / 2], int row, int row_below, int key0) {
+    const float hidden = __int_as_float(0xff800000);
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; i += 4) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int key = key0 + i * 2 + threadIdx.x % 4 * 2 + c;
+            s[i + c] = visible(p, row, key) ? s[i + c] : hidden;
+            s[i + 2 + c] = visible(p, row_below, key) ? s[i + 2 + c] : hidden;
+        }
+    }
+}
+
+// Statistics of the two query rows of a thread.
+struct RowStats {
+    float row_max[2];  // the maximum of S that P is relative to: of the visits so far, not always the latest
+    float row_sum[2];  // of P so far, this thread's columns only
+    bool ordinary;     // whether all rows of the warp have a maximum, and none a large one
+
+    __device__ __forceinline__ void reset() {
+        row_max[0] = row_max[1] = __int_as_float(0xff800000);
+        row_sum[0] = row_sum[1] = 0.0f;
+        ordinary = false;
+    }
+};
+
+// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
+// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+constexpr float kLarge = 4096.0f;
+
+// Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be
+// multiplied by `rescale`.
+__device__ __forceinline__ bool update_row_max(const float (&s)[kTileN / 2], RowStats& stats, float scale_log2,
+                                               float2& rescale) {
+    const float empty = __int_as_float(0xff800000);
+    float found[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        found[half] = s[half * 2];
+#pragma unroll
+        for (int i = half * 2; i < kTileN / 2; i += 4) {
+            found[half] = fmaxf(found[half], fmaxf(s[i], s[i + 1]));
+        }
+        found[half] = fmaxf(found[half], __shfl_xor_sync(~0u, found[half], 1));
+        found[half] = fmaxf(found[half], __shfl_xor_sync(~0u, found[half], 2));
+    }
+    if (!__any_sync(~0u, found[0] > stats.row_max[0] || found[1] > stats.row_max[1])) {
+        return false;
+    }
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float next = fmaxf(stats.row_max[half], found[half]);
+        factor[half] = next == empty ? 1.0f : exp2_approx((stats.row_max[half] - next) * scale_log2);
+        stats.row_max[half] = next;
+        stats.row_sum[half] *= factor[half];
+    }
+    rescale = make_float2(factor[0], factor[1]);
+    const float larger = fmaxf(fabsf(stats.row_max[0]), fabsf(stats.row_max[1]));  // infinite if one has no maximum
+    stats.ordinary = __all_sync(~0u, larger * scale_log2 <= kLarge);
+    return true;
+}
+
+// Warp: P = 2^(scale log2(e) (S - row_max)) in the registers and precision that wgmma takes as its A operand. The
+// result is that of `update_row_max`. Unless `exact`, P is first computed from the maxima of earlier visits: that saves
+// the search for new ones, except where row sums show that P became large. From S with a large maximum that maximum is
+// subtracted first, which is exact wherever P is not 0.
+__device__ __forceinline__ bool softmax_step(float (&s)[kTileN / 2], unsigned (&p)[kTileN / 16][4], RowStats& stats,
+                                             bool exact, float scale_log2, float2& rescale) {
+    const float empty = __int_as_float(0xff800000);
+    bool moved = false;
+    float sum[2];
+    for (bool again = true; again;) {
+        float base[2] = {stats.row_max[0] * scale_log2, stats.row_max[1] * scale_log2};
+        if (exact) {
+            moved = update_row_max(s, stats, scale_log2, rescale);
+            const float finite[2] = {stats.row_max[0] == empty ? 0.0f : stats.row_max[0],
+                                     stats.row_max[1] == empty ? 0.0f : stats.row_max[1]};
+            base[0] = finite[0] * scale_log2;
+            base[1] = finite[1] * scale_log2;
+            if (!stats.ordinary && __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLarge)) {
+#pragma unroll
+                for (int i = 0; i < kTileN / 2; ++i) {
+                    s[i] -= finite[i / 2 % 2];
+                }
+                base[0] = base[1] = 0.0f;
+            }
+        }
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kTileN / 2; i += 2) {
+            const float left = exp2_approx(s[i] * scale_log2 - base[i / 2 % 2]);
+            const float right = exp2_approx(s[i + 1] * scale_log2 - base[i / 2 % 2]);
+            sum[i / 2 % 2] += left + right;
+            p[i / 8][i / 2 % 4] = pack(left, right);
+        }
+        again = !exact && __any_sync(~0u, !(sum[0] <= kLimit && sum[1] <= kLimit));
+        exact = true;
+    }
+    stats.row_sum[0] += sum[0];
+    stats.row_sum[1] += sum[1];
+    return moved;
+}
+
+// ---- Results of ranges ---------------------------------------------------------------------------------------------
+
+// An lse, 0 in the place of -infinity.
+__device__ __forceinline__ float finite(float x) { return x == __int_as_float(0xff800000) ? 0.0f : x; }
+
+// Columns `column` (even) and the next one of a row of out.
+__device__ __forceinline__ void store_pair(element* row, int column, float x, float y) {
+    *reinterpret_cast<unsigned*>(row + column) = pack(x, y);
+}
+
+// Rows of out of a call, and the number of one of them.
+__device__ __forceinline__ long long count_rows(const Params& p) {
+    return static_cast<long long>(p.batch) * p.heads_q * p.seq_q;
+}
+__device__ __forceinline__ long long row_at(const Params& p, int batch, int head, int query) {
+    return (static_cast<long long>(batch) * p.heads_q + head) * p.seq_q + query;
+}
+
+// The lse of each range, after the outs of all.
+__device__ __forceinline__ float* lse_accum(const Params& p) {
+    return p.out_accum + p.kv_splits * count_rows(p) * kOutColumns;
+}
+
+// Of several ranges: the greatest lse, and the sum of exp(lse_i - most).
+struct LseSum {
+    float most, sum;
+};
+
+__device__ __forceinline__ float lse_of(LseSum all) {
+    return all.most + (all.sum == 0.0f ? 0.0f : log2_approx(all.sum) * 0.6931471805599453f);
+}
+
+// Warp: of `count` ranges. `lse` is that of the first one, others follow `stride` floats apart.
+__device__ __forceinline__ LseSum combine_lse(const float* lse, long long stride, int count) {
+    const int lane = threadIdx.x % 32;
+    float most = __int_as_float(0xff800000);
+    for (int i = lane; i < count; i += 32) {
+        most = fmaxf(most, lse[i * stride]);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+    }
+    float sum = 0.0f;
+    for (int i = lane; i < count; i += 32) {
+        sum += exp2_approx((lse[i * stride] - finite(most)) * 1.44269504f);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(~0u, sum, distance);
+    }
+    return {most, sum};
+}
+
+// Thread: four columns of the sum of exp(lse_i - lse) out_i over every `step`-th of `count` ranges, from `first` on.
+__device__ __forceinline__ float4 weigh(const float* out, long long out_stride, const float* lses, long long lse_stride,
+                                        LseSum all, int first, int count, int step) {
+    const float inverse = all.sum == 0.0f ? 0.0f : 1.0f / all.sum;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+    for (int i = first; i < count; i += step) {
+        const float weight = exp2_approx((lses[i * lse_stride] - finite(all.most)) * 1.44269504f) * inverse;
+        const float4 x = *reinterpret_cast<const float4*>(out + i * out_stride);
+        sum.x += weight * x.x;
+        sum.y += weight * x.y;
+        sum.z += weight * x.z;
+        sum.w += weight * x.w;
+    }
+    return sum;
+}
+
+// Thread: four columns of a row of out.
+__device__ __forceinline__ void store_out(const Params& p, int batch, int head, int query, int col, float4 x) {
+    element* row = static_cast<element*>(p.out.data) + batch * p.out.batch + head * p.out.head + query * p.out.row;
+    store_pair(row, col, x.x, x.y);
+    store_pair(row, col + 2, x.z, x.w);
+}
+
+// ---- Producer ------------------------------------------------------------------------------------------------------
+
+// A place in the ring of buffers, and the parity of the barrier phase to wait for there.
+struct PipelineState {
+    unsigned stage = 0;
+    unsigned phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// One thread: load the key tiles of the range with TMA as soon as buffers are empty.
+__device__ __forceinline__ void load_tiles(const Params& p, const TensorMaps& maps, unsigned smem, const Work& work) {
+    PipelineState kv_pipe;
+    int entry = work.visits > 0 ? visit(p, work.tile, work.first_visit) : 0;
+#pragma unroll 1  // registers are few
+    for (int i = 0; i < work.visits; ++i) {
+        const int key0 = (entry >> 1) * kTileN;
+        if (i + 1 < work.visits) {
+            entry = visit(p, work.tile, work.first_visit + i + 1);
+        }
+        const unsigned full_k = smem + kFullK + kv_pipe.stage * 8;
+        const unsigned full_v = smem + kFullV + kv_pipe.stage * 8;
+        barrier_wait(smem + kEmptyK + kv_pipe.stage * 8, kv_pipe.phase ^ 1);
+        barrier_expect(full_k, kTileBytesN);
+        load_tile(smem + kOffsetK + kv_pipe.stage * kTileBytesN, maps.k, full_k, key0, work.head_kv, work.batch,
+                  kTileN);
+        barrier_wait(smem + kEmptyV + kv_pipe.stage * 8, kv_pipe.phase ^ 1);
+        barrier_expect(full_v, kTileBytesN);
+        load_tile(smem + kOffsetV + kv_pipe.stage * kTileBytesN, maps.v, full_v, key0, work.head_kv, work.batch,
+                  kTileN);
+        kv_pipe.advance();
+    }
+}
+
+// ---- Consumer ------------------------------------------------------------------------------------------------------
+
+// Warpgroup: copy its 64 packed rows of Q to shared memory; rows past the end, and columns past kHeadDim, become zeros.
+__device__ __forceinline__ void load_packed_q(const Params& p, const Work& work, unsigned smem, int warpgroup) {
+    const int group = group_of(p);
+    const element* q = static_cast<const element*>(p.q.data) + work.batch * p.q.batch + work.head_kv * group * p.q.head;
+    constexpr int chunks = kSteps * 2;  // of 16 bytes, of a row
+#pragma unroll 4
+    for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) {
+        const int chunk = i % chunks;
+        const int in_tile = warpgroup * 64 + i / chunks;
+        const int row = work.row0 + in_tile;
+        int4 x = make_int4(0, 0, 0, 0);
+        if (row < p.seq_q * group) {
+            x = __ldg(reinterpret_cast<const int4*>(q + row % group * p.q.head + row / group * p.q.row + chunk * 8));
+        }
+        shared_store(smem + kOffsetQ + chunk_at(in_tile, chunk, kTileM), x);
+    }
+    proxy_fence();  // before wgmma reads them
+    named_sync(1 + warpgroup, 128);
+}
+
+// Thread: O times the factors of its two rows.
+__device__ __forceinline__ void rescale_out(float (&o)[kHeadDim / 2], float2 factor) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) {
+        o[i] *= i / 2 % 2 ? factor.y : factor.x;
+    }
+}
+
+// Thread: the sum of what the four threads of a row have.
+__device__ __forceinline__ float sum_of_row(float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+
+// ln(sum exp(scale S)) of a row.
+__device__ __forceinline__ float lse_of(const Params& p, float row_max, float row_sum) {
+    const float ln2 = 0.6931471805599453f;
+    const float empty = __int_as_float(0xff800000);
+    return row_sum == 0.0f ? empty : row_max * p.scale + log2_approx(row_sum) * ln2;
+}
+
+// One consumer warpgroup, which owns 64 packed rows. wgmma is asynchronous: S of visit i is in flight together with P V
+// of visit i - 1. What ptxas asks of loops and branches around wgmma is said in sm90a/forward.cu.jinja, above Consumer.
+struct Consumer {
+    const Params& p;
+    unsigned smem;          // start of shared memory
+    const int warpgroup;    // 0 to kConsumers - 1
+
+    PipelineState kv_pipe;  // of K; V is used one visit later
+    int entry;              // of the visit: its key tile, and whether it is masked
+    int query;              // of the thread's first packed row
+    int query_below;        // of its other one, 8 rows further down
+
+    float s[kTileN / 2];
+    float o[kHeadDim / 2];
+    unsigned p_frags[kTileN / 16][4];
+    RowStats stats;
+
+    __device__ __forceinline__ Consumer(const Params& p, unsigned smem, int warpgroup)
+        : p(p), smem(smem), warpgroup(warpgroup) {}
+
+    // Warp: release a buffer of K or V.
+    __device__ __forceinline__ void release(unsigned barrier) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            barrier_arrive(barrier);
+        }
+    }
+
+    // Start S = Q K^T.
+    __device__ __forceinline__ void issue_qk() {
+        barrier_wait(smem + kFullK + kv_pipe.stage * 8, kv_pipe.phase);
+        wgmma_fence();
+        multiply_qk(s, smem + kOffsetQ, warpgroup * 64, smem + kOffsetK + kv_pipe.stage * kTileBytesN);
+        wgmma_commit();
+    }
+
+    // Start O += P V of the visit at `v_pipe`, or O = P V unless `accumulate`.
+    __device__ __forceinline__ void issue_pv(const PipelineState& v_pipe, bool accumulate) {
+        barrier_wait(smem + kFullV + v_pipe.stage * 8, v_pipe.phase);
+        wgmma_fence();
+        multiply_pv(o, p_frags, smem + kOffsetV + v_pipe.stage * kTileBytesN, accumulate);
+        wgmma_commit();
+    }
+
+    // Once S is complete.
+    __device__ __forceinline__ void apply_mask_and_release_k() {
+        accumulator_fence(s);
+        if (entry & 1) {
+            apply_mask(p, s, query, query_below, (entry >> 1) * kTileN);
+        }
+        release(smem + kEmptyK + kv_pipe.stage * 8);
+    }
+
+    // O, row_max and row_sum over the range.
+    __device__ __forceinline__ void attend(const Work& work) {
+        const int row = work.row0 + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        query = query_of(p, row);
+        query_below = query_of(p, row + 8);
+        stats.reset();
+        if (work.visits == 0) {
+#pragma unroll
+            for (int i = 0; i < kHeadDim / 2; ++i) {
+                o[i] = 0.0f;
+            }
+            return;
+        }
+        float2 rescale;
+        entry = visit(p, work.tile, work.first_visit);
+        issue_qk();
+        wgmma_wait_all();
+        apply_mask_and_release_k();
+        softmax_step(s, p_frags, stats, true, p.scale_log2, rescale);
+        for (int i = 1; i < work.visits; ++i) {
+            entry = visit(p, work.tile, work.first_visit + i);
+            const PipelineState v_pipe = kv_pipe;
+            kv_pipe.advance();
+            issue_qk();
+            issue_pv(v_pipe, i > 1);
+            wgmma_wait_all_but_one();  // S is complete, P V may still run
+            apply_mask_and_release_k();
+            wgmma_wait_all();
+            accumulator_fence(o);
+            release(smem + kEmptyV + v_pipe.stage * 8);
+            const bool exact = entry & 1 || i < kExact || !stats.ordinary;
+            if (softmax_step(s, p_frags, stats, exact, p.scale_log2, rescale)) {
+                rescale_out(o, rescale);
+            }
+        }
+        issue_pv(kv_pipe, work.visits > 1);
+        wgmma_wait_all();
+        accumulator_fence(o);
+    }
+
+    // out = O / row_sum and lse of the thread's two rows: results, or those of the range if there are several.
+    __device__ __forceinline__ void store(const Work& work) {
+        const int lane = threadIdx.x % 32;
+        const int group = group_of(p);
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = sum_of_row(stats.row_sum[half]);
+            inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            stats.row_sum[half] = sum;
+        }
+        rescale_out(o, make_float2(inverse[0], inverse[1]));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = work.row0 + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4 + half * 8;
+            if (row >= p.seq_q * group) {
+                continue;
+            }
+            const int head = work.head_kv * group + row % group;
+            const long long number = row_at(p, work.batch, head, row / group);
+            if (lane % 4 == 0) {
+                float* lse = p.kv_splits == 1 ? p.lse : lse_accum(p) + work.range * count_rows(p);
+                lse[number] = lse_of(p, stats.row_max[half], stats.row_sum[half]);
+            }
+            if (p.kv_splits == 1) {
+                element* out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + head * p.out.head +
+                               row / group * p.out.row;
+#pragma unroll
+                for (int i = 0; i < kHeadDim / 2; i += 4) {
+                    store_pair(out, i * 2 + lane % 4 * 2, o[i + half * 2], o[i + half * 2 + 1]);
+                }
+            } else {
+                float* out = p.out_accum + (work.range * count_rows(p) + number) * kOutColumns + lane % 4 * 2;
+#pragma unroll
+                for (int i = 0; i < kHeadDim / 2; i += 4) {
+                    *reinterpret_cast<float2*>(out + i * 2) = make_float2(o[i + half * 2], o[i + half * 2 + 1]);
+                }
+            }
+        }
+    }
+};
+
+// ---- Kernels -------------------------------------------------------------------------------------------------------
+
+// Grid: tiles_packed x kv_splits x heads_kv x batch blocks.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1(
+    const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned smem = shared_address(shared);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
+    const Work work = work_at(p, blockIdx.x);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(smem + kFullK + i * 8, 1);
+            barrier_init(smem + kEmptyK + i * 8, kConsumers * 4);
+            barrier_init(smem + kFullV + i * 8, 1);
+            barrier_init(smem + kEmptyV + i * 8, kConsumers * 4);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 0) {
+            load_tiles(p, maps, smem, work);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        load_packed_q(p, work, smem, warpgroup - 1);
+        Consumer consumer(p, smem, warpgroup - 1);
+        consumer.attend(work);
+        asm volatile("griddepcontrol.launch_dependents;");  // _combine may start, and wait
+        consumer.store(work);
+    }
+}
+
+// Grid: combine_blocks. Of each row of out, in the order of lse, combine_warps warps combine the results of all ranges.
+extern "C" __global__ void __launch_bounds__(kCombineWarps * 32)
+attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1_combine(const __grid_constant__ Params p) {
+    __shared__ float4 sums[kCombineWarps][kOutColumns / 4];
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the results of all ranges
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int first = warp % p.combine_warps;  // range of the warp
+    const long long rows = count_rows(p);
+    const long long row = (static_cast<long long>(blockIdx.x) * kCombineWarps + warp) / p.combine_warps;
+    const float* lses = lse_accum(p) + row;
+    LseSum all = {};
+    if (row < rows) {
+        all = combine_lse(lses, rows, p.kv_splits);
+        for (int col = lane * 4; col < kOutColumns; col += 128) {
+            const float* outs = p.out_accum + row * kOutColumns + col;
+            sums[warp][col / 4] = weigh(outs, rows * kOutColumns, lses, rows, all, first, p.kv_splits, p.combine_warps);
+        }
+    }
+    __syncthreads();
+    if (row >= rows || first != 0) {
+        return;
+    }
+    const int query = static_cast<int>(row % p.seq_q);
+    const int head = static_cast<int>(row / p.seq_q % p.heads_q);
+    const int batch = static_cast<int>(row / p.seq_q / p.heads_q);
+    for (int col = lane * 4; col < kOutColumns; col += 128) {
+        float4 sum = sums[warp][col / 4];
+        for (int i = 1; i < p.combine_warps; ++i) {
+            const float4 x = sums[warp + i][col / 4];
+            sum.x += x.x;
+            sum.y += x.y;
+            sum.z += x.z;
+            sum.w += x.w;
+        }
+        store_out(p, batch, head, query, col, sum);
+    }
+    if (lane == 0) {
+        p.lse[row] = lse_of(all);
+    }
+}
