@@ -812,7 +812,6 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1(
         load_packed_q(p, work, smem, warpgroup - 1);
         Consumer consumer(p, smem, warpgroup - 1);
         consumer.attend(work);
-        asm volatile("griddepcontrol.launch_dependents;");  // _combine may start, and wait
         consumer.store(work);
     }
 }
