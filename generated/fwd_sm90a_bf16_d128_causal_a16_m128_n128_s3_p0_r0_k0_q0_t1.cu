@@ -101,7 +101,7 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 229472, "codegen/families/sm90_split.py disagrees");
+static_assert(kSharedBytes == 229472, "codegen/families/sm90.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
