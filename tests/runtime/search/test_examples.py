@@ -28,6 +28,9 @@ def key(spec: Spec) -> tuple[object, ...]:
 
 def test_one_example_for_each_family_pass_and_mask() -> None:
     chosen = examples.examples()
+    short = [spec for spec in chosen if getattr(spec.tuning, "splits", 0)]
+    assert len(short) == 1
+    chosen = [spec for spec in chosen if spec not in short]
     assert len({key(spec) for spec in chosen}) == len(chosen)
     tuned = [spec for spec in tuned_specs() if spec.problem.arch.is_gpu]
     assert {key(spec) for spec in tuned} <= {key(spec) for spec in chosen}
