@@ -347,6 +347,17 @@ __device__ __forceinline__ int visits(const Params& p, int tile) {
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
+// How many times as large a section may become so that blocks get even shares: up to 32 MiB.
+constexpr int kEnlarged = 2;
+
+// KV heads of a section, in place of `fits`; `tiles` are the work tiles of one. With about one round of work tiles in a
+// section, or an odd part of one, a block would meet the same rank in every round. Two rounds give all blocks even
+// shares (docs/experiments.md, 92).
+__device__ __forceinline__ int even_heads(int fits, int tiles) {
+    const int blocks = gridDim.x;
+    return 4 * fits * tiles < 5 * blocks ? min(fits * kEnlarged, (2 * blocks + tiles - 1) / tiles) : fits;
+}
+
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
     int rank, head, batch;
@@ -362,7 +373,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const long long bytes = 4LL * kHeadDim * p.seq_k;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
     const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
-    const int section = fits * together;
+    const int section = even_heads(fits, together * p.tiles_m) * together;
     const int first = index / (section * p.tiles_m) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
     const int rest = index - first * p.tiles_m;

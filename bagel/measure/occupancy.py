@@ -22,6 +22,7 @@ from attnforge.runtime.search.case import Case
 MULTIPROCESSORS = 132  # of an H100 or H200
 LEAST_VISITS = 32  # kLeastVisits of the template
 CACHE_BYTES = SECTION_MB << 20  # kCacheBytes of the template
+ENLARGED = 2  # kEnlarged
 
 # static: one persistent block per SM takes work tiles alternately from both ends of a round.
 # dynamic: the next work tile goes to the first free SM.
@@ -91,7 +92,7 @@ def simulate(
         ranked = (steps + costs.work_tile)[_longest_first(case, direction, visits)]
     # Without a mask, last query tiles that are not full start after all others.
     last = row_groups > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
-    work_tiles = ranked[_ranks(case, direction, ranked.numel(), split_heads, last, order == "static")]
+    work_tiles = ranked[_ranks(case, direction, ranked.numel(), split_heads, last, order == "static", multiprocessors)]
     busy = (
         _static(work_tiles, multiprocessors) if order == "static" else _dynamic(work_tiles, multiprocessors)
     )
@@ -171,6 +172,7 @@ def _ranks(
     split_heads: bool,
     last: bool = False,
     alternating: bool = False,
+    multiprocessors: int = 132,
 ) -> Tensor:
     """Rank of the tile of each work tile, in the order in which they start (`place_of` of the template).
 
@@ -182,16 +184,25 @@ def _ranks(
     together = heads // case.heads_kv if forward else 1
     size = 4 * case.head_dim * case.seq_k if forward else 8 * case.head_dim * case.seq_q
     planes = heads // together * case.batch
-    section = min(max(CACHE_BYTES // size, 1), planes) * together
-    whole = tiles - last
+    fits, whole = min(max(CACHE_BYTES // size, 1), planes), tiles - last
+    turns = alternating and _causal_forward(case, direction)
+    if turns:
+        blocks = min(multiprocessors, tiles * heads * case.batch)
+        fits = _even_heads(fits, together * tiles, blocks)
+    section = fits * together
     index = torch.arange(whole * heads * case.batch)
     first = index // (section * max(whole, 1)) * section
     width = (heads * case.batch - first).clamp(max=section)
     ranks = (index - first * whole) // width
-    if alternating and _causal_forward(case, direction):
+    if turns:
         ascends = (heads * case.batch - 1 - first) // section % 2 == 1
         ranks = torch.where(ascends, whole - 1 - ranks, ranks)
     return torch.cat((ranks, ranks.new_full((last * heads * case.batch,), whole)))
+
+
+def _even_heads(fits: int, tiles: int, blocks: int) -> int:
+    """KV heads of a section of an alternating order (`even_heads` of the template)."""
+    return min(fits * ENLARGED, -(-2 * blocks // tiles)) if 4 * fits * tiles < 5 * blocks else fits
 
 
 def _static(work_tiles: Tensor, multiprocessors: int) -> Tensor:

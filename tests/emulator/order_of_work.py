@@ -14,7 +14,8 @@ from attnforge.runtime.search.case import Case
 
 ROUNDS = re.compile(r"^__device__ __forceinline__ int (?:count_work|work_index)\(.*?^}\n", re.M | re.S)
 CALLS = """
-extern "C" void places(const Params* p, int pieces, int (*found)[3]) {
+extern "C" void places(const Params* p, unsigned blocks, int pieces, int (*found)[3]) {
+    gridDim.x = blocks;
     for (int i = 0; i < pieces; ++i) {
         const Place place = place_of(*p, i);
         found[i][0] = place.rank, found[i][1] = place.head, found[i][2] = place.batch;
@@ -64,12 +65,12 @@ class WorkOrder:
         p = self.params(case)
         return int(p.tiles_m if self.forward else p.blocks_n if self.cut else p.tiles_n)
 
-    def places(self, case: Case) -> list[tuple[int, int, int]]:
-        """(rank, head, batch) of each piece of work."""
+    def places(self, case: Case, blocks: int = 132) -> list[tuple[int, int, int]]:
+        """(rank, head, batch) of each piece of work of a grid of so many blocks, or fewer."""
         p = self.params(case)
         pieces = self.ranks(case) * (p.heads_kv if self.per_kv_head else p.heads_q) * p.batch
         found = (ctypes.c_int * 3 * pieces)()
-        self.library.places(ctypes.byref(p), pieces, found)
+        self.library.places(ctypes.byref(p), min(blocks, pieces), pieces, found)
         return [(rank, head, batch) for rank, head, batch in found]
 
     def rounds(self, case: Case, block: int, blocks: int) -> list[int]:

@@ -129,14 +129,15 @@ void stmatrix(unsigned address, unsigned, unsigned, unsigned, unsigned) {
     }
     ++here().written[consumer()];
 }
-void proxy_fence() { here().fenced[consumer()] = here().written[consumer()]; }
+void proxy_fence() { here().fenced[consumer()] = std::exchange(here().written[consumer()], 0); }
 void tma_store(const TensorMap& map, unsigned, int, int, int, int, int) {
     const int of_a_thread = (shape.head_dim_v + 15) / 16;
     require(map.words[0] == kOut, "TMA stores to another tensor");
-    require(here().written[consumer()] == 2 * of_a_thread, "O is stored before all warps have written it");
-    require(here().fenced[consumer()] == here().written[consumer()], "O is stored without a fence");
+    const int fenced = here().fenced[consumer()];
+    require(fenced == 0 || fenced == 2 * of_a_thread, "O is stored before all warps have written it");
+    require(fenced != 0 && here().written[consumer()] == 0, "O is stored without a fence");
 }
-void tma_store_commit() { here().written[consumer()] = 0; }
+void tma_store_commit() { here().fenced[consumer()] = 0; }
 void tma_store_wait() { give_way(); }
 
 #include "pipeline_products.h"

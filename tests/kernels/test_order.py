@@ -19,6 +19,8 @@ from attnforge.runtime.search.case import Case
 
 # In one section and in several, the last of which is full or not; a last query tile that is full or not.
 CASES = ("causal/1x4096", "full/3x8192", "causal/4x8192", "causal/1x65536", "full/9x5000", "finetune/0")
+# Heads without sharing, of which a section has less than a round, and is enlarged or cut to two thirds.
+ALONE = (("causal/8x2048", "128/128/128"), ("causal/16x1024", "8/8/128"), ("causal/2x8192", "16/16/128"))
 ROUNDS = Sm90Forward(192, 80, 2, True, True, False, False)
 PIECES = Sm90Forward(192, 80, 2, False, False, False, False)
 
@@ -49,6 +51,24 @@ def test_forward(mask: Mask, tuning: Sm90Forward, tmp_path: Path) -> None:
             tiles = -(-case.seq_q // tuning.tile_m)
             ranks = _ranks(case, Direction.FORWARD, tiles, True, last, tuning.persistent)
             assert ranks.tolist() == [rank for rank, _, _ in places], name
+
+
+@pytest.mark.parametrize(("pack", "heads"), ALONE, ids=str)
+@pytest.mark.parametrize("tile_m", [128, 192])
+def test_causal_rounds_are_even(pack: str, heads: str, tile_m: int, tmp_path: Path) -> None:
+    """As the simulated schedule has it, and no block gets much more than its share of the ranks."""
+    tuning = Sm90Forward(tile_m, 64, 2, True, True, False, False)
+    order = order_of(Mask.CAUSAL, tuning, tmp_path)
+    case = make_case(pack, heads, DType.BFLOAT16, torch.device("cpu"))
+    for blocks in (132, 114):
+        places = order.places(case, blocks)
+        assert sorted(places) == every_piece(case, order)
+        tiles = -(-case.seq_q // tile_m)
+        ranks = _ranks(case, Direction.FORWARD, tiles, True, False, True, blocks)
+        assert ranks.tolist() == [rank for rank, _, _ in places]
+        work = tiles - ranks
+        loads = [int(work[order.rounds(case, block, blocks)].sum()) for block in range(blocks)]
+        assert sum(loads) / blocks > 0.8 * max(loads)
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["q heads", "kv heads"])
