@@ -100,6 +100,7 @@ def search(
     console.print(facts_line(facts), style="dim")
     found = []
     with closing(Worker()) as worker:
+        worker.start(selection.device)
         for case in selection.cases():
             for direction in selection.directions:
                 for target in selection.targets(direction):

@@ -119,6 +119,7 @@ def tune(
     folder = folder or out / "tune" / name
     workers = workers or max(1, len(os.sched_getaffinity(0)) // here.beside)
     with closing(Worker()) as worker:
+        worker.start(selection.device)
         run = Run(problems, Claims(folder), folder, out, selection.device, seconds, workers, worker)
         echo(
             f"{len(problems)} problems, process {here.rank + 1} of {here.world}; logs in {short_path(folder)}"

@@ -38,7 +38,10 @@ NOISE = 1.1  # how far leaders may move against each other when they are timed a
 
 @dataclass(frozen=True)
 class Budget:
-    """When to stop: after this many seconds of this run, or this many variants, including resumed ones."""
+    """When to stop: after this many seconds of this run, or this many variants, including resumed ones.
+
+    The time that a new measuring process takes to start does not count.
+    """
 
     seconds: float | None = None
     variants: int | None = None
@@ -222,6 +225,9 @@ class _Run:
                     continue  # all of them had been measured before, or cannot be rendered
                 return
             done, _ = wait(compiling, return_when=ALL_COMPLETED if self.batches else FIRST_COMPLETED)
+            self.started = max(
+                self.started, self.worker.ready_at()
+            )  # a new process does not take from the budget
             for future in done:
                 source = compiling.pop(future)
                 if self.expired() and source.spec != self.incumbent:

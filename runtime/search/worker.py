@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -46,13 +47,31 @@ class Outcome:
 
 
 class Worker:
-    """Handle of the process, for one problem after another. It starts with the first, and again after a crash."""
+    """Handle of the process, for one problem after another. The first one starts it if nobody did, as does a crash."""
 
     def __init__(self) -> None:
         self._problem: tuple[Case, Direction] | None = None
         self._process: Any = None
         self._connection: Connection | None = None
         self._preparing = self._asking = False  # a reply to `_prepare`, or to a request, is due
+        self._ready_at: float | None = None
+
+    def start(self, device: torch.device) -> None:
+        """Start the process unless it runs. It loads torch and wakes the device while the caller goes on."""
+        if self._connection is None:
+            context = multiprocessing.get_context("spawn")  # fork and CUDA do not mix
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs, device), daemon=True)
+            self._process.start()
+            theirs.close()
+
+    def ready_at(self) -> float:
+        """When the process became ready (`time.monotonic`); waits for it. Raises RuntimeError if it does not start."""
+        if self._ready_at is None:
+            if self._connection is None:
+                self._prepare()
+            self._ready_at = self._first_reply()
+        return self._ready_at
 
     def prepare(self, case: Case, direction: Direction) -> None:
         """Turn to a problem. Its exact results are computed while the caller goes on."""
@@ -87,7 +106,7 @@ class Worker:
         if self._process is not None:
             self._process.kill()
             self._process.join()
-        self._process = self._connection = None
+        self._process = self._connection = self._ready_at = None
         self._preparing = self._asking = False
 
     def _ask(self, request: tuple[str, tuple[Any, ...]], seconds: float) -> Any:
@@ -113,13 +132,9 @@ class Worker:
 
     def _prepare(self) -> None:
         assert self._problem is not None, "prepare() comes first"
-        if self._connection is None:
-            context = multiprocessing.get_context("spawn")  # fork and CUDA do not mix
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            self._process.start()
-            theirs.close()
         case, direction = self._problem
+        self.start(case.device)
+        assert self._connection is not None
         self._preparing = True
         with contextlib.suppress(OSError):  # it died: `_await_prepared` says so
             self._connection.send(("prepare", (_portable(case), direction)))
@@ -128,18 +143,23 @@ class Worker:
         """Raises RuntimeError if the problem cannot be measured."""
         if not self._preparing:
             return
+        self.ready_at()
+        problem = self._first_reply()
+        self._preparing = False
+        if problem:
+            self.close()
+            raise RuntimeError(problem)
+
+    def _first_reply(self) -> Any:
+        """A reply of the process before its first trial. Raises RuntimeError if there is none."""
         assert self._connection is not None
         try:
             if not self._connection.poll(START_SECONDS):
                 self.close()
                 raise RuntimeError(f"the measuring process is not ready after {START_SECONDS:.0f} s")
-            problem = self._connection.recv()
+            return self._connection.recv()
         except (EOFError, OSError):
             raise RuntimeError(f"the measuring process did not start: {self._epitaph()}") from None
-        self._preparing = False
-        if problem:
-            self.close()
-            raise RuntimeError(problem)
 
     def _epitaph(self) -> str:
         self._process.join()
@@ -254,9 +274,15 @@ class Bench:
         return dict(zip(names, self._call(check.case, x, saved, handle), strict=True))
 
 
-def _serve(connection: Connection) -> None:
-    """Body of the process: answer requests until the pipe closes; to "prepare" with "" or the problem."""
+def _serve(connection: Connection, device: torch.device) -> None:
+    """Body of the process: say when it is ready, then answer requests until the pipe closes.
+
+    The answer to "prepare" is "" or the problem.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    matrix = torch.zeros(64, 64, dtype=torch.float64, device=device)
+    (matrix @ matrix).sum().item()  # the first product loads libraries
+    connection.send(time.monotonic())
     bench: Bench | None = None
     while True:
         try:

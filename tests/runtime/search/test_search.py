@@ -65,6 +65,9 @@ class FakeWorker:
     def prepare(self, case: Case, direction: Direction) -> None:
         pass
 
+    def ready_at(self) -> float:
+        return 0.0
+
     def trial(self, spec: Spec, give_up_ms: float, reference: tuple[Spec, float] | None) -> Outcome:
         FakeWorker.asked.append((spec, give_up_ms))
         FakeWorker.references.append(reference)
@@ -423,11 +426,14 @@ def test_a_dying_process_is_one_failure() -> None:
 
 
 def test_one_process_measures_one_problem_after_another() -> None:
-    spec = a_spec()
+    spec, before = a_spec(), time.monotonic()
     with contextlib.closing(Worker()) as worker:
+        worker.start(torch.device("cpu"))
+        first, ready_at = worker._process.pid, worker.ready_at()
+        assert before < ready_at < time.monotonic()
         worker.prepare(small_case(), FORWARD)
         assert worker.trial(spec, 0.0).status == "ok"
-        first = worker._process.pid
+        assert worker.ready_at() == ready_at
         worker.release()
         worker.prepare(replace(small_case(), name="another", batch=1), FORWARD)
         assert worker.trial(spec, 0.0).status == "ok"
@@ -454,6 +460,16 @@ def test_a_problem_that_cannot_be_measured_is_said() -> None:
             worker.trial(a_spec(), 0.0)
         worker.prepare(small_case(), FORWARD)
         assert worker.trial(a_spec(), 0.0).status == "ok"
+
+
+@pytest.mark.parametrize("starts_late", [False, True])
+def test_the_start_of_a_process_does_not_take_from_the_budget(
+    fakes: None, monkeypatch: pytest.MonkeyPatch, starts_late: bool
+) -> None:
+    ready_at = time.monotonic() + 1000 if starts_late else 0.0
+    monkeypatch.setattr(FakeWorker, "ready_at", lambda self: ready_at)
+    list(engine.search(small_case(), FORWARD, TARGET, Budget(seconds=0.0)))
+    assert (len(FakeWorker.asked) > 1) == starts_late
 
 
 def test_a_lent_process_stays(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
