@@ -92,7 +92,9 @@ def simulate(
         ranked = (steps + costs.work_tile)[_longest_first(case, direction, visits)]
     # Without a mask, last query tiles that are not full start after all others.
     last = row_groups > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
-    work_tiles = ranked[_ranks(case, direction, ranked.numel(), split_heads, last, order == "static", multiprocessors)]
+    work_tiles = ranked[
+        _ranks(case, direction, ranked.numel(), split_heads, last, order == "static", multiprocessors)
+    ]
     busy = (
         _static(work_tiles, multiprocessors) if order == "static" else _dynamic(work_tiles, multiprocessors)
     )

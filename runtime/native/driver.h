@@ -109,14 +109,30 @@ inline void ensure_context(c10::Device device) {
     }
 }
 
+// A value of the driver's enum CUdevice_attribute of a GPU.
+inline int device_attribute(c10::Device device, int attribute) {
+    const Driver& d = driver();
+    int ordinal = 0, value = 0;
+    d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
+    d.check(d.device_attribute(&value, attribute, ordinal), "cuDeviceGetAttribute");
+    return value;
+}
+
 // Multiprocessors of a GPU.
 inline int count_multiprocessors(c10::Device device) {
-    constexpr int kMultiprocessorCount = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-    const Driver& d = driver();
-    int ordinal = 0, count = 0;
-    d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
-    d.check(d.device_attribute(&count, kMultiprocessorCount, ordinal), "cuDeviceGetAttribute");
-    return count;
+    return device_attribute(device, 16);  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+}
+
+// The first number of a GPU's compute capability.
+inline int capability_major(c10::Device device) {
+    return device_attribute(device, 75);  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+}
+
+// Bytes a second between a GPU and its memory, by its peak clock; 0 if the driver does not say.
+inline double memory_bandwidth(c10::Device device) {
+    const double kilohertz = device_attribute(device, 36);  // CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE
+    const double bits = device_attribute(device, 37);       // CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH
+    return 2 * kilohertz * 1e3 * bits / 8;  // two transfers a clock
 }
 
 // Is a CUDA graph recording what `stream` gets? The default stream cannot be recorded.

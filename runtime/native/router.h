@@ -28,6 +28,13 @@ inline uint64_t number_or_none(std::string_view text) {
     return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
 }
 
+// The memory bandwidth of a GPU over that of an H100; 1 for those that are not Hopper's, where it was not measured.
+inline double relative_bandwidth(c10::Device device) {
+    constexpr double kH100 = 3.352e12;  // bytes a second: 2,619 MHz, 5,120 bits
+    const double found = capability_major(device) == 9 ? memory_bandwidth(device) : 0.0;
+    return found > 0.0 ? found / kH100 : 1.0;
+}
+
 // Is a kernel that splits the keys faster than one whose blocks have the rows of one q head? Asked of a forward of few
 // queries against many keys. Times are predicted in steps: what a multiprocessor takes for 128 rows by 128 keys. The
 // constants fit 156 cases on an H100: the choice takes 1.01 times as long as the faster one (docs/experiments.md, 91).
@@ -37,14 +44,14 @@ inline bool splits_keys(const Call& c, bool backward) {
     if (backward || c.q.is_cpu() || queries > kQueries || keys < std::max(kKeys, kKeysOfQuery * queries)) {
         return false;
     }
-    constexpr double kStepsOfLoads = 1.0 / 76;          // K and V of 128 keys of a head, where memory is the bound
-    constexpr double kFewRows = 0.85;                   // of a step, with 64 rows or fewer
+    constexpr double kStepsOfLoads = 1.0 / 76;  // K and V of 128 keys of a head, where an H100's memory is the bound
+    constexpr double kFewRows = 0.85;           // of a step, with 64 rows or fewer
     constexpr double kBesideTile = 4, kBesideCall = 3;  // steps that splitting costs beside the products
     const auto up = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit; };
     const int64_t blocks = count_multiprocessors(c.q.device());
     const int64_t kv_heads = c.k.size(1) * c.q.size(0), heads = c.q.size(1) * c.q.size(0);
     const double key_tiles = static_cast<double>(keys) / 128;
-    const double loads = static_cast<double>(kv_heads) * key_tiles * kStepsOfLoads;
+    const double loads = static_cast<double>(kv_heads) * key_tiles * kStepsOfLoads / relative_bandwidth(c.q.device());
 
     const int64_t tile = queries <= 128 ? 128 : 192;
     const int64_t rounds = up(heads * up(queries, tile), blocks);

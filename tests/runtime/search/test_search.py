@@ -469,7 +469,7 @@ def test_the_start_of_a_process_does_not_take_from_the_budget(
     ready_at = time.monotonic() + 1000 if starts_late else 0.0
     monkeypatch.setattr(FakeWorker, "ready_at", lambda self: ready_at)
     list(engine.search(small_case(), FORWARD, TARGET, Budget(seconds=0.0)))
-    assert (len(FakeWorker.asked) > 1) == starts_late
+    assert (len(FakeWorker.asked) > 2) == starts_late  # the first to work and the incumbent run in any case
 
 
 def test_a_lent_process_stays(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
