@@ -115,8 +115,7 @@ def tune(
             echo(str(problem))
         return
     out = tables.writable(table_out or tables.folders()[0])
-    name = tables.table_path(tables.device_name(selection.device), out).stem
-    folder = folder or out / "tune" / name
+    folder = folder or out / "tune" / tables.table_path(tables.device_name(selection.device), out).stem
     workers = workers or max(1, len(os.sched_getaffinity(0)) // here.beside)
     with closing(Worker()) as worker:
         worker.start(selection.device)
