@@ -65,7 +65,7 @@ class Call:
         row, key = rows[:, None], keys[None]
         if self.mask_mod:
             captured = self.captured[len(self.score.tensors) :]
-            found = evaluate(self.mask_mod, _indices(b, h, rows, keys), captured)
+            found = evaluate(self.mask_mod, indices_of(b, h, rows, keys), captured)
             return found.expand(rows.numel(), keys.numel())
         if self.kind is Mask.CAUSAL:
             return key <= row + (self.k.shape[2] - self.q.shape[2])
@@ -107,10 +107,8 @@ def _scores(call: Call, b: int, h: int, rows: Tensor, keys: Tensor, q: Tensor, k
     error = terms(q.shape[1]) * (q.abs() @ k.abs().mT * call.scale)
     seen, slope = call.visible(b, h, rows, keys), torch.ones((), dtype=s.dtype, device=s.device)
     if call.score:
-        leaves = {"score": s} | _indices(b, h, rows, keys)
         raw = s
-        s, slope = (_run(*f, leaves, call.captured) for f in (call.score.parsed, call.score.gradient))
-        s, slope = (x.to(raw.dtype).expand(raw.shape) for x in (s, slope))
+        s, slope = apply_score(call.score, raw, indices_of(b, h, rows, keys), call.captured)
         seen = seen & (s != -torch.inf)
         error = error * slope.abs() + SCORE_ROUNDINGS * SINGLE * (1 + s.abs() + raw.abs())
     s, error, slope = (x.expand(seen.shape).masked_fill(~seen, 0) for x in (s, error, slope))
@@ -287,6 +285,15 @@ _JUMPS = ("<", "<=", ">", ">=", "==", "!=", "floor", "ceil", "int", "tanh_approx
 _TYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
 
+def apply_score(
+    score: ScoreMod, raw: Tensor, indices: dict[str, Tensor], captured: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The function of raw scores (R, C) and its derivative, computed in float64, in the dtype of `raw`."""
+    leaves = {"score": raw.double()} | indices
+    value, slope = (_run(*f, leaves, captured) for f in (score.parsed, score.gradient))
+    return value.to(raw.dtype).expand(raw.shape), slope.to(raw.dtype).expand(raw.shape)
+
+
 def jumps(score: ScoreMod) -> bool:
     """Whether the function may jump where the score crosses a value, or is approximate: its results have no bound."""
     return bool(score) and any(node.op in _JUMPS for node in score.moved)
@@ -299,7 +306,7 @@ def rounds(mask_mod: MaskMod) -> bool:
     return any(x.kind == "float" and not x.op.startswith("load:") and x.op not in exact for x in nodes)
 
 
-def _indices(b: int, h: int, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
+def indices_of(b: int, h: int, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
     """The leaves of a function beside the score, for pairs (R, C)."""
     one = {"b": torch.tensor(b, device=rows.device), "h": torch.tensor(h, device=rows.device)}
     return one | {"q_idx": rows[:, None], "kv_idx": keys[None]}

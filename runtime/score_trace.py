@@ -388,6 +388,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
     "&": operator.and_, "|": operator.or_, "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift,
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
     "neg": operator.neg, "~": lambda x: ~x, "float": lambda x: x.float(), "int": lambda x: x.int(),
+    "tanh_approx": torch.tanh,
 }  # fmt: skip
 _DTYPE = {"float": torch.float32, "int": torch.int32, "bool": torch.bool}
 
@@ -398,24 +399,38 @@ def evaluate(text: Formula, leaves: Mapping[str, Tensor], tensors: Sequence[Tens
     As in kernels, an index of a captured tensor below 0 counts from its end, one outside of it is moved inside, and an
     integer divided by 0 gives 0.
     """
+    return evaluator(text, tensors)(leaves)
+
+
+def evaluator(text: Formula, tensors: Sequence[Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """`evaluate` as a function of the leaves. torch.compile can trace it."""
     program, result = text.parsed
-    device = next(iter(leaves.values())).device
-    found: list[Tensor] = []
-    for node in program.nodes[: result + 1]:
-        args = [found[i] for i in node.args]
-        if node.op == "const":
-            # Not torch.tensor, which is a tensor outside of a graph: FlexAttention's lowering wants none.
-            found.append(torch.full((), float(node.value), dtype=_DTYPE[node.kind], device=device))
-        elif node.op == "leaf":
-            found.append(leaves[str(node.value)])
-        elif node.op.startswith("load:"):
-            x = tensors[int(node.op[5:])].to(device)
-            at = (i.long() + (i < 0) * n for i, n in zip(args, x.shape, strict=True))
-            loaded = x[tuple(i.clamp(0, n - 1) for i, n in zip(at, x.shape, strict=True))]
-            found.append(loaded.to(_DTYPE[node.kind]))
-        elif node.op in ("//", "%") and program.nodes[node.args[1]].op != "const":
-            none = args[1] == 0  # torch refuses to divide
-            found.append(torch.where(none, 0, _TORCH[node.op](args[0], torch.where(none, 1, args[1]))))
-        else:
-            found.append((_TORCH.get(node.op) or getattr(torch, node.op))(*args))
-    return found[result]
+    # Dynamo wraps tuples, and no Node.
+    nodes = [(node.op, node.args, node.kind, node.value) for node in program.nodes[: result + 1]]
+
+    def evaluated(leaves: Mapping[str, Tensor]) -> Tensor:
+        device = next(iter(leaves.values())).device
+        found: list[Tensor] = []
+        for op, operands, kind, value in nodes:
+            args = [found[i] for i in operands]
+            if op == "const":
+                # Not torch.tensor, which is a tensor outside of a graph: FlexAttention's lowering wants none.
+                found.append(torch.full((), float(value), dtype=_DTYPE[kind], device=device))
+            elif op == "leaf":
+                found.append(leaves[str(value)])
+            elif op.startswith("load:"):
+                found.append(_element(tensors[int(op[5:])].to(device), args).to(_DTYPE[kind]))
+            elif op in ("//", "%") and nodes[operands[1]][0] != "const":
+                none = args[1] == 0  # torch refuses to divide
+                found.append(torch.where(none, 0, _TORCH[op](args[0], torch.where(none, 1, args[1]))))
+            else:
+                found.append((_TORCH.get(op) or getattr(torch, op))(*args))
+        return found[result]
+
+    return evaluated
+
+
+def _element(x: Tensor, at: Sequence[Tensor]) -> Tensor:
+    """Elements of a captured tensor."""
+    inside = (i.long() + (i < 0) * n for i, n in zip(at, x.shape, strict=True))
+    return x[tuple(i.clamp(0, n - 1) for i, n in zip(inside, x.shape, strict=True))]

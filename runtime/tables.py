@@ -25,6 +25,7 @@ from filelock import FileLock
 from attnforge.codegen import host
 from attnforge.codegen.families import make_plan, spec_from_json
 from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Mask, Problem, Spec
 from attnforge.runtime.build.atomic import replace_file
 from attnforge.runtime.build.settings import TABLES, settings
@@ -33,10 +34,11 @@ PACKAGED = Path(__file__).parent.parent / "generated" / "tuned"  # what the pack
 MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
-_NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near")
+_NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near" and f.attribute != "score")
 # Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0 or 1 (another one).
 # "shape" is the sum of the lengths' and the visible keys' distances.
-DISTANCES = (*_NEAR, "long lists", "shape", "length", "GQA ratio", "device", "speed")
+DISTANCES = (*_NEAR, "score", "long lists", "shape", "length", "GQA ratio", "device", "speed")
+_NUMBER = re.compile(r"\b\d+(\.\d*)?(e[+-]?\d+)?")  # in a score's text
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 
 
@@ -206,9 +208,10 @@ def choose(
 
     places: folders of tables, `folders()` if not given.
 
-    An entry counts if its element size and all fields of its problem but mask, dtype and alignment are the call's; its
-    tuning is then re-planned for the call. Nearest means, in this order: measured before modelled, same mask, same
-    dtype, nearest length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
+    An entry counts if its element size and all fields of its problem but mask, dtype, score and alignment are the
+    call's; its tuning is then re-planned for the call. Nearest means, in this order: measured before modelled, same
+    mask, same dtype, nearest score (the same, then the same formula with other numbers, none, another one), nearest
+    length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
     device before another of the same architecture, and the faster. Length determines how many blocks there are, visible
     keys how long each works; those of full and causal masks follow from the length. The device comes last, since
     kernels of other shapes differ more than those of a shape on two devices: a device with few entries of its own takes
@@ -320,11 +323,21 @@ def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_key
     )
     return (
         *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
+        _score_distance(tuned.score, problem.score),
         problem.mask.listed and visible_keys <= 0 and _takes_whole_lists(entry),
         length + seen,
         length,
         abs(math.log2(entry.group / group)),
     )
+
+
+def _score_distance(tuned: ScoreMod, score: ScoreMod) -> int:
+    """0 for the same score, 1 for the same formula with other numbers, 2 for none, 3 for another one."""
+    if tuned == score:
+        return 0
+    if tuned and _NUMBER.sub("#", tuned) == _NUMBER.sub("#", score):
+        return 1
+    return 3 if tuned else 2
 
 
 def _takes_whole_lists(entry: Tuned) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnforge.bagel.measure.case_scores import with_score
 from attnforge.bagel.measure.cases import SUITES, make_case, model_of, with_batch
 from attnforge.bagel.measure.mask_files import is_mask_file
 from attnforge.bagel.measure.tuning_set import archs_of
@@ -40,6 +41,7 @@ class Request:
     direction: str = "both"
     device: str | None = None
     arch: str | None = None
+    score: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of `Problem` by attribute
 
 
@@ -55,6 +57,7 @@ class Selection:
     arch: Arch | None = None  # as given; none: the best for the direction
     batch: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)
+    score: str = ""  # a name of `with_score`
 
     def cases(self, suite: str = "search") -> list[Case]:
         """A case for each pack; the suite supplies what is not given."""
@@ -66,10 +69,10 @@ class Selection:
     def _case(self, pack: str, heads: str) -> Case:
         case = with_batch(make_case(pack, heads, self.dtype, self.device), self.batch)
         if not self.extra:
-            return case
+            return with_score(case, self.score)
         named = ((f.name, self.extra[f.attribute]) for f in PROBLEM_FIELDS if f.attribute in self.extra)
         words = " ".join(f"{name}={plain(value)}" for name, value in named)
-        return replace(case, name=f"{case.name} {words}", **self.extra)
+        return with_score(replace(case, name=f"{case.name} {words}", **self.extra), self.score)
 
     def target(self, direction: Direction) -> tuple[Arch, str]:
         """Architecture and device name, as `search` takes them."""
@@ -106,6 +109,7 @@ def select(request: Request) -> Selection:
         None if request.arch is None else Arch(request.arch),
         request.batch or 1,
         _extra(request.extra),
+        request.score or "",
     )
 
 

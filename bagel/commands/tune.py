@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnforge.bagel.commands.console import console, echo, make_table, short_path
-from attnforge.bagel.commands.options import DIRECTORY, choices, direction_option, values, workers_option
+from attnforge.bagel.commands.options import (
+    DIRECTORY,
+    SCORE_HELP,
+    choices,
+    direction_option,
+    values,
+    workers_option,
+)
 from attnforge.codegen.spec import DType
 
 if TYPE_CHECKING:
     import torch
 
+    from attnforge.bagel.commands.selection import Selection
     from attnforge.bagel.measure.tuning_set import TuningProblem
     from attnforge.runtime.search.claims import Claims
     from attnforge.runtime.search.worker import Worker
@@ -63,6 +71,7 @@ def place(env: Mapping[str, str]) -> Place:
     help=f"{choices(DType)}. Repeatable.",
 )
 @direction_option()
+@click.option("--score", default="", metavar="SCORE", help=SCORE_HELP)
 @click.option("--everything", is_flag=True, help="Also every problem in any table.")
 @click.option(
     "--seconds", type=click.FloatRange(0), metavar="S", help="Time per problem.  [default: as search]"
@@ -81,6 +90,7 @@ def tune(
     packs: tuple[str, ...],
     dtypes: tuple[str, ...],
     direction: str,
+    score: str,
     everything: bool,
     seconds: float | None,
     folder: Path | None,
@@ -96,7 +106,6 @@ def tune(
     Another process continues what a killed one leaves. Run the command again to continue an interrupted search.
     """
     from attnforge.bagel.commands.selection import Request, select
-    from attnforge.bagel.measure.tuning_set import chosen, measured
     from attnforge.runtime import tables
     from attnforge.runtime.search.claims import Claims
     from attnforge.runtime.search.worker import Worker
@@ -106,10 +115,7 @@ def tune(
         dtype=dtypes[0] if dtypes else None, direction=direction, device=device or _own_gpu(here)
     )
     selection = select(request)
-    wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
-    problems = list(dict.fromkeys(chosen(selection.device, models, packs, wanted, selection.directions)))
-    if everything:
-        problems = list(dict.fromkeys((*problems, *measured(selection.device))))
+    problems = _problems(selection, models, packs, dtypes, score, everything)
     if only_list:
         for problem in problems:
             echo(str(problem))
@@ -126,6 +132,23 @@ def tune(
         run.work(here)
     if here.rank == 0:
         run.show()
+
+
+def _problems(
+    selection: Selection,
+    models: Sequence[str],
+    packs: Sequence[str],
+    dtypes: Sequence[str],
+    score: str,
+    everything: bool,
+) -> list[TuningProblem]:
+    """What to search, each problem once."""
+    from attnforge.bagel.measure.tuning_set import chosen, measured
+
+    device, directions = selection.device, selection.directions
+    wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
+    problems = list(chosen(device, models, packs, wanted, directions, score))
+    return list(dict.fromkeys((*problems, *measured(device)) if everything else problems))
 
 
 def _own_gpu(here: Place) -> str | None:
@@ -166,6 +189,7 @@ class Run:
 
     def _search(self, problem: TuningProblem) -> dict[str, Any]:
         """The note of a problem: the winner, what was in its place, or why there is none."""
+        from attnforge.bagel.measure.case_scores import with_score
         from attnforge.bagel.measure.cases import make_case
         from attnforge.bagel.measure.tuning_set import search_seconds
         from attnforge.codegen.plan import Infeasible
@@ -180,6 +204,7 @@ class Run:
         budget = Budget(search_seconds(self.device) if self.seconds is None else self.seconds)
         try:
             case = make_case(problem.pack, problem.model, problem.dtype, self.device)
+            case = with_score(case, problem.score)
             log = self.folder / f"{problem.slug}.jsonl"
             target = problem.arch, device_name
             events = search(case, problem.direction, target, budget, log, self.workers, worker=self.worker)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 def verify(selection: Selection, variants: int) -> None:
     """Check kernels against float64. The error limits are multiples of SDPA's errors.
 
+    With --score, of the formula's in float32 with operands and results in the dtype.
+
     Each pack is checked, and a smaller problem with odd lengths and the same kind of mask.
     """
     from attnforge.codegen.space import candidates
@@ -40,7 +42,8 @@ def verify(selection: Selection, variants: int) -> None:
                 name = f"{direction.value} {case.dtype.value}, {spec.slug if spec else 'as dispatched'}"
                 try:
                     for check, errors in bench.verify(kernels.load(spec, case.device) if spec else 0):
-                        console.print(verify_table(f"{check.case.name} {name}", check.peer, errors))
+                        peer = "SDPA" if case.score is None else "formula"
+                        console.print(verify_table(f"{check.case.name} {name}", check.peer, errors, peer))
                     right += 1
                 except WrongResult as error:
                     wrong += 1
@@ -50,10 +53,12 @@ def verify(selection: Selection, variants: int) -> None:
     echo(f"{right} of {right} kernels are within all limits")
 
 
-def verify_table(title: str, peer: dict[str, tuple[float, float]], errors: dict[str, Error]) -> Table:
-    """Errors against float64 beside SDPA's errors and the limits."""
+def verify_table(
+    title: str, peer: dict[str, tuple[float, float]], errors: dict[str, Error], name: str = "SDPA"
+) -> Table:
+    """Errors against float64 beside those of the peer of that name, and the limits."""
     table = make_table(
-        title, ("tensor",), ("rms", "SDPA's rms", "limit", "worst", "SDPA's worst", "worst limit")
+        title, ("tensor",), ("rms", f"{name}'s rms", "limit", "worst", f"{name}'s worst", "worst limit")
     )
     for name, error in errors.items():
         theirs = [f"{value:.2e}" for value in peer.get(name, ())] or ["-", "-"]

@@ -68,7 +68,7 @@ def ours(
     def forward(index: int) -> Any:
         x = sets[index]
         chosen = handle if direction is Direction.FORWARD else 0
-        return ops.forward(x.q, x.k, x.v, case.mask, case.scale, chosen)
+        return ops.forward(x.q, x.k, x.v, case.mask, case.scale, chosen, score=case.score)
 
     if direction is Direction.FORWARD:
         return forward
@@ -77,7 +77,9 @@ def ours(
     def backward(index: int) -> Any:
         x = sets[index]
         out, lse = saved[index]
-        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, deterministic, handle)
+        return ops.backward(
+            x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, deterministic, handle, score=case.score
+        )
 
     return backward
 

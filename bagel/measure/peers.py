@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -17,10 +18,12 @@ from attnforge.bagel.measure import cudnn_flex, fa3, fa4
 from attnforge.bagel.measure.fa4 import Attention, Unavailable
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.ops import attention
-from attnforge.runtime.score_trace import evaluate
+from attnforge.runtime.score_trace import evaluator
+from attnforge.runtime.scores import Score
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.timing import Effort, Timing, effort, measure_interleaved, rotate
 
@@ -32,6 +35,7 @@ BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
+FLEX = ("flex", "flex-bagel", "flex-fa4")
 FA4 = ("fa4", "fa4-nopack", "flex-fa4")  # with flash-attn-4; nopack: without its packing of grouped heads
 # Packages that may not be there. cudnn-flex is `cudnn.flex_attention`.
 INSTALLED: dict[str, Callable[[], bool]] = {
@@ -144,15 +148,18 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
         return EXTRA[name](case)
     if name == OURS:
         return attend(case)
+    cap = softcap_of(case)
+    if case.score is not None and not (name in FLEX or (name == "fa3" and cap)):
+        raise Unavailable("takes no such score")
     if name == "flex-fa4":
         fa4.require()
-    if name in ("flex", "flex-bagel", "flex-fa4"):
+    if name in FLEX:
         making = ("bagel" if name == "flex-bagel" else "often") if often else "once"
         return _flex(case, making, "FLASH" if name == "flex-fa4" else None)
     if name in FA4:
         return fa4.attention(case, False if name == "fa4-nopack" else None)
     if name == "fa3":
-        return fa3.attention(case)
+        return fa3.attention(case, cap) if cap else fa3.attention(case)
     if name == "cudnn-flex":
         return cudnn_flex.attention(case)
     if name == "sdpa-samples":
@@ -162,7 +169,7 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
 
 def attend(case: Case) -> Attention:
     """Ours by its public function: the kernels that dispatch chooses, with autograd as the peers."""
-    return lambda q, k, v: attention(q, k, v, case.mask, scale=case.scale)
+    return lambda q, k, v: attention(q, k, v, case.mask, scale=case.scale, score=case.score)
 
 
 def _sdpa(name: str, case: Case) -> Attention:
@@ -256,10 +263,11 @@ def _flex(case: Case, making: str, backend: str | None = None) -> Attention:
     block_mask = mod and _block_mask(mod, case, making)
     flex = _compiled_flex()
     options = {"BACKEND": backend} if backend else None
+    score = case.score and _score_function(case.score)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = flex(
-            q, k, v, block_mask=block_mask, scale=case.scale, enable_gqa=True, kernel_options=options
+            q, k, v, score, block_mask=block_mask, scale=case.scale, enable_gqa=True, kernel_options=options
         )
         return out
 
@@ -327,16 +335,34 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
 
 
 def _function_mod(mask: FunctionMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    formula, tensors = MaskMod(mask.text), mask.tensors
+    formula = MaskMod(mask.text)
     if formula.reads("b") or formula.reads("h"):
         raise Unavailable(
             "masks that differ between batch entries or heads are not supported for FlexAttention here"
         )
 
+    function = evaluator(formula, mask.tensors)
+
     def evaluated(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return evaluate(formula, {"q_idx": i, "kv_idx": j}, tensors)
+        return function({"q_idx": i, "kv_idx": j})
 
     return evaluated
+
+
+def _score_function(score: Score) -> Callable[..., Tensor]:
+    """The score as FlexAttention takes it."""
+    function = evaluator(ScoreMod(score.text), score.tensors)
+
+    def scored(value: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return function({"score": value, "b": b, "h": h, "q_idx": i, "kv_idx": j}).to(value.dtype)
+
+    return scored
+
+
+def softcap_of(case: Case) -> float:
+    """c of a score c * tanh(score / c), 0 for any other and for none."""
+    found = case.score and re.fullmatch(r"softcap: (\S+) \* tanh\w*\(score / \1\)", case.score.text)
+    return float(found[1]) if found else 0.0
 
 
 def _pair_mod(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnforge.bagel.measure.case_scores import without_score
 from attnforge.bagel.models import MODELS
 from attnforge.codegen.families import FAMILIES
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
@@ -28,16 +29,21 @@ BAGELS = tuple(name for name, model in MODELS.items() if model.mask == "bagel")
 
 @dataclass(frozen=True)
 class TuningProblem:
-    """One search of `tune`: a pack (bagel/measure/cases.py) with a model's heads, in a dtype, a pass, for a target."""
+    """One search of `tune`: a pack (bagel/measure/cases.py) with a model's heads, in a dtype, a pass, for a target.
+
+    `score`: a name of `with_score`, or empty.
+    """
 
     pack: str
     model: str
     dtype: DType
     direction: Direction
     arch: Arch
+    score: str = ""
 
     def __str__(self) -> str:
-        return f"{self.pack} {self.model} {self.dtype.value} {self.direction.value} {self.arch.value}"
+        words = (self.pack, self.model, self.score, self.dtype.value, self.direction.value, self.arch.value)
+        return " ".join(word for word in words if word)
 
     @property
     def slug(self) -> str:
@@ -51,6 +57,7 @@ def chosen(
     packs: Sequence[str],
     dtypes: Sequence[DType],
     directions: Sequence[Direction],
+    score: str = "",
 ) -> Iterator[TuningProblem]:
     """Models by packs by dtypes by passes; by default BAGEL's models and the packs of the kind of device.
 
@@ -62,17 +69,18 @@ def chosen(
             for model in models or BAGELS:
                 for pack in packs or (IMAGES if model == "vit" else PACKS)[device.type]:
                     for arch in archs if dtype is DType.FLOAT32 else archs[:1]:
-                        yield TuningProblem(pack, model, dtype, direction, arch)
+                        yield TuningProblem(pack, model, dtype, direction, arch, score)
 
 
 def measured(device: torch.device) -> Iterator[TuningProblem]:
     """The problems behind the entries of all tables, whatever device they are of, that this device can run."""
     for name in sorted({path.stem for folder in tables.folders() for path in folder.glob("*.json")}):
         for entry in tables.known(name):
-            pack, _, model = str(entry.notes.get("case", "")).rpartition(" ")
             problem = entry.spec.problem
+            case, score = without_score(str(entry.notes.get("case", "")))
+            pack, _, model = case.rpartition(" ")
             if pack and problem.arch in archs_of(device, problem.dtype, problem.direction):
-                yield TuningProblem(pack, model, problem.dtype, problem.direction, problem.arch)
+                yield TuningProblem(pack, model, problem.dtype, problem.direction, problem.arch, score)
 
 
 def archs_of(device: torch.device, dtype: DType, direction: Direction) -> list[Arch]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from attnforge.bagel.measure.case_scores import without_score
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.occupancy import Order, simulate, spans_of
 from attnforge.bagel.measure.tiles import EMPTY, tile_map
@@ -64,7 +65,7 @@ class Bound:
 def case_of(name: str, dtype: str) -> Case:
     """The case of a log by its name, on the CPU. Raises ValueError or OSError if it cannot be made here."""
     match = _BATCH.fullmatch(name)
-    pack, _, model = (match[2] if match else name).rpartition(" ")
+    pack, _, model = without_score(match[2] if match else name)[0].rpartition(" ")
     case = make_case(pack, model, DType(dtype), torch.device("cpu"))
     if isinstance(case.mask, Spans) and case.mask.starts.dim() > 1:
         raise ValueError(

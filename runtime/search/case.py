@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 
 from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.scores import Score
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,6 +42,7 @@ class Case:
     pairs: int
     device: torch.device
     dim_v: int = 0  # head_dim of v if it has its own
+    score: Score | None = None
 
     @property
     def scale(self) -> float:
@@ -77,6 +80,8 @@ class Case:
         sizes = (16, 8, 4, 2) if arch.is_gpu else (4, 2)
         align = next(size for size in sizes if row % size == 0)
         plain = Problem(direction, arch, self.dtype, self.head_dim, self.mask_kind, align, self.dim_v)
+        if self.score is not None:
+            plain = replace(plain, score=ScoreMod(self.score.text))
         if isinstance(self.mask, FunctionMask):
             return replace(plain, mask_mod=MaskMod(self.mask.text))
         if not isinstance(self.mask, Spans):

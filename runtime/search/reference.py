@@ -9,7 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnforge.codegen.score import ScoreMod
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.sampled import apply_score, indices_of
+from attnforge.runtime.scores import Score
 
 CHUNK = 1 << 22  # scores held at a time
 
@@ -33,11 +36,14 @@ def reference(
     dout: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     rows: Tensor | None = None,
+    score: Score | None = None,
+    operands: torch.dtype | None = None,
 ) -> Exact:
     """Attention of q (B, Hq, Sq, D) on k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); with `dout` (B, Hq, Sq, Dv) gradients.
 
-    `rows` (R) restricts the work to those query rows; dk and dv are then their contributions only. Memory:
-    CHUNK scores at a time, never seq_q x seq_k. Rows that see no key: out 0, lse -inf, gradients 0.
+    `rows` (R) restricts the work to those query rows; dk and dv are then their contributions only. `operands`: round
+    P, dS and what delta reads of out to this dtype, as kernels do before their products. Memory: CHUNK scores at
+    a time, never seq_q x seq_k. Rows that see no key: out 0, lse -inf, gradients 0.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
@@ -48,22 +54,37 @@ def reference(
     lse = queries.new_empty(queries.shape[:3])
     out = queries.new_zeros(*lse.shape, v.shape[3])
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+
+    def rounded(x: Tensor) -> Tensor:
+        return x if operands is None else x.to(operands).to(dtype)
+
     for chunk, planes in _chunks(rows, mask, q.shape, k.shape[2]):
         for b, h in product(range(q.shape[0]), range(q.shape[1])):
             # A plane for all heads, for each q head, or for each kv head.
             seen = planes[b % planes.shape[0], h * planes.shape[1] // q.shape[1]]
             query, key, value = queries[b, h, chunk], keys[b, h // group], values[b, h // group]
-            weights, lse[b, h, chunk] = _softmax(query @ key.T * scale, seen)
-            out[b, h, chunk] = weights @ value
+            scores, slope = _scored(query @ key.T * scale, score, b, h, rows[chunk])
+            weights, lse[b, h, chunk] = _softmax(scores, seen & (scores != -torch.inf))
+            out[b, h, chunk] = rounded(weights) @ value
             if gradient is None:
                 continue
             do = gradient[b, h, chunk]
-            dv[b, h // group] += weights.T @ do
-            delta = (do * out[b, h, chunk]).sum(1, keepdim=True)
+            dv[b, h // group] += rounded(weights).T @ do
+            delta = (do * rounded(out[b, h, chunk])).sum(1, keepdim=True)
             ds = weights * (do @ value.T - delta) * scale
+            ds = rounded((ds * slope).masked_fill(weights == 0, 0))
             dq[b, h, chunk] = ds @ key
             dk[b, h // group] += ds.T @ query
     return Exact(out, lse) if gradient is None else Exact(out, lse, dq, dk, dv)
+
+
+def _scored(raw: Tensor, score: Score | None, b: int, h: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores of `rows` and all keys of a head, to write to, and the derivative of their function."""
+    if score is None:
+        return raw, torch.ones_like(raw)
+    indices = indices_of(b, h, rows, torch.arange(raw.shape[1], device=rows.device))
+    value, slope = apply_score(ScoreMod(score.text), raw, indices, score.tensors)
+    return value.clone(), slope
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Check a kernel variant against float64; the limits of its error are multiples of SDPA's.
 
+With a score, which SDPA does not take, they are multiples of what rounding P and dS to the dtype makes.
+
 A `Check` is made once per case and holds the exact answer on a sample: a few query rows of one group of heads
 of a large case, everything of a small one. For backward, `dout` is zero outside the sampled rows: then
 dk and dv of the group are exact sums over the sample, for every key, and dq elsewhere must be zero.
@@ -64,7 +66,7 @@ class Check:
     rows: Tensor  # (R,) sampled query rows, ascending
     heads_kv: int  # the sample has this many kv heads, the first ones, and their q heads
     exact: Outputs
-    peer: dict[str, tuple[float, float]]  # rms and worst error of SDPA
+    peer: dict[str, tuple[float, float]]  # rms and worst error of SDPA, with a score of `_rounded`
 
 
 def make_check(case: Case, direction: Direction, seed: int = 0) -> Check:
@@ -79,7 +81,8 @@ def make_check(case: Case, direction: Direction, seed: int = 0) -> Check:
         inputs = inputs._replace(dout=inputs.dout * keep)
     check = Check(case, direction, inputs, rows, case.heads_kv if small else 1, {}, {})
     exact = _exact(check)
-    peer = {name: _distance(value, exact[name]) for name, value in _sdpa(check).items()}
+    theirs = _sdpa(check) if case.score is None else _rounded(check)
+    peer = {name: _distance(value, exact[name]) for name, value in theirs.items()}
     return replace(check, exact=exact, peer=peer)
 
 
@@ -199,6 +202,16 @@ def _sampled(check: Check, name: str, value: Tensor) -> Tensor:
 
 def _exact(check: Check) -> Outputs:
     """The float64 reference on the sample."""
+    return _by_reference(check, torch.float64)
+
+
+def _rounded(check: Check) -> Outputs:
+    """The formula in float32 on the sample, with operands and results in the case's dtype."""
+    results = _by_reference(check, torch.float32, check.case.torch_dtype)
+    return {name: value.to(check.case.torch_dtype) for name, value in results.items() if name != "lse"}
+
+
+def _by_reference(check: Check, dtype: torch.dtype, operands: torch.dtype | None = None) -> Outputs:
     case, x = check.case, check.inputs
     heads_q = check.heads_kv * case.heads_q // case.heads_kv
     backward = check.direction is Direction.BACKWARD
@@ -209,7 +222,10 @@ def _exact(check: Check) -> Outputs:
         case.mask,  # of a mask for each head, the first ones
         case.scale,
         x.dout[:, :heads_q] if backward else None,
-        rows=check.rows,
+        dtype,
+        check.rows,
+        case.score,
+        operands,
     )
     values = exact._asdict()
     q_side = ("out", "lse", "dq")

@@ -17,6 +17,7 @@ import torch
 from attnforge.codegen.spec import Direction, Spec
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.scores import Score
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.timing import (
     Call,
@@ -171,8 +172,16 @@ class Worker:
 
 
 def _portable(case: Case) -> Case:
-    """The case with its mask on the host: CUDA tensors do not travel between processes."""
-    return replace(case, mask=_moved(case.mask, torch.device("cpu")))
+    """The case with its mask and score on the host: CUDA tensors do not travel between processes."""
+    return _on(case, torch.device("cpu"))
+
+
+def _on(case: Case, device: torch.device) -> Case:
+    """The case with what its mask and score read on `device`."""
+    score = case.score
+    if score is not None:
+        score = Score(score.text, tuple(tensor.to(device) for tensor in score.tensors))
+    return replace(case, mask=_moved(case.mask, device), score=score)
 
 
 def _moved(
@@ -189,7 +198,7 @@ class Bench:
     """One case on its device: its checks, and the tensors for timing."""
 
     def __init__(self, case: Case, direction: Direction) -> None:
-        case = replace(case, mask=_moved(case.mask, case.device))
+        case = _on(case, case.device)
         self.case, self.direction = case, direction
         self._checks = [make_check(odd_case(case), direction), make_check(case, direction)]
         self._saved = [self._forward(check.case, check.inputs, 0) for check in self._checks]
@@ -261,17 +270,23 @@ class Bench:
         """(out, lse), which backward variants need, by the kernel that dispatch chooses."""
         if self.direction is Direction.FORWARD:
             return None
-        return ops.forward(x.q, x.k, x.v, case.mask, case.scale, handle)
+        return self._out(case, x, handle)
+
+    def _out(self, case: Case, x: Inputs, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # The odd case may be smaller than what a score captures: not checked.
+        return ops.forward(x.q, x.k, x.v, case.mask, case.scale, handle, score=case.score, check=False)
 
     def _call(self, case: Case, x: Inputs, saved: Any, handle: int) -> tuple[torch.Tensor, ...]:
         if self.direction is Direction.FORWARD:
-            return ops.forward(x.q, x.k, x.v, case.mask, case.scale, handle)
+            return self._out(case, x, handle)
         out, lse = saved
-        return ops.backward(x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, False, handle)
+        inputs = (x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, False, handle)
+        return ops.backward(*inputs, score=case.score, check=False)
 
     def _run(self, check: Check, x: Inputs, saved: Any, handle: int) -> Outputs:
         names = ("out", "lse") if self.direction is Direction.FORWARD else ("dq", "dk", "dv")
-        return dict(zip(names, self._call(check.case, x, saved, handle), strict=True))
+        # Behind dv come the gradients of what a score captures.
+        return dict(zip(names, self._call(check.case, x, saved, handle), strict=False))
 
 
 def _serve(connection: Connection, device: torch.device) -> None:

@@ -161,6 +161,9 @@ def search_once(place: Place, log: Path) -> None:
     class Idle:
         def prepare(self, *_: object) -> None: ...
 
+        def ready_at(self) -> float:
+            return 0.0
+
         def trial(self, *_: object) -> Outcome:
             time.sleep(0.01)
             return Outcome("ok", timing=Timing(1.0, 1.0, 1.0, 3))

@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from attnforge.bagel.commands.tune import Place, knobs, place
-from attnforge.bagel.measure.tuning_set import chosen
+from attnforge.bagel.measure.case_scores import with_score
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.tuning_set import chosen, measured
+from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime import tables
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 SMALL = (
     "--pack",
@@ -65,6 +69,19 @@ def test_problems_of_a_cpu() -> None:
     assert {problem.pack for problem in found} == {"full/64"}
     assert len({problem.slug for problem in found}) == len(found)
     assert not any(set("/ :") & set(problem.slug) for problem in found)
+
+
+def test_problems_with_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names and files say so, and an entry of one gives it back."""
+    (problem,) = chosen(CPU, ["2/1/16"], ["full/64"], [DType.FLOAT32], [Direction.FORWARD], "softcap:2")
+    assert str(problem) == "full/64 2/1/16 softcap:2 fp32 fwd cpu"
+    assert problem.slug == "full_64_2_1_16_softcap_2_fp32_fwd_cpu"
+    case = with_score(make_case(problem.pack, problem.model, problem.dtype, CPU), problem.score)
+    spec = next(candidates(case.problem(Direction.FORWARD, problem.arch)))
+    notes = {"case": case.name}
+    monkeypatch.setenv("ATTNFORGE_TABLES", str(tmp_path))
+    tables.save("cpu of a test", [tables.Tuned(spec, 2, 64, 1.0, 1.0, notes)], tmp_path)
+    assert problem in list(measured(CPU))
 
 
 def test_two_processes_share_the_work_and_a_second_run_has_none(tmp_path: Path) -> None:

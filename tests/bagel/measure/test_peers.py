@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from attnforge.bagel.measure import cudnn_flex, fa3, fa4, peers
 from attnforge.bagel.measure.bench import OURS, ours, peers_of
+from attnforge.bagel.measure.case_scores import with_score
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.peers import NAMES, _mask_mod, attention_of
@@ -91,6 +93,36 @@ def test_peers_agree_with_the_reference_on_a_gpu(name: str, mask: str) -> None:
         pytest.skip(f"{name}: {reason}")
     exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
     torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("name", ["softcap:2", "alibi", "relative_bias:20"])
+def test_flex_and_ours_take_the_same_score(name: str, pack: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_compiled_flex", lambda: flex_attention)
+    case = with_score(pack, name)
+    x = case.inputs()
+    exact = reference(x.q, x.k, x.v, case.mask, case.scale, score=case.score).out
+    for peer in ("flex", OURS):
+        out = attention_of(peer, case)(x.q, x.k, x.v)
+        torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+    for direction in Direction:
+        rows = ours(case, direction, [x])(0)
+        assert len(rows) == (2 if direction is Direction.FORWARD else 3)
+    torch.testing.assert_close(ours(case, Direction.FORWARD, [x])(0)[0].double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_other_peers_take_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But FA3 its softcap."""
+    caps = list[float]()
+    monkeypatch.setattr(fa3, "attention", lambda case, softcap=0.0: caps.append(softcap))
+    plain = make_case(*TINY, DType.FLOAT32, CPU)
+    for name in ("softcap:2", "alibi"):
+        case = with_score(plain, name)
+        for peer in ("sdpa-flash", "sdpa-samples", "fa4", "cudnn-flex", *["fa3"] * (name == "alibi")):
+            with pytest.raises(Unavailable, match="takes no such score"):
+                attention_of(peer, case)
+    attention_of("fa3", with_score(plain, "softcap:2"))
+    attention_of("fa3", plain)
+    assert caps == [2.0, 0.0]
 
 
 def test_flex_sees_the_same_mask(pack: Case) -> None:

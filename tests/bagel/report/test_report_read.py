@@ -218,6 +218,13 @@ def test_a_batch_is_part_of_a_cases_name() -> None:
         case_of("nothing 7B", "bf16")
 
 
+@pytest.mark.parametrize("score", ["softcap:50", "relative_bias:128", "mods.py:near"])
+def test_a_score_is_part_of_a_cases_name(score: str) -> None:
+    """It changes no pairs."""
+    plain = case_of("causal/512 8/8/64", "bf16")
+    assert case_of(f"causal/512 8/8/64 {score}", "bf16").pairs == plain.pairs
+
+
 @pytest.mark.parametrize("pack", ["finetune/0", "causal/700", "blocks/0.9/512"])
 def test_the_picture_of_a_mask(pack: str) -> None:
     """Skipped tiles are transparent; all other pixels have the legend's colours, exactly."""
