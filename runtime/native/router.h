@@ -1,7 +1,6 @@
 // Which variant runs a call: resolved in Python (runtime/dispatch.py) once per problem class, then kept.
 #pragma once
 
-#include <algorithm>
 #include <cstdlib>
 #include <shared_mutex>
 #include <string_view>
@@ -9,6 +8,7 @@
 
 #include "checks.h"
 #include "handles.h"
+#include "split_choice.h"
 
 namespace attnforge {
 
@@ -35,35 +35,14 @@ inline double relative_bandwidth(c10::Device device) {
     return found > 0.0 ? found / kH100 : 1.0;
 }
 
-// Is a kernel that splits the keys faster than one whose blocks have the rows of one q head? Asked of a forward of few
-// queries against many keys. Times are predicted in steps: what a multiprocessor takes for 128 rows by 128 keys. The
-// constants fit 156 cases on an H100: the choice takes 1.01 times as long as the faster one (docs/experiments.md, 91).
+// Whether a call runs a kernel that splits the keys, if there is one for it.
 inline bool splits_keys(const Call& c, bool backward) {
-    constexpr int64_t kQueries = 512, kKeys = 1024, kKeysOfQuery = 4;
-    const int64_t queries = c.q.size(2), keys = c.k.size(2);
-    if (backward || c.q.is_cpu() || queries > kQueries || keys < std::max(kKeys, kKeysOfQuery * queries)) {
+    if (backward || c.q.is_cpu() || c.q.size(2) > kMostQueriesToSplit) {
         return false;
     }
-    constexpr double kStepsOfLoads = 1.0 / 76;  // K and V of 128 keys of a head, where an H100's memory is the bound
-    constexpr double kFewRows = 0.85;           // of a step, with 64 rows or fewer
-    constexpr double kBesideTile = 4, kBesideCall = 3;  // steps that splitting costs beside the products
-    const auto up = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit; };
-    const int64_t blocks = count_multiprocessors(c.q.device());
-    const int64_t kv_heads = c.k.size(1) * c.q.size(0), heads = c.q.size(1) * c.q.size(0);
-    const double key_tiles = static_cast<double>(keys) / 128;
-    const double loads = static_cast<double>(kv_heads) * key_tiles * kStepsOfLoads / relative_bandwidth(c.q.device());
-
-    const int64_t tile = queries <= 128 ? 128 : 192;
-    const int64_t rounds = up(heads * up(queries, tile), blocks);
-    const double step = static_cast<double>(tile) / 128 * (queries <= 64 ? kFewRows : 1.0);
-    const double whole = std::max(static_cast<double>(rounds) * step * key_tiles, loads);
-
-    const int64_t rows = queries * (heads / kv_heads);
-    const int64_t packed = rows <= 128 ? 64 : 128;
-    const double work_tiles = static_cast<double>(up(rows, packed) * packed * kv_heads) / 128;
-    const double products = work_tiles / static_cast<double>(blocks) * (key_tiles + kBesideTile);
-    const double split = std::max(products, loads) + kBesideCall;
-    return split < whole;
+    const c10::Device device = c.q.device();
+    return splitting_is_faster({c.q.size(0), c.q.size(1), c.k.size(1), c.q.size(2), c.k.size(2),
+                                count_multiprocessors(device), relative_bandwidth(device)});
 }
 
 class Router {

@@ -1,0 +1,78 @@
+"""Which forwards split the keys: the prediction, compiled alone."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import gxx
+import pytest
+
+from attnforge.codegen import native
+
+H100, H200 = 1.0, 4.917 / 3.352  # memory bandwidth
+ENTRY = """
+extern "C" bool splits(const long (&s)[6], double bandwidth) {
+    return attnforge::splitting_is_faster({s[0], s[1], s[2], s[3], s[4], s[5], bandwidth});
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("split") / "choice.cpp"
+    path.write_text(native.sources("split_choice.h")["split_choice.h"] + ENTRY)
+    found = gxx.library(path, "-std=c++17", "-O1", "-fPIC", "-shared")
+    found.splits.restype = ctypes.c_bool
+    return found
+
+
+def splits(
+    library: ctypes.CDLL, heads: tuple[int, int], batch: int, queries: int, keys: int, bandwidth: float
+) -> bool:
+    sizes = (ctypes.c_long * 6)(batch, *heads, queries, keys, 132)
+    return bool(library.splits(sizes, ctypes.c_double(bandwidth)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "queries", "keys", "on_h100", "on_h200"),
+    [
+        # Measured: the slower kernel took at least 7 % longer.
+        ((28, 4), 1, 64, 8192, True, True),
+        ((28, 4), 16, 64, 8192, True, True),
+        ((32, 8), 1, 256, 32768, True, True),
+        ((16, 16), 1, 1, 2048, True, True),
+        ((32, 8), 16, 128, 2048, False, False),
+        # An H200 loads K and V faster than a third of its multiprocessors can use.
+        ((16, 16), 4, 1, 8192, False, True),
+        ((16, 16), 4, 16, 8192, False, True),
+        ((16, 16), 4, 1, 32768, False, True),
+        ((16, 16), 4, 16, 32768, False, True),
+    ],
+)
+def test_choice(
+    library: ctypes.CDLL,
+    heads: tuple[int, int],
+    batch: int,
+    queries: int,
+    keys: int,
+    on_h100: bool,
+    on_h200: bool,
+) -> None:
+    found = [splits(library, heads, batch, queries, keys, chip) for chip in (H100, H200)]
+    assert found == [on_h100, on_h200]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "expected"),
+    [(1, 1023, False), (1, 1024, True), (512, 2047, False), (512, 65536, True), (513, 65536, False)],
+)
+def test_bounds(library: ctypes.CDLL, queries: int, keys: int, expected: bool) -> None:
+    assert splits(library, (16, 2), 1, queries, keys, H100) == expected
+
+
+def test_many_heads_do_not_split(library: ctypes.CDLL) -> None:
+    """They fill the multiprocessors without."""
+    found = [splits(library, (32, 32), batch, 128, 16384, H100) for batch in (1, 2, 4, 8, 16, 33)]
+    assert found[0]
+    assert not found[-1]
