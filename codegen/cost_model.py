@@ -10,6 +10,7 @@ above that of any peer.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from attnforge.codegen.families.sm80 import Sm80Forward
@@ -55,6 +56,33 @@ GPUS = {
     Arch.SM100: Gpu("B200, mma.sync", 148, 1.85, 1280, 640, 128, 228 << 10, 2048, 32, 32),
     Arch.SM120: Gpu("RTX 5090", 170, 2.407, 256, 128, 128, 100 << 10, 1536, 24, 16),
 }
+
+
+# Dense 16-bit TFLOP/s and TB/s of memory of Hopper GPUs by a part of their name, from NVIDIA's data sheets. The first
+# that fits counts.
+HOPPER = (
+    (r"H100 PCIe", 756.0, 2.0),
+    (r"H100 NVL", 835.0, 3.9),
+    (r"H200 NVL", 835.0, 4.8),
+    (r"GH200 144G", 990.0, 4.9),
+    (r"GH200", 990.0, 4.0),
+    (r"H20-3e", 148.0, 4.8),
+    (r"H20\b", 148.0, 4.0),
+    (r"H100|H800", 989.4, 3.35),
+    (r"H200", 989.4, 4.8),
+)
+
+
+def bytes_per_flop(name: str) -> float | None:
+    """Bytes of memory traffic for one 16-bit operation of a Hopper GPU; None for a GPU that is not in the table.
+
+    Words of the name may be separated by whatever is no letter and no digit, as in the names of tables.
+    """
+    words = re.sub(r"[^A-Za-z0-9]+", " ", name)
+    for part, tflops, terabytes in HOPPER:
+        if re.search(r"\b" + part.replace("-", " "), words, re.IGNORECASE):
+            return terabytes / tflops
+    return None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock
 
 from attnforge.codegen import host
+from attnforge.codegen.cost_model import bytes_per_flop
 from attnforge.codegen.families import make_plan, spec_from_json
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
@@ -35,7 +36,8 @@ MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near" and f.attribute != "score")
-# Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0 or 1 (another one).
+# Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0, or 1 and more for
+# another one.
 # "shape" is the sum of the lengths' and the visible keys' distances.
 DISTANCES = (*_NEAR, "score", "long lists", "shape", "length", "GQA ratio", "device", "speed")
 _NUMBER = re.compile(r"\b\d+(\.\d*)?(e[+-]?\d+)?")  # in a score's text
@@ -212,7 +214,8 @@ def choose(
     call's; its tuning is then re-planned for the call. Nearest means, in this order: measured before modelled, same
     mask, same dtype, nearest score (the same, then the same formula with other numbers, none, another one), nearest
     length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
-    device before another of the same architecture, and the faster. Length determines how many blocks there are, visible
+    device before another of the same architecture, of others the one whose bytes of memory a FLOP are nearest by the
+    data sheets (`cost_model.HOPPER`), and the faster. Length determines how many blocks there are, visible
     keys how long each works; those of full and causal masks follow from the length. The device comes last, since
     kernels of other shapes differ more than those of a shape on two devices: a device with few entries of its own takes
     the rest from others.
@@ -250,7 +253,8 @@ class Offer:
         verb = "modelled, not measured," if self.modelled else "tuned"
         entry = self.entry
         rows = f"{entry.size} rows{_seen(entry)}, GQA ratio {entry.group}"
-        return f"{verb} as {entry.spec.slug} for {rows} ({self.path.name})"
+        elsewhere = "; of another device, not measured on this one" if self.rank == 1 else ""
+        return f"{verb} as {entry.spec.slug} for {rows} ({self.path.name}){elsewhere}"
 
 
 def offers(
@@ -264,7 +268,16 @@ def offers(
 ) -> list[Offer]:
     """The entries that count for a call, nearest first; see `choose`. Their tuning may be infeasible there."""
     found = [
-        Offer(entry, path, rank, (*_distance(entry, problem, group, size, visible_keys), rank, -entry.tflops))
+        Offer(
+            entry,
+            path,
+            rank,
+            (
+                *_distance(entry, problem, group, size, visible_keys),
+                _device_distance(rank, path.stem, name),
+                -entry.tflops,
+            ),
+        )
         for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places)
         if _counts(entry.spec.problem, problem)
     ]
@@ -329,6 +342,13 @@ def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_key
         length,
         abs(math.log2(entry.group / group)),
     )
+
+
+def _device_distance(rank: int, table: str, name: str) -> float:
+    """0 for the device's own table, 2 for a computed one, else 1 and how many octaves bytes a FLOP are apart."""
+    theirs, mine = bytes_per_flop(table), bytes_per_flop(name)
+    apart = abs(math.log2(theirs / mine)) if rank == 1 and theirs and mine else 0.0
+    return rank + apart
 
 
 def _score_distance(tuned: ScoreMod, score: ScoreMod) -> int:

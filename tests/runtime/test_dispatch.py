@@ -86,6 +86,37 @@ def test_order_of_what_matters(tmp_path: Path) -> None:
     assert all(spec.problem == PROBLEM for spec in chosen(PROBLEM, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("NVIDIA H800", OTHER),
+        ("NVIDIA GH200 480GB", OTHER),
+        ("NVIDIA H100 PCIe", OTHER),
+        ("NVIDIA H20", H200),
+        ("NVIDIA H20-3e", H200),
+        ("NVIDIA H100 NVL", H200),
+        ("NVIDIA H200 NVL", H200),
+        ("NVIDIA GH200 144G HBM3e", H200),
+        ("Some card", H200),  # not in the table: the faster entry
+    ],
+)
+def test_other_hopper_gpus_take_the_nearest_chips_entries(name: str, nearest: str, tmp_path: Path) -> None:
+    """By bytes of memory a FLOP, although the other one's entry is faster."""
+    first, second = (spec.tuning for spec in list(candidates(PROBLEM))[:2])
+    speeds = (
+        {H200: 500.0, OTHER: 900.0}
+        if nearest == H200 and name != "Some card"
+        else {H200: 900.0, OTHER: 500.0}
+    )
+    for device, tuning in ((H200, first), (OTHER, second)):
+        tables.save(device, [Tuned(Spec(PROBLEM, tuning), 7, 1024, 1.0, speeds[device])], tmp_path)
+    (spec, reason), *_ = tables.choose(PROBLEM, 7, 1024, name, [tmp_path])
+    assert spec.tuning == (first if nearest == H200 else second)
+    assert reason.endswith("; of another device, not measured on this one")
+    (_, reason), *_ = tables.choose(PROBLEM, 7, 1024, nearest, [tmp_path])
+    assert "another device" not in reason
+
+
 def test_entries_of_other_kinds_do_not_count(tmp_path: Path) -> None:
     tables.save(H200, entries(PROBLEM, 2), tmp_path)
     for other in (
