@@ -282,15 +282,14 @@ _INFIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 # tanh_approx has an error on GPUs that rounding does not explain.
 _JUMPS = ("<", "<=", ">", ">=", "==", "!=", "floor", "ceil", "int", "tanh_approx")
-_TYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
 
 def apply_score(
     score: ScoreMod, raw: Tensor, indices: dict[str, Tensor], captured: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The function of raw scores (R, C) and its derivative, computed in float64, in the dtype of `raw`."""
-    leaves = {"score": raw.double()} | indices
-    value, slope = (_run(*f, leaves, captured) for f in (score.parsed, score.gradient))
+    """The function of raw scores (R, C) and its derivative, computed in the dtype of `raw`, float64 or float32."""
+    leaves = {"score": raw} | indices
+    value, slope = (_run(*f, leaves, captured, raw.dtype) for f in (score.parsed, score.gradient))
     return value.to(raw.dtype).expand(raw.shape), slope.to(raw.dtype).expand(raw.shape)
 
 
@@ -312,24 +311,32 @@ def indices_of(b: int, h: int, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
     return one | {"q_idx": rows[:, None], "kv_idx": keys[None]}
 
 
-def _run(program: Program, result: int, leaves: dict[str, Tensor], captured: Sequence[Tensor]) -> Tensor:
-    """The value of a program (codegen/score.py) in float64, for tensors of scores and indices that broadcast."""
+def _run(
+    program: Program,
+    result: int,
+    leaves: dict[str, Tensor],
+    captured: Sequence[Tensor],
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """The value of a program (codegen/score.py) in `dtype`, for tensors of scores and indices that broadcast."""
     values: list[Tensor] = []
+    types = {"float": dtype, "int": torch.int64, "bool": torch.bool}
     device = leaves["score"].device
     for node in program.nodes[: result + 1]:
         args = [values[i] for i in node.args]
         if node.op == "const":
-            value = torch.tensor(float(node.value), dtype=torch.float64, device=device).to(_TYPES[node.kind])
+            value = torch.tensor(float(node.value), dtype=torch.float64, device=device).to(types[node.kind])
         elif node.op == "leaf":
             value = leaves[str(node.value)]
         elif node.op.startswith("load:"):
             value = _load(captured[int(node.op[5:])], args)
+            value = value.to(types[node.kind])
         elif node.op in _INFIX:
             value = _INFIX[node.op](*args)
         elif node.op in ("neg", "~"):
             value = args[0].neg() if node.op == "neg" else args[0].bitwise_not()
         elif node.op in ("float", "int"):
-            value = args[0].to(_TYPES[node.op])
+            value = args[0].to(types[node.op])
         else:
             value = getattr(torch, node.op.removesuffix("_approx"))(*args)
         values.append(value)

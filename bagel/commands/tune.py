@@ -142,9 +142,16 @@ def _problems(
     score: str,
     everything: bool,
 ) -> list[TuningProblem]:
-    """What to search, each problem once."""
+    """What to search, each problem once. Raises ValueError for an unfit score."""
+    import torch
+
+    from attnforge.bagel.measure.case_scores import with_score
+    from attnforge.bagel.measure.cases import make_case
     from attnforge.bagel.measure.tuning_set import chosen, measured
 
+    with_score(
+        make_case("causal/64", "2/1/16", DType.FLOAT32, torch.device("cpu")), score
+    )  # raises if it is unfit
     device, directions = selection.device, selection.directions
     wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
     problems = list(chosen(device, models, packs, wanted, directions, score))
@@ -234,6 +241,8 @@ class Run:
                 str(problem), knobs(winner), speed(note["tflops"]) if "tflops" in note else "", *numbers
             )
         console.print(table)
+        if not any("winner" in note for _, note in self._notes()):
+            raise click.ClickException("no problem has a winner")
         echo(f"winners are in {short_path(self.out)}")
 
     def _notes(self) -> Iterator[tuple[TuningProblem, dict[str, Any]]]:

@@ -14,21 +14,27 @@ from attnforge.runtime.sampled import jumps
 from attnforge.runtime.scores import Score, alibi, as_score, relative_bias, softcap
 from attnforge.runtime.search.case import Case
 
-NAMED = re.compile(r"softcap:(?P<cap>[\d.]+)|(?P<alibi>alibi)|relative_bias:(?P<reach>[1-9]\d*)")
+NUMBER = r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
+NAMED = re.compile(rf"softcap:(?P<cap>{NUMBER})|(?P<alibi>alibi)|relative_bias:(?P<distance>[1-9]\d{{0,6}})")
+FORMS = "softcap:50 (a number above 0), alibi, relative_bias:128 (the largest distance) or FILE.py:NAME"
 
 
 def with_score(case: Case, name: str) -> Case:
     """The case with the score of that name, which ends the case's name; as it is if the name is empty.
 
-    alibi: slopes 2^(-8 (h + 1) / Hq). relative_bias:N: a standard normal table (Hq, 2 N + 1). FILE.py:NAME: a function
-    (score, b, h, q_idx, kv_idx) or an `attnforge.scores.Score` that the file defines. Raises ValueError naming --score.
+    alibi: slopes 2^(-8 (h + 1) / Hq), the last query at the last key. relative_bias:N: a standard normal table
+    (Hq, 2 N + 1). FILE.py:NAME: a function (score, b, h, q_idx, kv_idx) or an `attnforge.scores.Score` that the file
+    defines. Raises ValueError naming --score.
     """
     if not name:
         return case
-    score = _named(case, name)
+    try:
+        score = _make_score(case, name)
+    except Exception as error:  # whatever a file does when it is run
+        raise ValueError(f"--score {name}: {type(error).__name__}: {error}") from error
     if jumps(ScoreMod(score.text)):
         raise ValueError(
-            f"--score: {name} jumps or is approximate, so that results cannot be checked against float64"
+            f"--score {name}: a score that jumps or is approximate cannot be checked against float64"
         )
     return replace(case, name=f"{case.name} {name}", score=score)
 
@@ -39,7 +45,7 @@ def without_score(name: str) -> tuple[str, str]:
     return (case, last) if NAMED.fullmatch(last) or ".py:" in last else (name, "")
 
 
-def _named(case: Case, name: str) -> Score:
+def _make_score(case: Case, name: str) -> Score:
     found = NAMED.fullmatch(name)
     if found is None:
         return _from_file(case, name)
@@ -47,20 +53,23 @@ def _named(case: Case, name: str) -> Score:
         return softcap(float(found["cap"]))
     heads, device = case.heads_q, case.device
     if found["alibi"]:
-        return alibi(2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads))
+        slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
+        return alibi(slopes, case.seq_k - case.seq_q)
     generator = torch.Generator().manual_seed(0)
-    table = torch.randn(heads, 2 * int(found["reach"]) + 1, generator=generator)
+    table = torch.randn(heads, 2 * int(found["distance"]) + 1, generator=generator)
     return relative_bias(table.to(device))
 
 
 def _from_file(case: Case, name: str) -> Score:
     path, _, attribute = name.rpartition(":")
     if not path.endswith(".py"):
-        raise ValueError(f"--score: {name!r} is none of softcap:CAP, alibi, relative_bias:N and FILE.py:NAME")
+        raise ValueError(f"expected {FORMS}")
+    if " " in name:
+        raise ValueError("a path with a space cannot be a part of a case's name; rename or move the file")
     if not Path(path).is_file():
-        raise ValueError(f"--score: there is no file {path}")
+        raise ValueError(f"there is no file {path}")
     defined = runpy.run_path(path)
     if attribute not in defined:
-        raise ValueError(f"--score: {path} does not define {attribute}")
+        raise ValueError(f"{path} does not define {attribute}")
     score = as_score(defined[attribute])
-    return Score(score.text, tuple(tensor.to(case.device) for tensor in score.tensors))
+    return Score(score.text, tuple(tensor.detach().to(case.device) for tensor in score.tensors))

@@ -15,18 +15,40 @@ from torch import Tensor
 
 from attnforge.bagel.measure.tiles import EMPTY, FULL, PARTIAL, tile_map
 from attnforge.codegen.families.hopper import SECTION_MB
+from attnforge.codegen.plan import Plan
 from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.search.case import Case
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 LEAST_VISITS = 32  # kLeastVisits of the template
-CACHE_BYTES = SECTION_MB << 20  # kCacheBytes of the template
-ENLARGED = 2  # kEnlarged
+ENLARGED_MB = 32  # of a section that is enlarged, at most (kEnlarged)
 
 # static: one persistent block per SM takes work tiles alternately from both ends of a round.
 # dynamic: the next work tile goes to the first free SM.
 Order = Literal["static", "dynamic"]
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Sections of heads of a kernel: MiB of the L2 cache (kCacheBytes), heads at least (kHeadsTogether)."""
+
+    cache_mb: int = SECTION_MB
+    least: int = 1
+
+    @staticmethod
+    def of(plan: Plan) -> Sections:
+        """Those of a GPU kernel, as schedule.cuh.jinja has them."""
+        problem, tuning = plan.spec.problem, plan.spec.tuning
+        larger = 32 if problem.direction is Direction.FORWARD else 40
+        listed = 8 if plan.dq_semaphore else 4
+        least = getattr(tuning, "heads_together", 0) or (
+            listed if plan.descending and problem.mask.listed else 1
+        )
+        return Sections(getattr(tuning, "cache_mb", larger), least)
+
+
+DEFAULT_SECTIONS = Sections()
 
 
 @dataclass(frozen=True)
@@ -72,6 +94,7 @@ def simulate(
     costs: Costs | None = None,
     multiprocessors: int = MULTIPROCESSORS,
     row_groups: int = 1,
+    sections: Sections = DEFAULT_SECTIONS,
 ) -> Schedule:
     """The schedule of a case. Backward has a work tile per key tile and query head, without `split_heads` per kv head.
 
@@ -92,8 +115,9 @@ def simulate(
         ranked = (steps + costs.work_tile)[_longest_first(case, direction, visits)]
     # Without a mask, last query tiles that are not full start after all others.
     last = row_groups > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
+    rounds = order == "static"
     work_tiles = ranked[
-        _ranks(case, direction, ranked.numel(), split_heads, last, order == "static", multiprocessors)
+        _ranks(case, direction, ranked.numel(), split_heads, last, rounds, multiprocessors, sections)
     ]
     busy = (
         _static(work_tiles, multiprocessors) if order == "static" else _dynamic(work_tiles, multiprocessors)
@@ -175,36 +199,43 @@ def _ranks(
     last: bool = False,
     alternating: bool = False,
     multiprocessors: int = 132,
+    sections: Sections = DEFAULT_SECTIONS,
+    even: bool = True,
 ) -> Tensor:
     """Rank of the tile of each work tile, in the order in which they start (`place_of` of the template).
 
     With `last`, the work tiles of the last rank come after all others. With `alternating`, every other section of a
-    causal forward starts with the last rank.
+    causal forward starts with the last rank, and small sections are enlarged unless `even` is False.
     """
     forward = direction is Direction.FORWARD
     heads = case.heads_q if forward or split_heads else case.heads_kv
     together = heads // case.heads_kv if forward else 1
-    size = 4 * case.head_dim * case.seq_k if forward else 8 * case.head_dim * case.seq_q
+    bytes_qk, bytes_v = case.dtype.bytes * case.head_dim, case.dtype.bytes * case.head_dim_v
+    size = (
+        (bytes_qk + bytes_v) * case.seq_k
+        if forward
+        else (bytes_qk + 4 * case.head_dim + bytes_v) * case.seq_q
+    )
     planes = heads // together * case.batch
-    fits, whole = min(max(CACHE_BYTES // size, 1), planes), tiles - last
-    turns = alternating and _causal_forward(case, direction)
-    if turns:
+    fits, whole = min(max((sections.cache_mb << 20) // size, sections.least), planes), tiles - last
+    alternates = alternating and _causal_forward(case, direction)
+    if alternates and even:
         blocks = min(multiprocessors, tiles * heads * case.batch)
-        fits = _even_heads(fits, together * tiles, blocks)
+        fits = _even_heads(fits, together * tiles, blocks, max(ENLARGED_MB // sections.cache_mb, 1))
     section = fits * together
     index = torch.arange(whole * heads * case.batch)
     first = index // (section * max(whole, 1)) * section
     width = (heads * case.batch - first).clamp(max=section)
     ranks = (index - first * whole) // width
-    if turns:
+    if alternates:
         ascends = (heads * case.batch - 1 - first) // section % 2 == 1
         ranks = torch.where(ascends, whole - 1 - ranks, ranks)
     return torch.cat((ranks, ranks.new_full((last * heads * case.batch,), whole)))
 
 
-def _even_heads(fits: int, tiles: int, blocks: int) -> int:
+def _even_heads(fits: int, tiles: int, blocks: int, enlarged: int) -> int:
     """KV heads of a section of an alternating order (`even_heads` of the template)."""
-    return min(fits * ENLARGED, -(-2 * blocks // tiles)) if 4 * fits * tiles < 5 * blocks else fits
+    return min(fits * enlarged, -(-2 * blocks // tiles)) if 4 * fits * tiles < 5 * blocks else fits
 
 
 def _static(work_tiles: Tensor, multiprocessors: int) -> Tensor:

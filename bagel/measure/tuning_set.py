@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -47,8 +49,10 @@ class TuningProblem:
 
     @property
     def slug(self) -> str:
-        """The name as a file's."""
-        return re.sub(r"[^\w.-]+", "_", str(self))
+        """The name as a file's; that of a score of a file also tells versions of the file apart."""
+        file = Path(self.score.rpartition(":")[0])
+        version = f" {hashlib.sha256(file.read_bytes()).hexdigest()[:8]}" if file.suffix == ".py" else ""
+        return re.sub(r"[^\w.-]+", "_", str(self) + version)
 
 
 def chosen(
@@ -73,13 +77,20 @@ def chosen(
 
 
 def measured(device: torch.device) -> Iterator[TuningProblem]:
-    """The problems behind the entries of all tables, whatever device they are of, that this device can run."""
+    """The problems behind the entries of all tables, whatever device they are of, that this device can run.
+
+    Those with a score of somebody's file are left out.
+    """
     for name in sorted({path.stem for folder in tables.folders() for path in folder.glob("*.json")}):
         for entry in tables.known(name):
             problem = entry.spec.problem
             case, score = without_score(str(entry.notes.get("case", "")))
             pack, _, model = case.rpartition(" ")
-            if pack and problem.arch in archs_of(device, problem.dtype, problem.direction):
+            if (
+                pack
+                and ".py:" not in score
+                and problem.arch in archs_of(device, problem.dtype, problem.direction)
+            ):
                 yield TuningProblem(pack, model, problem.dtype, problem.direction, problem.arch, score)
 
 

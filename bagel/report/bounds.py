@@ -15,7 +15,7 @@ import torch
 
 from attnforge.bagel.measure.case_scores import without_score
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.occupancy import Order, simulate, spans_of
+from attnforge.bagel.measure.occupancy import Order, Sections, simulate, spans_of
 from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.bagel.report.read import Run, Variant
 from attnforge.codegen.cost_model import GPUS, Gpu, occupancy, step_bytes
@@ -125,7 +125,7 @@ def _shape(case: Case, plan: Plan, gpu: Gpu | None, registers: int) -> tuple[flo
         fixed = persistent and not getattr(t, "dynamic", False)
         split = bool(getattr(t, "split_heads", True))
         key = (t.tile_m, t.tile_n, "static" if fixed else "dynamic", split, gpu.multiprocessors * resident)
-        use, balance = _simulated(case, direction, *key, plan.row_groups)
+        use, balance = _simulated(case, direction, *key, plan.row_groups, Sections.of(plan))
     return case.flops(direction) / loaded, use, balance
 
 
@@ -143,8 +143,18 @@ def _visited(case: Case, tile_m: int, tile_n: int) -> tuple[float, int]:
 
 @lru_cache(maxsize=4096)
 def _simulated(
-    case: Case, direction: Direction, m: int, n: int, order: Order, split: bool, slots: int, groups: int
+    case: Case,
+    direction: Direction,
+    m: int,
+    n: int,
+    order: Order,
+    split: bool,
+    slots: int,
+    groups: int,
+    sections: Sections,
 ) -> tuple[float, float]:
     """(tile use, balance) of a schedule."""
-    schedule = simulate(case, direction, m, n, order, split, multiprocessors=slots, row_groups=groups)
+    schedule = simulate(
+        case, direction, m, n, order, split, multiprocessors=slots, row_groups=groups, sections=sections
+    )
     return schedule.tile_use, schedule.balance

@@ -109,30 +109,29 @@ inline void ensure_context(c10::Device device) {
     }
 }
 
-// A value of the driver's enum CUdevice_attribute of a GPU.
-inline int device_attribute(c10::Device device, int attribute) {
-    const Driver& d = driver();
-    int ordinal = 0, value = 0;
-    d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
-    d.check(d.device_attribute(&value, attribute, ordinal), "cuDeviceGetAttribute");
-    return value;
-}
-
 // Multiprocessors of a GPU.
 inline int count_multiprocessors(c10::Device device) {
-    return device_attribute(device, 16);  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    constexpr int kMultiprocessorCount = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    const Driver& d = driver();
+    int ordinal = 0, count = 0;
+    d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
+    d.check(d.device_attribute(&count, kMultiprocessorCount, ordinal), "cuDeviceGetAttribute");
+    return count;
 }
 
-// The first number of a GPU's compute capability.
-inline int capability_major(c10::Device device) {
-    return device_attribute(device, 75);  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-}
-
-// Bytes a second between a GPU and its memory, by its peak clock; 0 if the driver does not say.
-inline double memory_bandwidth(c10::Device device) {
-    const double kilohertz = device_attribute(device, 36);  // CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE
-    const double bits = device_attribute(device, 37);       // CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH
-    return 2 * kilohertz * 1e3 * bits / 8;  // two transfers a clock
+// The memory bandwidth of a Hopper GPU over that of an H100, by peak clock and bus width. 1 for other GPUs, and if the
+// driver does not say.
+inline double relative_bandwidth(c10::Device device) {
+    constexpr int kMemoryClock = 36, kBusWidth = 37, kCapabilityMajor = 75;  // CU_DEVICE_ATTRIBUTE_..., kHz and bits
+    constexpr double kH100 = 2619e3 * 5120;
+    const Driver& d = driver();
+    int ordinal = 0, kilohertz = 0, bits = 0, major = 0;
+    d.check(d.device_get(&ordinal, device.index()), "cuDeviceGet");
+    const bool said = d.device_attribute(&kilohertz, kMemoryClock, ordinal) == 0 &&
+                      d.device_attribute(&bits, kBusWidth, ordinal) == 0 &&
+                      d.device_attribute(&major, kCapabilityMajor, ordinal) == 0;
+    const double found = static_cast<double>(kilohertz) * bits;
+    return said && major == 9 && found > 0 ? found / kH100 : 1.0;
 }
 
 // Is a CUDA graph recording what `stream` gets? The default stream cannot be recorded.

@@ -28,21 +28,35 @@ inline uint64_t number_or_none(std::string_view text) {
     return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
 }
 
-// The memory bandwidth of a GPU over that of an H100; 1 for those that are not Hopper's, where it was not measured.
-inline double relative_bandwidth(c10::Device device) {
-    constexpr double kH100 = 3.352e12;  // bytes a second: 2,619 MHz, 5,120 bits
-    const double found = capability_major(device) == 9 ? memory_bandwidth(device) : 0.0;
-    return found > 0.0 ? found / kH100 : 1.0;
+// What the choice to split keys asks of a GPU, which the driver is asked once.
+struct GpuRates {
+    int multiprocessors;
+    double bandwidth;  // of its memory, over an H100's
+};
+
+inline const GpuRates& rates_of(c10::Device device) {
+    static std::shared_mutex mutex;
+    static std::unordered_map<int, GpuRates> known;  // its elements do not move
+    {
+        const std::shared_lock lock(mutex);
+        const auto found = known.find(device.index());
+        if (found != known.end()) {
+            return found->second;
+        }
+    }
+    const GpuRates rates{count_multiprocessors(device), relative_bandwidth(device)};
+    const std::unique_lock lock(mutex);
+    return known.emplace(device.index(), rates).first->second;
 }
 
 // Whether a call runs a kernel that splits the keys, if there is one for it.
 inline bool splits_keys(const Call& c, bool backward) {
-    if (backward || c.q.is_cpu() || c.q.size(2) > kMostQueriesToSplit) {
+    if (backward || c.q.is_cpu() || !may_split(c.q.size(2), c.k.size(2))) {
         return false;
     }
-    const c10::Device device = c.q.device();
+    const GpuRates& rates = rates_of(c.q.device());
     return splitting_is_faster({c.q.size(0), c.q.size(1), c.k.size(1), c.q.size(2), c.k.size(2),
-                                count_multiprocessors(device), relative_bandwidth(device)});
+                                rates.multiprocessors, rates.bandwidth});
 }
 
 class Router {

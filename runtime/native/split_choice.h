@@ -6,7 +6,11 @@
 
 namespace attnforge {
 
-constexpr int64_t kMostQueriesToSplit = 512;
+// Few queries for many keys?
+inline bool may_split(int64_t queries, int64_t keys) {
+    constexpr int64_t kQueries = 512, kKeys = 1024, kKeysOfQuery = 4;
+    return queries <= kQueries && keys >= std::max(kKeys, kKeysOfQuery * queries);
+}
 
 // Sizes of a forward on a GPU. `bandwidth`: that of its memory over an H100's.
 struct SplitSizes {
@@ -18,8 +22,7 @@ struct SplitSizes {
 // steps: what a multiprocessor takes for 128 rows by 128 keys. The constants fit 156 cases on an H100: the choice takes
 // 1.01 times as long as the faster one (docs/experiments.md, 91).
 inline bool splitting_is_faster(const SplitSizes& s) {
-    constexpr int64_t kKeys = 1024, kKeysOfQuery = 4;
-    if (s.queries > kMostQueriesToSplit || s.keys < std::max(kKeys, kKeysOfQuery * s.queries)) {
+    if (!may_split(s.queries, s.keys)) {
         return false;
     }
     constexpr double kStepsOfLoads = 1.0 / 76;  // K and V of 128 keys of a head, where an H100's memory is the bound

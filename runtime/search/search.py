@@ -184,7 +184,8 @@ class _Run:
         self.results: list[Result] = []
         self.conditions = watch(case.device)
         self.worker.prepare(case, direction)
-        self.started = time.monotonic()
+        self.begun = self.started = time.monotonic()  # `started` moves on by waits for a process
+        self.waited = False
         self.taken = 0
         # On the CPU the compilers would disturb the timing: a batch is compiled, then measured.
         self.batches = not arch.is_gpu
@@ -225,9 +226,7 @@ class _Run:
                     continue  # all of them had been measured before, or cannot be rendered
                 return
             done, _ = wait(compiling, return_when=ALL_COMPLETED if self.batches else FIRST_COMPLETED)
-            self.started = max(
-                self.started, self.worker.ready_at()
-            )  # a new process does not take from the budget
+            self.await_worker()
             for future in done:
                 source = compiling.pop(future)
                 if self.expired() and source.spec != self.incumbent:
@@ -236,6 +235,16 @@ class _Run:
                 self.results.append(result)
                 self.journal.add(source_key(source.text), result)
                 yield Measured(result, resumed=False)
+
+    def await_worker(self) -> None:
+        """Wait for a process that starts. Its start does not take from the budget."""
+        if self.expired():
+            return
+        begin = time.monotonic()
+        ready_at = self.worker.ready_at()
+        waited = time.monotonic() - begin
+        self.started = self.started + waited if self.waited else max(self.started, ready_at)
+        self.waited = True
 
     def take(self, count: int) -> list[Spec]:
         """The next specs, at most so many, none if the budget is spent."""
@@ -313,7 +322,7 @@ class _Run:
             self.direction,
             tuple(ranked),
             tuple(r for r in self.results if r.status != "ok"),
-            time.monotonic() - self.started,
+            time.monotonic() - self.begun,
             len(leaders) if timings is not None else 0,
             self.space,
             summary,

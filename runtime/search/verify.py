@@ -82,7 +82,11 @@ def make_check(case: Case, direction: Direction, seed: int = 0) -> Check:
     check = Check(case, direction, inputs, rows, case.heads_kv if small else 1, {}, {})
     exact = _exact(check)
     theirs = _sdpa(check) if case.score is None else _rounded(check)
-    peer = {name: _distance(value, exact[name]) for name, value in theirs.items()}
+    pairs = {
+        name: _finite_lse(value, exact[name]) if name == "lse" else (value, exact[name])
+        for name, value in theirs.items()
+    }
+    peer = {name: _distance(*pair) for name, pair in pairs.items()}
     return replace(check, exact=exact, peer=peer)
 
 
@@ -159,7 +163,8 @@ def _check_zero_elsewhere(check: Check, dq: Tensor) -> None:
 def _limits(check: Check, name: str) -> tuple[float, float]:
     dtype = check.case.dtype
     if name == "lse":
-        return LSE_LIMIT[dtype], LSE_LIMIT[dtype]
+        limit = max(LSE_LIMIT[dtype], MAX_RATIO[dtype] * check.peer.get(name, (0.0, 0.0))[1])
+        return limit, limit
     rms, worst = check.peer[name]
     size = float(check.exact[name].square().mean().sqrt())
     slack = size * (1e-6 if dtype is DType.FLOAT32 else 1e-4)  # SDPA may happen to be exact
@@ -206,9 +211,10 @@ def _exact(check: Check) -> Outputs:
 
 
 def _rounded(check: Check) -> Outputs:
-    """The formula in float32 on the sample, with operands and results in the case's dtype."""
-    results = _by_reference(check, torch.float32, check.case.torch_dtype)
-    return {name: value.to(check.case.torch_dtype) for name, value in results.items() if name != "lse"}
+    """The formula in float32 on the sample, with operands and results, but lse, in the case's dtype."""
+    dtype = check.case.torch_dtype
+    results = _by_reference(check, torch.float32, dtype)
+    return {name: value if name == "lse" else value.to(dtype) for name, value in results.items()}
 
 
 def _by_reference(check: Check, dtype: torch.dtype, operands: torch.dtype | None = None) -> Outputs:

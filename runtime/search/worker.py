@@ -30,7 +30,7 @@ from attnforge.runtime.search.timing import (
 )
 from attnforge.runtime.search.verify import Check, Error, Outputs, WrongResult, make_check, odd_case, verify
 
-# A variant that needs longer counts as hanging. The first reply includes computing the exact results.
+# A variant that needs longer counts as hanging. START_SECONDS: for the process to start, and for the exact results.
 TRIAL_SECONDS, START_SECONDS = 120.0, 600.0
 
 
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Worker:
-    """Handle of the process, for one problem after another. The first one starts it if nobody did, as does a crash."""
+    """Handle of the process, for one problem after another. A request starts it if there is none."""
 
     def __init__(self) -> None:
         self._problem: tuple[Case, Direction] | None = None
@@ -59,6 +59,8 @@ class Worker:
 
     def start(self, device: torch.device) -> None:
         """Start the process unless it runs. It loads torch and wakes the device while the caller goes on."""
+        if self._process is not None and not self._process.is_alive():
+            self.close()
         if self._connection is None:
             context = multiprocessing.get_context("spawn")  # fork and CUDA do not mix
             self._connection, theirs = context.Pipe()
@@ -71,7 +73,11 @@ class Worker:
         if self._ready_at is None:
             if self._connection is None:
                 self._prepare()
-            self._ready_at = self._first_reply()
+            ready_at, problem = self._first_reply()
+            if problem:
+                self.close()
+                raise RuntimeError(f"the measuring process did not start: {problem}")
+            self._ready_at = float(ready_at)
         return self._ready_at
 
     def prepare(self, case: Case, direction: Direction) -> None:
@@ -173,14 +179,14 @@ class Worker:
 
 def _portable(case: Case) -> Case:
     """The case with its mask and score on the host: CUDA tensors do not travel between processes."""
-    return _on(case, torch.device("cpu"))
+    return _moved_to(case, torch.device("cpu"))
 
 
-def _on(case: Case, device: torch.device) -> Case:
+def _moved_to(case: Case, device: torch.device) -> Case:
     """The case with what its mask and score read on `device`."""
     score = case.score
     if score is not None:
-        score = Score(score.text, tuple(tensor.to(device) for tensor in score.tensors))
+        score = Score(score.text, tuple(tensor.detach().to(device) for tensor in score.tensors))
     return replace(case, mask=_moved(case.mask, device), score=score)
 
 
@@ -198,7 +204,7 @@ class Bench:
     """One case on its device: its checks, and the tensors for timing."""
 
     def __init__(self, case: Case, direction: Direction) -> None:
-        case = _on(case, case.device)
+        case = _moved_to(case, case.device)
         self.case, self.direction = case, direction
         self._checks = [make_check(odd_case(case), direction), make_check(case, direction)]
         self._saved = [self._forward(check.case, check.inputs, 0) for check in self._checks]
@@ -270,15 +276,15 @@ class Bench:
         """(out, lse), which backward variants need, by the kernel that dispatch chooses."""
         if self.direction is Direction.FORWARD:
             return None
-        return self._out(case, x, handle)
+        return self._run_forward(case, x, handle)
 
-    def _out(self, case: Case, x: Inputs, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # The odd case may be smaller than what a score captures: not checked.
+    def _run_forward(self, case: Case, x: Inputs, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # The odd case has other sizes than what a score captures: not checked.
         return ops.forward(x.q, x.k, x.v, case.mask, case.scale, handle, score=case.score, check=False)
 
     def _call(self, case: Case, x: Inputs, saved: Any, handle: int) -> tuple[torch.Tensor, ...]:
         if self.direction is Direction.FORWARD:
-            return self._out(case, x, handle)
+            return self._run_forward(case, x, handle)
         out, lse = saved
         inputs = (x.dout, x.q, x.k, x.v, out, lse, case.mask, case.scale, False, handle)
         return ops.backward(*inputs, score=case.score, check=False)
@@ -295,9 +301,12 @@ def _serve(connection: Connection, device: torch.device) -> None:
     The answer to "prepare" is "" or the problem.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    matrix = torch.zeros(64, 64, dtype=torch.float64, device=device)
-    (matrix @ matrix).sum().item()  # the first product loads libraries
-    connection.send(time.monotonic())
+    try:
+        matrix = torch.zeros(64, 64, dtype=torch.float64, device=device)
+        (matrix @ matrix).sum().item()  # the first product loads libraries
+        connection.send((time.monotonic(), ""))
+    except Exception as error:
+        connection.send((0.0, f"{type(error).__name__}: {error}"))
     bench: Bench | None = None
     while True:
         try:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from order_of_work import WorkOrder
 
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.occupancy import _ranks
+from attnforge.bagel.measure.occupancy import Sections, _even_heads, _ranks
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.render import render
@@ -19,8 +22,9 @@ from attnforge.runtime.search.case import Case
 
 # In one section and in several, the last of which is full or not; a last query tile that is full or not.
 CASES = ("causal/1x4096", "full/3x8192", "causal/4x8192", "causal/1x65536", "full/9x5000", "finetune/0")
-# Heads without sharing, of which a section has less than a round, and is enlarged or cut to two thirds.
+# Heads without sharing: sections of one to two rounds, and (with tiles of 192 rows) some that are enlarged to two.
 ALONE = (("causal/8x2048", "128/128/128"), ("causal/16x1024", "8/8/128"), ("causal/2x8192", "16/16/128"))
+SMALL = (("causal/2x12000", "16/16/128"), ("causal/16x3000", "8/8/128"))
 ROUNDS = Sm90Forward(192, 80, 2, True, True, False, False)
 PIECES = Sm90Forward(192, 80, 2, False, False, False, False)
 
@@ -69,6 +73,42 @@ def test_causal_rounds_are_even(pack: str, heads: str, tile_m: int, tmp_path: Pa
         work = tiles - ranks
         loads = [int(work[order.rounds(case, block, blocks)].sum()) for block in range(blocks)]
         assert sum(loads) / blocks > 0.8 * max(loads)
+
+
+@pytest.mark.parametrize(("pack", "heads"), SMALL, ids=str)
+def test_small_sections_become_two_rounds(pack: str, heads: str, tmp_path: Path) -> None:
+    """Blocks then get more even shares than with the sections that the cache would hold."""
+    order = order_of(Mask.CAUSAL, Sm90Forward(192, 64, 2, True, True, False, False), tmp_path)
+    case = make_case(pack, heads, DType.BFLOAT16, torch.device("cpu"))
+    tiles = -(-case.seq_q // 192)
+    fits = (16 << 20) // (4 * case.head_dim * case.seq_k)
+    assert _even_heads(fits, tiles, 132, 2) > fits
+    found = order.places(case)
+    assert sorted(found) == every_piece(case, order)
+    ranks = _ranks(case, Direction.FORWARD, tiles, True, False, True)
+    assert ranks.tolist() == [rank for rank, _, _ in found]
+    shares = []
+    for some in (ranks, _ranks(case, Direction.FORWARD, tiles, True, False, True, even=False)):
+        loads = [int((tiles - some)[order.rounds(case, block, 132)].sum()) for block in range(132)]
+        shares.append(sum(loads) / 132 / max(loads))
+    assert shares[0] > shares[1] + 0.02
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"cache_mb": 8}, {"cache_mb": 32}, {"heads_together": 2}, {}], ids=lambda knobs: str(knobs)
+)
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
+@pytest.mark.parametrize("heads", ["16/16/128", "8/8/192/128"])
+def test_sections_of_other_knobs(knobs: dict[str, Any], mask: Mask, heads: str, tmp_path: Path) -> None:
+    """The schedule that is simulated has the sections of the kernel."""
+    tuning = replace(Sm90Forward(128, 64, 2, True, True, False, False), **knobs)
+    case = make_case(f"{mask.value}/8x2048", heads, DType.BFLOAT16, torch.device("cpu"))
+    problem = case.problem(Direction.FORWARD, Arch.SM90A)
+    order = WorkOrder(render(Spec(problem, tuning)), tmp_path)
+    for blocks in (132, 114):
+        sections = Sections.of(make_plan(Spec(problem, tuning)))
+        ranks = _ranks(case, Direction.FORWARD, 16, True, False, True, blocks, sections)
+        assert ranks.tolist() == [rank for rank, _, _ in order.places(case, blocks)]
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["q heads", "kv heads"])

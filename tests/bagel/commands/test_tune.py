@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from attnforge.bagel.commands.tune import Place, knobs, place
 from attnforge.bagel.measure.case_scores import with_score
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.tuning_set import chosen, measured
+from attnforge.cli import main
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime import tables
@@ -82,6 +84,23 @@ def test_problems_with_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ATTNFORGE_TABLES", str(tmp_path))
     tables.save("cpu of a test", [tables.Tuned(spec, 2, 64, 1.0, 1.0, notes)], tmp_path)
     assert problem in list(measured(CPU))
+
+
+def test_an_unfit_score_is_refused_at_once(tmp_path: Path) -> None:
+    for name in ("softcap:x", f"{tmp_path}/none.py:f"):
+        result = CliRunner().invoke(main, ["tune", "--list", "--device", "cpu", "--score", name])
+        assert result.exit_code == 2
+        assert f"Error: --score {name}: " in result.output
+
+
+def test_another_version_of_a_file_is_another_problem(tmp_path: Path) -> None:
+    file = tmp_path / "mods.py"
+    slugs = set()
+    for sign in "+-":
+        file.write_text(f"def f(score, b, h, q_idx, kv_idx):\n    return score {sign} 0.5\n")
+        (problem,) = chosen(CPU, ["2/1/16"], ["full/64"], [DType.FLOAT32], [Direction.FORWARD], f"{file}:f")
+        slugs.add(problem.slug)
+    assert len(slugs) == 2
 
 
 def test_two_processes_share_the_work_and_a_second_run_has_none(tmp_path: Path) -> None:

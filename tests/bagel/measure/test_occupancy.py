@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.occupancy import CACHE_BYTES, LEAST_VISITS, Costs, Order, _ranks, simulate
+from attnforge.bagel.measure.occupancy import LEAST_VISITS, Costs, Order, Sections, _ranks, simulate
 from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.pictures.occupancy import FILL, LOSS, draw_schedules
 from attnforge.codegen.render import render
@@ -33,7 +33,8 @@ def documents(*lengths: int, heads: int = 1) -> Case:
 def test_the_cache_budget_is_that_of_the_kernels() -> None:
     for direction in Direction:
         problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)
-        assert f"kCacheBytes = {CACHE_BYTES >> 20} << 20;" in render(next(iter(candidates(problem)))).text
+        source = render(next(iter(candidates(problem))))
+        assert f"kCacheBytes = {Sections.of(source.plan).cache_mb} << 20;" in source.text
     text = (Path(__file__).parents[3] / "templates" / "common" / "schedule.cuh.jinja").read_text()
     assert f"constexpr int kLeastVisits = {LEAST_VISITS};" in text
 

@@ -19,7 +19,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.scores import Score
 from attnforge.runtime.search import reference as reference_module
-from attnforge.runtime.search import verify
+from attnforge.runtime.search import verify, winners
 from attnforge.runtime.search.case import Case, causal_case
 from attnforge.runtime.search.search import Budget, Finished, search
 from attnforge.runtime.search.worker import Bench, Worker
@@ -75,7 +75,7 @@ def test_limits_are_of_the_dtype() -> None:
 
 
 def test_search(tmp_path: Path) -> None:
-    """A process measures variants of the score, and the winner's entry serves its own score before all others."""
+    """A process measures variants of the score, and calls with it take the winner."""
     case = case_with("softcap:2")
     with contextlib.closing(Worker()) as worker:
         *_, finished = search(
@@ -85,6 +85,10 @@ def test_search(tmp_path: Path) -> None:
     assert finished.winner is not None
     assert finished.winner.spec.problem.score == "softcap: 2.0 * tanh(score / 2.0)"
     assert finished.winner.errors["out"][0] < 1e-6
+    winners.keep(finished, "dev", {}, tmp_path)
+    (spec, reason), *_ = tables.choose(finished.winner.spec.problem, 2, 90, "dev", [tmp_path])
+    assert spec == finished.winner.spec
+    assert reason.startswith("tuned as")
 
 
 def entry(score: str, size: int, number: int) -> Tuned:
@@ -120,17 +124,32 @@ def test_nearest_entries(wanted: str, size: int, order: list[int], tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tanh", "none of softcap:CAP, alibi"),
+        ("tanh", "expected softcap:50"),
+        ("softcap", "expected softcap:50"),
+        ("softcap:1.2.3", "expected softcap:50"),
         ("softcap:0", "cap: got 0"),
+        ("my mods.py:f", "a path with a space"),
+        ("{file}:learned", None),
+        ("{broken}:f", "SyntaxError"),
+        ("{file}:two", "expected 2 arguments but got 5"),
         ("there_is_none.py:f", "there is no file"),
         ("{file}:missing", "does not define missing"),
         ("{file}:steep", "jumps or is approximate"),
         ("{file}:number", "expected an attnforge.scores.Score"),
     ],
 )
-def test_unfit_names_are_refused(name: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        case_with(name.format(file=written(tmp_path)))
+def test_unfit_names_are_refused(name: str, words: str | None, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n")
+    given = name.format(file=written(tmp_path), broken=broken)
+    if words is None:  # but what is learned elsewhere is taken as it is
+        score = case_with(given).score
+        assert score is not None
+        assert not score.tensors[0].requires_grad
+        return
+    with pytest.raises(ValueError, match=words) as error:
+        case_with(given)
+    assert str(error.value).startswith(f"--score {given}: ")
 
 
 def test_functions_of_a_file(tmp_path: Path) -> None:
@@ -150,6 +169,8 @@ def written(directory: Path) -> Path:
         "import torch, attnforge\n"
         "number = 3\n"
         "cap = attnforge.scores.softcap(3.0)\n"
+        "learned = attnforge.scores.relative_bias(torch.nn.Parameter(torch.zeros(4, 5)))\n"
+        "def two(score, b):\n    return score\n"
         "def near(score, b, h, q_idx, kv_idx):\n    return score - 0.1 * (q_idx - kv_idx).abs()\n"
         "def steep(score, b, h, q_idx, kv_idx):\n    return torch.where(score > 0, score, 0.0)\n"
     )

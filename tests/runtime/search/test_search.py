@@ -472,6 +472,38 @@ def test_the_start_of_a_process_does_not_take_from_the_budget(
     assert (len(FakeWorker.asked) > 2) == starts_late  # the first to work and the incumbent run in any case
 
 
+def test_a_restart_does_not_give_time_back(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that crashed is ready anew long after the start; only the wait for it is added."""
+    now = [0.0]
+    monkeypatch.setattr("attnforge.runtime.search.search.time.monotonic", lambda: now[0])
+    ready = iter((0.5, *range(100, 200)))
+
+    def trial(self: FakeWorker, *_: object) -> Outcome:
+        now[0] += 1.0
+        FakeWorker.asked.append((a_spec(), 0.0))
+        return Outcome("ok", timing=Timing(1.0, 1.0, 1.0, 3))
+
+    monkeypatch.setattr(FakeWorker, "trial", trial)
+    monkeypatch.setattr(FakeWorker, "ready_at", lambda self: next(ready))
+    *_, finished = engine.search(small_case(), FORWARD, TARGET, Budget(seconds=3.0), workers=1)
+    assert isinstance(finished, Finished)
+    assert 4 <= len(FakeWorker.asked) <= 5
+    assert finished.seconds == now[0]
+
+
+def test_why_a_process_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the device arrives, and the next problem starts a process again."""
+    with contextlib.closing(Worker()) as worker:
+        worker.start(torch.device("meta"))
+        with pytest.raises(RuntimeError, match=r"did not start: .*[Mm]eta"):
+            worker.ready_at()
+        worker.start(torch.device("cpu"))
+        worker._process.kill()
+        worker._process.join()
+        worker.prepare(small_case(), FORWARD)
+        assert worker.trial(a_spec(), 0.0).status == "ok"
+
+
 def test_a_lent_process_stays(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = list[str]()
     monkeypatch.setattr(FakeWorker, "close", lambda self: ended.append("closed"))
