@@ -97,7 +97,7 @@ def _farther(name: str, offer: Offer, taken: Offer) -> str:
     if name == "speed":
         return f"slower: {mine.tflops:.1f} TFLOP/s, the chosen one {best.tflops:.1f}"
     if name == "score":
-        return f"for the score {mine.spec.problem.score.label}" if mine.spec.problem.score else "for no score"
+        return f"for the score {mine.spec.problem.score}" if mine.spec.problem.score else "for no score"
     if name in {f.name for f in dataclasses.fields(Problem)}:
         value = getattr(mine.spec.problem, name)
         return f"for another {name}: {getattr(value, 'value', value)}"

@@ -108,7 +108,15 @@ def _graph(function: Callable[..., Tensor], scalars: list[Tensor]) -> GraphModul
 
     # Dynamo of torch 2.11 cannot break a graph inside a mode, and leaves the mode on. Not a decorator: disable imports
     # torch._dynamo, which takes a second; make_fx needs it anyway.
-    graph: GraphModule = torch.compiler.disable(trace)()
+    try:
+        graph: GraphModule = torch.compiler.disable(trace)()
+    except ScoreError:
+        raise
+    except Exception as error:  # whatever the function does
+        words = str(error)
+        if "_local_scalar_dense" in words or "get value out of a tracing tensor" in words:
+            words = "it branches on a tensor, or reads its value; use torch.where"
+        raise ScoreError(f"the function cannot be traced: {words}") from error
     return graph
 
 

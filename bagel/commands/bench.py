@@ -82,9 +82,12 @@ def bench_table(rows: Sequence[Row], title: str) -> Table:
 
 def say_notes(rows: Iterable[Row]) -> None:
     """Print why peers have no time, a line for each reason."""
-    notes: dict[str, list[str]] = {}
+    notes: dict[tuple[str, str], list[str]] = {}  # reason, where -> names
     for row in rows:
         if row.note:
-            notes.setdefault(f"{row.name}: {row.note}", []).append(f"{row.case} {row.direction}")
-    for note, where in notes.items():
-        echo(f"not timed: {note} ({', '.join(where)})")
+            notes.setdefault((row.note, f"{row.case} {row.direction}"), []).append(row.name)
+    reasons: dict[tuple[str, str], list[str]] = {}  # names, reason -> where
+    for (note, where), names in notes.items():
+        reasons.setdefault((", ".join(names), note), []).append(where)
+    for (names_text, note), places in reasons.items():
+        echo(f"not timed: {names_text}: {note} ({', '.join(places)})")

@@ -12,7 +12,13 @@ from attnforge.bagel.commands.options import number, selecting
 
 if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection
+    from attnforge.codegen.spec import Problem
+    from attnforge.runtime.dispatch import Target
     from attnforge.runtime.explain import Explanation
+
+
+# `may_split` of runtime/native/split_choice.h.
+MOST_QUERIES, LEAST_KEYS, KEYS_OF_A_QUERY = 512, 1024, 4
 
 
 @click.command(short_help="Which kernel runs a call, and why.")
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--gpu", metavar="NAME", help="As on this GPU, by its name: 'NVIDIA H200'.")
 @click.option("--deterministic", is_flag=True, help="As with deterministic=True.")
 @click.option("--most", **number(5, least=0), help="Passed-over entries to show.")
-def explain(selection: Selection, gpu: str | None, deterministic: bool, most: int) -> None:
+def explain(selection: Selection, deterministic: bool, most: int) -> None:
     """Say which kernel runs a call, from which table entry, and why not the others.
 
     Nothing is compiled and nothing runs. --gpu explains for a GPU that is not here.
@@ -30,6 +36,7 @@ def explain(selection: Selection, gpu: str | None, deterministic: bool, most: in
     from attnforge.runtime import kernels
     from attnforge.runtime.dispatch import Target, target_of
 
+    gpu = selection.gpu
     target = Target(gpu, kernels.targets_of(gpu)) if gpu else target_of(selection.device)
     if selection.arch is not None:
         if selection.arch not in target.archs:
@@ -43,7 +50,19 @@ def explain(selection: Selection, gpu: str | None, deterministic: bool, most: in
             strict = deterministic and direction is Direction.BACKWARD
             found = explaining.explain(problem, group, case.seq_q, target, strict, case.visible_keys)
             echo(f"{case.name} {direction.value} {case.dtype.value} on {target.name}")
+            if direction is Direction.FORWARD and case.seq_q <= MOST_QUERIES:
+                _say_splitting(problem, group, case.seq_q, case.seq_k, target)
             _say(found, most)
+
+
+def _say_splitting(problem: Problem, group: int, seq_q: int, seq_k: int, target: Target) -> None:
+    """The kernel whose blocks share the keys, where a call of few queries for many keys may get it instead."""
+    from attnforge.runtime.dispatch import choose_for
+
+    choice = choose_for(problem, group, seq_q, target, split_keys=True)
+    if getattr(choice.spec.tuning, "splits", 0) and seq_k >= max(LEAST_KEYS, KEYS_OF_A_QUERY * seq_q):
+        echo(f"  or    {choice.spec.slug}")
+        echo("        where the predicted time is shorter if blocks share the keys (dispatch.md, Split keys)")
 
 
 def _say(found: Explanation, most: int) -> None:

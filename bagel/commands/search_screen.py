@@ -23,6 +23,7 @@ from attnforge.bagel.measure.bench import Row, peers_of
 from attnforge.bagel.measure.report import interval, milliseconds, ratio, speed
 from attnforge.codegen.spec import Arch, Direction, Spec
 from attnforge.runtime import dispatch, tables
+from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case
@@ -143,6 +144,8 @@ def save(finished: Finished, target: tuple[Arch, str], out: Path) -> None:
         )
         return
     echo(f"winner saved in {short_path(saved.table)}")
+    if saved.table.parent.resolve() not in {place.resolve() for place in tables.folders()}:
+        echo(f"calls read it once {TABLES} names {short_path(saved.table.parent)}")
     if saved.source is not None:
         echo(f"its source: {short_path(saved.source)}")
     dispatch.forget()
@@ -277,7 +280,8 @@ def remarks(finished: Finished) -> Iterator[str]:
     facts = (f"{name} {value}" for name, value in finished.conditions.facts.items())
     yield from ([f"conditions: {'; '.join(facts)}"] if finished.conditions.facts else [])
     if finished.finalists < len(finished.ranked[:SHOWN]):
-        yield "variants in grey were timed once, in turns with one variant"
+        again = f"the first {finished.finalists} were timed again, interleaved"
+        yield f"{again}; the others once, in turns with one variant"
     if finished.tied:
         yield f"the winner and {finished.tied} after it cannot be told apart: their intervals overlap"
 

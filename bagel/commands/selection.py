@@ -42,6 +42,7 @@ class Request:
     device: str | None = None
     arch: str | None = None
     score: str | None = None
+    gpu: str | None = None  # of another machine, by its name: defaults are a GPU's
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of `Problem` by attribute
 
 
@@ -58,11 +59,13 @@ class Selection:
     batch: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)
     score: str = ""  # a name of `with_score`
+    gpu: str | None = None
 
     def cases(self, suite: str = "search") -> list[Case]:
         """A case for each pack; the suite supplies what is not given."""
-        rows = SUITES[suite, self.device.type]
-        heads = SUITES["search", self.device.type][0][1]
+        kind = "cuda" if self.gpu else self.device.type
+        rows = SUITES[suite, kind]
+        heads = SUITES["search", kind][0][1]
         rows = tuple((pack, heads) for pack in self.packs) or rows
         return [self._case(pack, self.model or heads) for pack, heads in rows]
 
@@ -95,9 +98,9 @@ def select(request: Request) -> Selection:
     """Complete the options with defaults for this machine. Raises ValueError naming the option."""
     where = _device(request.device)
     # BAGEL's bfloat16, except on CPUs without instructions for it.
-    slow = where.type == "cpu" and "bf16" not in device_name(where)
+    slow = where.type == "cpu" and not request.gpu and "bf16" not in device_name(where)
     dtype = DType(request.dtype or ("fp32" if slow else "bf16"))
-    if where.type == "cpu" and dtype is DType.FLOAT16:
+    if where.type == "cpu" and not request.gpu and dtype is DType.FLOAT16:
         raise ValueError("--dtype: fp16 runs on GPUs only; on the CPU there are fp32 and bf16")
     packs = request.packs + (recorded(request.recorded) if request.recorded is not None else ())
     return Selection(
@@ -110,6 +113,7 @@ def select(request: Request) -> Selection:
         request.batch or 1,
         _extra(request.extra),
         request.score or "",
+        request.gpu,
     )
 
 
@@ -132,7 +136,7 @@ def _mask(name: str, request: Request, device: torch.device) -> str:
         return name
     if not NAMED_MASK.fullmatch(name):
         raise ValueError(f"--mask: {name!r} is neither causal, full, window:N nor a .npy or .npz file")
-    seq_q, seq_k = request.length or (LENGTHS[device.type],) * 2
+    seq_q, seq_k = request.length or (LENGTHS["cuda" if request.gpu else device.type],) * 2
     batch = f"{request.batch}x" if request.batch else ""
     return f"{name}/{batch}{seq_q}" if seq_q == seq_k else f"{name}/{batch}{seq_q}/{seq_k}"
 

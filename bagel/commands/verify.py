@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def verify(selection: Selection, variants: int) -> None:
     """Check kernels against float64. The error limits are multiples of SDPA's errors.
 
-    With --score, of the formula's in float32 with operands and results in the dtype.
+    With --score, which SDPA cannot compute, they are multiples of the errors of the formula in float32, with the
+    operands of its products and its results rounded to --dtype.
 
     Each pack is checked, and a smaller problem with odd lengths and the same kind of mask.
     """
@@ -54,12 +55,11 @@ def verify(selection: Selection, variants: int) -> None:
 
 
 def verify_table(
-    title: str, peer: dict[str, tuple[float, float]], errors: dict[str, Error], name: str = "SDPA"
+    title: str, peer: dict[str, tuple[float, float]], errors: dict[str, Error], peer_name: str = "SDPA"
 ) -> Table:
     """Errors against float64 beside those of the peer of that name, and the limits."""
-    table = make_table(
-        title, ("tensor",), ("rms", f"{name}'s rms", "limit", "worst", f"{name}'s worst", "worst limit")
-    )
+    of_peer = (f"{peer_name}'s", "limit")
+    table = make_table(title, ("tensor",), ("rms", *of_peer, "worst", *of_peer))
     for name, error in errors.items():
         theirs = [f"{value:.2e}" for value in peer.get(name, ())] or ["-", "-"]
         mine = (f"{error.rms:.2e}", theirs[0], f"{error.rms_limit:.2e}")

@@ -85,7 +85,7 @@ class Section:
             found.append(("against the incumbent", f"{ratio:.2f}x", speed(self.comparison.measured.tflops)))
         if (peer := run.best_peer) is not None and peer.tflops:
             remark = f"{peer.name}, {speed(peer.tflops)}"
-            found.append(("against the best peer", f"{best.tflops / peer.tflops:.2f}x", remark))
+            found.append(("against the best peer", f"{peer.ratio(best):.2f}x", remark))
         if self.bound is not None and self.roof is not None and not self.roof.measured:
             share = f"{best.tflops / self.bound.tflops:.0%}"
             found.append(("of its schedule's bound", share, speed(self.bound.tflops)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -28,6 +29,11 @@ class Peer:
     ms: float | None
     tflops: float | None
     note: str
+    ours_ms: float | None = None  # the winner's median beside it, in turns
+
+    def ratio(self, best: Variant) -> float:
+        """How many times as fast the winner is; by the peer's own timing if the log has it."""
+        return self.ms / (self.ours_ms or best.ms) if self.ms else math.nan
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,10 @@ class Run:
 
     @property
     def ranked(self) -> list[Variant]:
-        """Variants that work, by their last results, fastest first."""
-        return sorted((v for v in self.latest.values() if v.status == "ok"), key=lambda v: v.ms)
+        """Variants that work, by their last results, fastest first; what was timed again comes before the rest."""
+        again = {variant.spec for variant in self.final}
+        working = (v for v in self.latest.values() if v.status == "ok")
+        return sorted(working, key=lambda v: (v.spec not in again, v.ms))
 
     @property
     def failed(self) -> list[Variant]:
@@ -184,7 +192,7 @@ def _add(run: Run, row: dict[str, Any]) -> None:
         incumbent = spec_from_json(row["search"]["incumbent"])
         run.space, run.incumbent = int(row["search"]["space"]), run.incumbent or incumbent
     elif "peers" in row:
-        run.peers = [Peer(p["name"], p["ms"], p["tflops"], p["note"]) for p in row["peers"]]
+        run.peers = [Peer(p["name"], p["ms"], p["tflops"], p["note"], p.get("ours_ms")) for p in row["peers"]]
     elif "final" in row:
         sources = {v.spec: v.source for v in run.variants}
         found = [_variant(data, "", run.seconds) for data in row["final"]["results"]]

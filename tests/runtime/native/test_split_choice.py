@@ -6,7 +6,10 @@ import ctypes
 
 import gxx
 import pytest
+from click.testing import CliRunner
 
+from attnforge.bagel.commands import explain
+from attnforge.cli import main
 from attnforge.codegen import native
 
 H100, H200 = 1.0, 4.917 / 3.352  # memory bandwidth
@@ -68,6 +71,26 @@ def test_choice(
 )
 def test_bounds(library: ctypes.CDLL, queries: int, keys: int, expected: bool) -> None:
     assert splits(library, (16, 2), 1, queries, keys, H100) == expected
+
+
+def test_explain_has_the_same_bounds() -> None:
+    text = native.sources("split_choice.h")["split_choice.h"]
+    bounds = (explain.MOST_QUERIES, explain.LEAST_KEYS, explain.KEYS_OF_A_QUERY)
+    queries, keys, keys_of_query = bounds
+    assert f"kQueries = {queries}, kKeys = {keys}, kKeysOfQuery = {keys_of_query};" in text
+
+
+@pytest.mark.parametrize(("length", "said"), [("1/32768", True), ("1/1000", False), ("513/32768", False)])
+def test_explain_says_where_keys_may_be_split(length: str, said: bool) -> None:
+    words = ("explain", "--gpu", "NVIDIA H200", "--heads", "28/4", "--head-dim", "128", "--mask", "full")
+    shown = CliRunner().invoke(main, [*words, "--length", length, "--direction", "fwd"])
+    assert shown.exit_code == 0, shown.output
+    assert ("blocks share the keys" in shown.output) == said
+
+
+def test_explain_has_the_defaults_of_the_gpu_that_it_explains() -> None:
+    words = ("explain", "--gpu", "NVIDIA H200", "--heads", "8/8", "--head-dim", "64", "--mask", "causal")
+    assert "causal/8192 8/8/64 fwd bf16 on NVIDIA H200" in CliRunner().invoke(main, words).output
 
 
 def test_many_heads_do_not_split(library: ctypes.CDLL) -> None:
