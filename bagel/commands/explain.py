@@ -67,7 +67,7 @@ def _say_splitting(problem: Problem, group: int, seq_q: int, seq_k: int, target:
 
 def _say(found: Explanation, most: int) -> None:
     echo(f"  runs  {found.choice.spec.slug}")
-    echo(f"  why   {found.choice.reason}")
+    echo(f"  why   {found.choice.reason.replace(f' as {found.choice.spec.slug}', '', 1)}")
     if found.fallback:
         echo("        `attnforge search` with the same options finds the fastest")
     for arch in found.archs:

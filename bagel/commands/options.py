@@ -78,7 +78,7 @@ PACK_HELP = (
 )
 PACKS_HELP = "Packs recorded by attnforge.bagel.record; runs 3 of them, lightest to heaviest."
 LENGTH_HELP = "Queries and keys of --mask.  [default: 8192 on a GPU, 1024 on a CPU]"
-SCORE_HELP = "softcap:50, alibi, relative_bias:128 or FILE.py:NAME (a function or a Score)."
+SCORE_HELP = "softcap:50, alibi, relative_bias:128 or FILE.py:NAME (a function or a Score). Repeatable."
 MASK_HELP = "causal, full, window:N (causal, N keys), or a .npy or .npz file. Repeatable."
 
 # The fields of a problem that neither tensors nor masks decide: each is an option.
@@ -121,7 +121,7 @@ SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--heads", metavar="Q[/KV]", callback=_numbers(2), help="Query and kv heads, e.g. 32/8."),
     click.option("--head-dim", **number(), help="Columns of q and k."),
     *(click.option(f.option, f.name, **field_type(f)) for f in ASKED),
-    click.option("--score", metavar="SCORE", help=SCORE_HELP),
+    click.option("--score", "scores", multiple=True, metavar="SCORE", help=SCORE_HELP),
     dtype_option(help=f"{choices(DType)}.  [default: by device]"),
     direction_option(),
     click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: the GPU, if any]"),

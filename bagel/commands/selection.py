@@ -41,7 +41,7 @@ class Request:
     direction: str = "both"
     device: str | None = None
     arch: str | None = None
-    score: str | None = None
+    scores: tuple[str, ...] = ()
     gpu: str | None = None  # of another machine, by its name: defaults are a GPU's
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of `Problem` by attribute
 
@@ -58,24 +58,25 @@ class Selection:
     arch: Arch | None = None  # as given; none: the best for the direction
     batch: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)
-    score: str = ""  # a name of `with_score`
+    scores: tuple[str, ...] = ()  # names of `with_score`
     gpu: str | None = None
 
     def cases(self, suite: str = "search") -> list[Case]:
-        """A case for each pack; the suite supplies what is not given."""
+        """A case for each pack and score; the suite supplies what is not given."""
         kind = "cuda" if self.gpu else self.device.type
         rows = SUITES[suite, kind]
         heads = SUITES["search", kind][0][1]
         rows = tuple((pack, heads) for pack in self.packs) or rows
-        return [self._case(pack, self.model or heads) for pack, heads in rows]
+        scores = self.scores or ("",)
+        return [self._case(pack, self.model or heads, score) for pack, heads in rows for score in scores]
 
-    def _case(self, pack: str, heads: str) -> Case:
+    def _case(self, pack: str, heads: str, score: str) -> Case:
         case = with_batch(make_case(pack, heads, self.dtype, self.device), self.batch)
         if not self.extra:
-            return with_score(case, self.score)
+            return with_score(case, score)
         named = ((f.name, self.extra[f.attribute]) for f in PROBLEM_FIELDS if f.attribute in self.extra)
         words = " ".join(f"{name}={plain(value)}" for name, value in named)
-        return with_score(replace(case, name=f"{case.name} {words}", **self.extra), self.score)
+        return with_score(replace(case, name=f"{case.name} {words}", **self.extra), score)
 
     def target(self, direction: Direction) -> tuple[Arch, str]:
         """Architecture and device name, as `search` takes them."""
@@ -112,7 +113,7 @@ def select(request: Request) -> Selection:
         None if request.arch is None else Arch(request.arch),
         request.batch or 1,
         _extra(request.extra),
-        request.score or "",
+        request.scores,
         request.gpu,
     )
 

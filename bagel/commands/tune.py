@@ -71,7 +71,7 @@ def place(env: Mapping[str, str]) -> Place:
     help=f"{choices(DType)}. Repeatable.",
 )
 @direction_option()
-@click.option("--score", default="", metavar="SCORE", help=SCORE_HELP)
+@click.option("--score", "scores", multiple=True, metavar="SCORE", help=SCORE_HELP)
 @click.option("--everything", is_flag=True, help="Also every problem in any table.")
 @click.option(
     "--seconds", type=click.FloatRange(0), metavar="S", help="Time per problem.  [default: as search]"
@@ -90,7 +90,7 @@ def tune(
     packs: tuple[str, ...],
     dtypes: tuple[str, ...],
     direction: str,
-    score: str,
+    scores: tuple[str, ...],
     everything: bool,
     seconds: float | None,
     folder: Path | None,
@@ -115,7 +115,7 @@ def tune(
         dtype=dtypes[0] if dtypes else None, direction=direction, device=device or _own_gpu(here)
     )
     selection = select(request)
-    problems = _problems(selection, models, packs, dtypes, score, everything)
+    problems = _problems(selection, models, packs, dtypes, scores, everything)
     if only_list:
         for problem in problems:
             echo(str(problem))
@@ -139,7 +139,7 @@ def _problems(
     models: Sequence[str],
     packs: Sequence[str],
     dtypes: Sequence[str],
-    score: str,
+    scores: Sequence[str],
     everything: bool,
 ) -> list[TuningProblem]:
     """What to search, each problem once. Raises ValueError for an unfit score."""
@@ -149,12 +149,11 @@ def _problems(
     from attnforge.bagel.measure.cases import make_case
     from attnforge.bagel.measure.tuning_set import chosen, measured
 
-    with_score(
-        make_case("causal/64", "2/1/16", DType.FLOAT32, torch.device("cpu")), score
-    )  # raises if it is unfit
+    for score in scores:
+        with_score(make_case("causal/64", "2/1/16", DType.FLOAT32, torch.device("cpu")), score)
     device, directions = selection.device, selection.directions
     wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
-    problems = list(chosen(device, models, packs, wanted, directions, score))
+    problems = list(chosen(device, models, packs, wanted, directions, scores))
     return list(dict.fromkeys((*problems, *measured(device)) if everything else problems))
 
 

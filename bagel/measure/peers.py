@@ -303,6 +303,8 @@ def _compiled_block_mask() -> Any:
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    if not torch.cuda.is_available():  # it would warn that there is no GPU
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch._dynamo.config.cache_size_limit = 512  # as BAGEL does: one compilation per case, never eager
     # Backward is timed alone, many times on one graph. Torch refuses that where it has compiled backward for one
     # use, so that it may write over what forward saved.

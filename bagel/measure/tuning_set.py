@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -61,9 +62,9 @@ def chosen(
     packs: Sequence[str],
     dtypes: Sequence[DType],
     directions: Sequence[Direction],
-    score: str = "",
+    scores: Sequence[str] = (),
 ) -> Iterator[TuningProblem]:
-    """Models by packs by dtypes by passes; by default BAGEL's models and the packs of the kind of device.
+    """Models by packs by dtypes by passes by scores; by default BAGEL's models and the packs of the kind of device.
 
     16-bit problems take the device's best architecture; float32 takes all of them, for none is always the fastest.
     """
@@ -72,7 +73,9 @@ def chosen(
             archs = archs_of(device, dtype, direction)
             for model in models or BAGELS:
                 for pack in packs or (IMAGES if model == "vit" else PACKS)[device.type]:
-                    for arch in archs if dtype is DType.FLOAT32 else archs[:1]:
+                    for arch, score in product(
+                        archs if dtype is DType.FLOAT32 else archs[:1], scores or ("",)
+                    ):
                         yield TuningProblem(pack, model, dtype, direction, arch, score)
 
 

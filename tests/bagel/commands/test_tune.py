@@ -75,7 +75,7 @@ def test_problems_of_a_cpu() -> None:
 
 def test_problems_with_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their names and files say so, and an entry of one gives it back."""
-    (problem,) = chosen(CPU, ["2/1/16"], ["full/64"], [DType.FLOAT32], [Direction.FORWARD], "softcap:2")
+    (problem,) = chosen(CPU, ["2/1/16"], ["full/64"], [DType.FLOAT32], [Direction.FORWARD], ["softcap:2"])
     assert str(problem) == "full/64 2/1/16 softcap:2 fp32 fwd cpu"
     assert problem.slug == "full_64_2_1_16_softcap_2_fp32_fwd_cpu"
     case = with_score(make_case(problem.pack, problem.model, problem.dtype, CPU), problem.score)
@@ -98,7 +98,7 @@ def test_another_version_of_a_file_is_another_problem(tmp_path: Path) -> None:
     slugs = set()
     for sign in "+-":
         file.write_text(f"def f(score, b, h, q_idx, kv_idx):\n    return score {sign} 0.5\n")
-        (problem,) = chosen(CPU, ["2/1/16"], ["full/64"], [DType.FLOAT32], [Direction.FORWARD], f"{file}:f")
+        (problem,) = chosen(CPU, ["2/1/16"], ["full/64"], [DType.FLOAT32], [Direction.FORWARD], [f"{file}:f"])
         slugs.add(problem.slug)
     assert len(slugs) == 2
 
