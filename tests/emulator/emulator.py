@@ -161,7 +161,7 @@ class Emulated:
         p.tiles_packed = -(-p.seq_q * (p.heads_q // p.heads_kv) // self.spec.tuning.tile_m)
         p.kv_splits = self.ranges
         rows = p.batch * p.heads_q * p.seq_q
-        p.combine_warps = 1 if self.ranges <= 4 else 2 if self.ranges <= 8 else 8
+        p.combine_warps = next((warps for warps in (1, 2, 4) if self.ranges <= 4 * warps), 8)  # as launch.h
         p.combine_blocks = 0 if self.ranges == 1 else -(-rows * p.combine_warps // 8)
         p.out_accum = self._workspace(p.kv_splits * rows * (self.plan.columns_v + 1))
 

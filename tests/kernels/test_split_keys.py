@@ -72,7 +72,7 @@ def test_emulated(
     knobs: tuple[int, ...],
     tmp_path: Path,
 ) -> None:
-    """The kernels' own text against float64: one range, a few, and more than there are key tiles."""
+    """The kernels' own text against float64: one range, those of 1, 2 and 4 warps, more than there are key tiles."""
     seq_q, seq_k, group = sizes
     shape = Shape(seq_q, seq_k, head_dim, 2, group, 2, dim_v)
     x = draw(shape, kernels.TORCH_DTYPES[dtype], "cpu")
@@ -80,7 +80,7 @@ def test_emulated(
     problem = Problem(FORWARD, Arch.SM90, dtype, head_dim, mask, align, dim_v)
     kernel = Emulated(Spec(problem, Sm80Forward(*knobs)), tmp_path)  # type: ignore[arg-type]
     seen = make_mask(mask.value, seq_q, seq_k, "cpu")
-    for kernel.ranges in (1, 3, 40):
+    for kernel.ranges in (1, 3, 7, 12, 40):
         compare(*kernel.forward(q, k, v, seen), (q, k, v), seen, LIMIT[dtype])
 
 
