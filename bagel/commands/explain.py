@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnforge.codegen.spec import Problem
     from attnforge.runtime.dispatch import Target
     from attnforge.runtime.explain import Explanation
+    from attnforge.runtime.search.case import Case
 
 
 # `may_split` of runtime/native/split_choice.h.
@@ -50,24 +51,26 @@ def explain(selection: Selection, deterministic: bool, most: int) -> None:
             strict = deterministic and direction is Direction.BACKWARD
             found = explaining.explain(problem, group, case.seq_q, target, strict, case.visible_keys)
             echo(f"{case.name} {direction.value} {case.dtype.value} on {target.name}")
-            if direction is Direction.FORWARD and case.seq_q <= MOST_QUERIES:
-                _say_splitting(problem, group, case.seq_q, case.seq_k, target)
-            _say(found, most)
+            splitting = _splitting(problem, group, case, target) if direction is Direction.FORWARD else None
+            _say(found, most, splitting)
 
 
-def _say_splitting(problem: Problem, group: int, seq_q: int, seq_k: int, target: Target) -> None:
-    """The kernel whose blocks share the keys, where a call of few queries for many keys may get it instead."""
+def _splitting(problem: Problem, group: int, case: Case, target: Target) -> str | None:
+    """The kernel whose blocks share the keys, if a call of few queries for many keys may get it instead."""
     from attnforge.runtime.dispatch import choose_for
 
-    choice = choose_for(problem, group, seq_q, target, split_keys=True)
-    if getattr(choice.spec.tuning, "splits", 0) and seq_k >= max(LEAST_KEYS, KEYS_OF_A_QUERY * seq_q):
-        echo(f"  or    {choice.spec.slug}")
-        echo("        where the predicted time is shorter if blocks share the keys (dispatch.md, Split keys)")
+    if case.seq_q > MOST_QUERIES or case.seq_k < max(LEAST_KEYS, KEYS_OF_A_QUERY * case.seq_q):
+        return None
+    spec = choose_for(problem, group, case.seq_q, target, split_keys=True).spec
+    return spec.slug if getattr(spec.tuning, "splits", 0) else None
 
 
-def _say(found: Explanation, most: int) -> None:
+def _say(found: Explanation, most: int, splitting: str | None) -> None:
     echo(f"  runs  {found.choice.spec.slug}")
     echo(f"  why   {found.choice.reason.replace(f' as {found.choice.spec.slug}', '', 1)}")
+    if splitting:
+        echo(f"  or    {splitting}")
+        echo("        where the predicted time is shorter if blocks share the keys (dispatch.md)")
     if found.fallback:
         echo("        `attnforge search` with the same options finds the fastest")
     for arch in found.archs:

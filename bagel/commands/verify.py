@@ -51,7 +51,7 @@ def verify(selection: Selection, variants: int) -> None:
                     console.print(f"[bold red]wrong[/bold red] {case.name} {name}: {error}", soft_wrap=True)
     if wrong:
         raise click.ClickException(f"{wrong} of {wrong + right} kernels are wrong")
-    echo("the kernel is within all limits" if right == 1 else f"all {right} kernels are within all limits")
+    echo("the kernel is within all limits" if right == 1 else f"{right} kernels are within all limits")
 
 
 def verify_table(
