@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attnforge.runtime.search.claims import Claims
     from attnforge.runtime.search.worker import Worker
 
-POLL = 1.0  # seconds between looks at what other processes finished
+POLL = 0.2  # seconds between looks at what other processes finished
 
 
 @dataclass(frozen=True)
