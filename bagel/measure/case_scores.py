@@ -30,6 +30,8 @@ def with_score(case: Case, name: str) -> Case:
         return case
     try:
         score = _make_score(case, name)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--score {name}: {error}") from error
     except Exception as error:  # whatever a file does when it is run
         raise ValueError(f"--score {name}: {type(error).__name__}: {error}") from error
     if jumps(ScoreMod(score.text)):
