@@ -95,7 +95,7 @@ def _farther(name: str, offer: Offer, taken: Offer) -> str:
     if name == "shape":
         return f"for {_shape(mine)}; the chosen one is nearer: {_shape(best)}"
     if name == "speed":
-        return f"slower: {mine.tflops:.1f} TFLOP/s, the chosen one {best.tflops:.1f}"
+        return f"slower: {mine.tflops:#.4g} TFLOP/s, the chosen one {best.tflops:#.4g}"
     if name == "score":
         return f"for the score {mine.spec.problem.score}" if mine.spec.problem.score else "for no score"
     if name in {f.name for f in dataclasses.fields(Problem)}:
@@ -125,7 +125,7 @@ def _other_archs(
         if next(candidates(there), None) is None:
             yield Rejected(arch.value, why_infeasible(there))
         elif mine and (theirs := speed(arch)):
-            yield Rejected(arch.value, f"measured slower: {theirs:.1f} TFLOP/s, the chosen one {mine:.1f}")
+            yield Rejected(arch.value, f"measured slower: {theirs:#.4g} TFLOP/s, the chosen one {mine:#.4g}")
         else:
             yield Rejected(
                 arch.value,

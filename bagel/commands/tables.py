@@ -109,7 +109,7 @@ def _here() -> str:
 def _line(entry: Tuned) -> str:
     """Numbers first: the kernel's name is as long as it is, and stays whole."""
     seen = entry.visible_keys or ""
-    return f"{entry.tflops:7.1f} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}"
+    return f"{entry.tflops:#7.4g} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}"
 
 
 def _class(entry: Tuned) -> str:
@@ -120,4 +120,6 @@ def _class(entry: Tuned) -> str:
 
 
 def _speed(entry: Tuned | None) -> str:
-    return f"{entry.tflops:.1f} TFLOP/s, {entry.spec.slug}" if entry else "-"
+    from attnforge.bagel.measure.report import speed
+
+    return f"{speed(entry.tflops)}, {entry.spec.slug}" if entry else "-"
