@@ -347,7 +347,7 @@ __device__ __forceinline__ int visits(const Params& p, int tile) {
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
-// How many times as large a section may become so that blocks get even shares: for cache_mb up to 32.
+// How many times as large a section may become, so that blocks get even shares: up to 32 MiB in place of cache_mb.
 constexpr int kEnlarged = 2;
 
 // KV heads of a section, in place of `fits`; `tiles` are the work tiles of one. With about one round of work tiles in a

@@ -198,14 +198,13 @@ def _ranks(
     split_heads: bool,
     last: bool = False,
     alternating: bool = False,
-    multiprocessors: int = 132,
+    multiprocessors: int = MULTIPROCESSORS,
     sections: Sections = DEFAULT_SECTIONS,
-    even: bool = True,
 ) -> Tensor:
     """Rank of the tile of each work tile, in the order in which they start (`place_of` of the template).
 
     With `last`, the work tiles of the last rank come after all others. With `alternating`, every other section of a
-    causal forward starts with the last rank, and small sections are enlarged unless `even` is False.
+    causal forward starts with the last rank, and small sections are enlarged.
     """
     forward = direction is Direction.FORWARD
     heads = case.heads_q if forward or split_heads else case.heads_kv
@@ -219,7 +218,7 @@ def _ranks(
     planes = heads // together * case.batch
     fits, whole = min(max((sections.cache_mb << 20) // size, sections.least), planes), tiles - last
     alternates = alternating and _causal_forward(case, direction)
-    if alternates and even:
+    if alternates:
         blocks = min(multiprocessors, tiles * heads * case.batch)
         fits = _even_heads(fits, together * tiles, blocks, max(ENLARGED_MB // sections.cache_mb, 1))
     section = fits * together

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class TuningProblem:
         words = (self.pack, self.model, self.score, self.dtype.value, self.direction.value, self.arch.value)
         return " ".join(word for word in words if word)
 
-    @property
+    @cached_property
     def slug(self) -> str:
         """The name as a file's; that of a score of a file also tells versions of the file apart."""
         file = Path(self.score.rpartition(":")[0])

@@ -83,7 +83,7 @@ class Worker:
     def prepare(self, case: Case, direction: Direction) -> None:
         """Turn to a problem. Its exact results are computed while the caller goes on."""
         self._problem = case, direction
-        if self._preparing or self._asking or (self._process is not None and not self._process.is_alive()):
+        if self._preparing or self._asking:
             self.close()  # a reply to what nobody waits for any more would be taken for another one
         self._prepare()
 

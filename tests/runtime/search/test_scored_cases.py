@@ -129,7 +129,6 @@ def test_nearest_entries(wanted: str, size: int, order: list[int], tmp_path: Pat
         ("softcap:1.2.3", "expected softcap:50"),
         ("softcap:0", "cap: got 0"),
         ("my mods.py:f", "a path with a space"),
-        ("{file}:learned", None),
         ("{broken}:f", "SyntaxError"),
         ("{file}:two", "expected 2 arguments but got 5"),
         ("there_is_none.py:f", "there is no file"),
@@ -138,15 +137,10 @@ def test_nearest_entries(wanted: str, size: int, order: list[int], tmp_path: Pat
         ("{file}:number", "expected an attnforge.scores.Score"),
     ],
 )
-def test_unfit_names_are_refused(name: str, words: str | None, tmp_path: Path) -> None:
+def test_unfit_names_are_refused(name: str, words: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n")
     given = name.format(file=written(tmp_path), broken=broken)
-    if words is None:  # but what is learned elsewhere is taken as it is
-        score = case_with(given).score
-        assert score is not None
-        assert not score.tensors[0].requires_grad
-        return
     with pytest.raises(ValueError, match=words) as error:
         case_with(given)
     assert str(error.value).startswith(f"--score {given}: ")
@@ -161,6 +155,9 @@ def test_functions_of_a_file(tmp_path: Path) -> None:
     capped = case_with(f"{file}:cap").score
     assert capped is not None
     assert capped.text == "softcap: 3.0 * tanh(score / 3.0)"
+    learned = case_with(f"{file}:learned").score
+    assert learned is not None
+    assert not learned.tensors[0].requires_grad  # a search takes it as it is
 
 
 def written(directory: Path) -> Path:
