@@ -1,4 +1,4 @@
-"""Runs compute-sanitizer on every GPU kernel of the tuned tables, with a small problem, and counts its reports.
+"""Runs compute-sanitizer on the GPU kernels of the tuned tables and those of short queries, and counts its reports.
 
     python benchmarks/sanitize.py --seconds 540 --log sanitize.log --markdown sanitize.md
     python benchmarks/sanitize.py --specs specs.json      # the kernels of a JSON list of specs instead
@@ -18,23 +18,28 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 
 import attnforge
 from attnforge.codegen.render import render
-from attnforge.codegen.spec import Arch, Direction, Mask, Spec
+from attnforge.codegen.space import splitting
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.build import cache
 from attnforge.runtime.export import read_specs
 from attnforge.runtime.native.launcher import launcher
+from attnforge.runtime.scores import Score
 from attnforge.runtime.search.winners import tuned_specs
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 LENGTH = 400  # long enough that buffers are reused; no tile size divides it
+SHORT = 40, 6 * LENGTH  # queries and keys of kernels that split the keys: several ranges of several tiles
 HANGS = 240  # seconds after which a process is ended
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
@@ -48,12 +53,23 @@ class Outcome:
 
 
 def gpu_specs(listed: Path | None = None) -> list[Spec]:
-    """GPU kernels that run here, of the tuned tables or of a JSON list: Hopper's own first, backward before forward."""
-    known = [item.spec for item in read_specs(listed)] if listed else tuned_specs()
-    specs = [spec for spec in known if spec.problem.arch.is_gpu]
+    """GPU kernels that run here, of a JSON list, or of the tuned tables and short queries; none of a mask function.
+
+    Hopper's own come first, and backward before forward.
+    """
     here = kernels.targets(torch.device("cuda", 0))
+    known = [item.spec for item in read_specs(listed)] if listed else [*tuned_specs(), *short_specs(here)]
+    specs = [spec for spec in known if spec.problem.arch.is_gpu and not spec.problem.mask_mod]
     found = [spec for spec in specs if spec.problem.arch in here]
     return sorted(found, key=lambda spec: (spec.problem.arch is not Arch.SM90A, spec.slug))
+
+
+def short_specs(archs: Sequence[Arch]) -> Iterator[Spec]:
+    """Kernels that split the keys, in bf16, for the fewest and for many rows."""
+    for arch, head_dim, mask, rows in product(
+        archs, (64, 128), (Mask.FULL, Mask.CAUSAL, Mask.SPANS), (1, 1000)
+    ):
+        yield next(splitting(Problem(Direction.FORWARD, arch, DType.BFLOAT16, head_dim, mask, 16), rows))
 
 
 def run_kernel(slug: str, listed: Path | None) -> None:
@@ -61,28 +77,43 @@ def run_kernel(slug: str, listed: Path | None) -> None:
     spec = next(spec for spec in gpu_specs(listed) if spec.slug == slug)
     problem = spec.problem
     dtype, generator = kernels.TORCH_DTYPES[problem.dtype], torch.Generator().manual_seed(0)
-    sizes = ((4, problem.head_dim), (2, problem.head_dim), (2, problem.head_dim_v), (4, problem.head_dim_v))
+    seq_q, seq_k = SHORT if getattr(spec.tuning, "splits", 0) else (LENGTH, LENGTH)
+    dim, dim_v = problem.head_dim, problem.head_dim_v
     q, k, v, dout = (
-        torch.randn(1, LENGTH, heads, dim, generator=generator).to(dtype).cuda().transpose(1, 2)
-        for heads, dim in sizes
+        torch.randn(1, length, heads, width, generator=generator).to(dtype).cuda().transpose(1, 2)
+        for length, heads, width in ((seq_q, 4, dim), (seq_k, 2, dim), (seq_k, 2, dim_v), (seq_q, 4, dim_v))
     )
-    mask = mask_of(problem.mask)
+    mask = mask_of(problem.mask, seq_q, seq_k)
+    score = score_of(problem, generator)
     handle = kernels.load(spec, q.device)
     if problem.direction is Direction.FORWARD:
-        ops.forward(q, k, v, mask, None, handle)
+        ops.forward(q, k, v, mask, None, handle, score=score)
     else:  # not the forward's out and lse: initcheck does not see TMA stores
         out = torch.randn(dout.shape, generator=generator).to(dtype).cuda()
         lse = torch.full(dout.shape[:3], math.log(LENGTH)).cuda()
-        ops.backward(dout, q, k, v, out, lse, mask, None, False, handle)
+        ops.backward(dout, q, k, v, out, lse, mask, None, False, handle, score=score)
     torch.cuda.synchronize()
     print("launched", slug)
 
 
-def mask_of(kind: Mask) -> ops.Mask:
+def score_of(problem: Problem, generator: torch.Generator) -> Score | None:
+    """The score of a kernel; it reads numbers for each q head, or (Hq, distances)."""
+    if not problem.score:
+        return None
+    shapes = [(4, 2 * LENGTH)[:dims] for _, dims in problem.score.tensors]
+    return Score(str(problem.score), tuple(torch.rand(shape, generator=generator).cuda() for shape in shapes))
+
+
+def mask_of(kind: Mask, seq_q: int, seq_k: int) -> ops.Mask:
     if kind is Mask.FULL:
         return None
     if kind is Mask.CAUSAL:
         return attnforge.Causal()
+    if kind is Mask.SPANS and seq_q < seq_k:  # a third of the queries see a key, none the last ones
+        starts = torch.arange(seq_k, dtype=torch.int32) * 7 % seq_q
+        ends = (starts + seq_q // 3).clamp(max=seq_q)
+        ends[-seq_k // 8 :] = starts[-seq_k // 8 :]
+        return attnforge.Spans(starts.cuda(), ends.cuda())
     if kind is Mask.SPANS:
         modes = ["causal", "noise", "full", "causal", "noise"]
         return attnforge.bagel.PackedMask([250, 150], [70, 100, 80, 50, 100], modes, "cuda")

@@ -26,7 +26,7 @@ def test_every_family_is_read_back(family: tuple[str, object], dims: tuple[int, 
 
 def test_every_tuned_kernel_is_read_back() -> None:
     """But for kernels of a function, of which a name has a digest only."""
-    plain = [spec for spec in tuned_specs() if not spec.problem.mask_mod]
+    plain = [spec for spec in tuned_specs() if not spec.problem.mask_mod and not spec.problem.score]
     assert len(plain) > 50
     assert all(parse(spec.slug) == spec for spec in plain)
 
