@@ -16,6 +16,7 @@ TOGETHER = (
     "mbarrier.try_wait",
     "mbarrier.arrive.expect_tx",
     "bar.sync",
+    "barrier.sync",
     "bar.arrive",
     "barrier.cluster",
     "cp.async.bulk.tensor.5d.shared",

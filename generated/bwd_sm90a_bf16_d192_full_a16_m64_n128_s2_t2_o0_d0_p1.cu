@@ -290,8 +290,9 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Warps: named barrier `id` for `threads` threads: wait for all.
+// Unlike with bar.sync, warps may wait at different instructions.
 __device__ __forceinline__ void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp. Volatile: it must stay before the wait for the product it overlaps with.

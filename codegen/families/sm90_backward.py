@@ -259,6 +259,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "adds_quads": t.split_heads,  # threads add fragments to sums
         "keys_in_regs": t.in_regs > 0,
         "arrives_named": False,
+        "roles_meet": False,
         "columns_of_out": "kHeadDim",
         "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "helper_threads": HELPER_THREADS,

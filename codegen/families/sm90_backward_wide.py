@@ -153,6 +153,7 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "units_of_values": first,
         "units_of_keys": second,
         "arrives_named": True,  # consumers arrive at named barriers without waiting
+        "roles_meet": True,  # at a named barrier, each in code of its own
     }
 
 
@@ -164,6 +165,7 @@ def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "dq_of_second": p.head_dim // PAIR - COLUMNS,
         "peer_panels": _peer_panels(p),
         "arrives_named": False,
+        "roles_meet": True,
     }
 
 
