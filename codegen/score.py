@@ -360,6 +360,21 @@ class Cap:
         """Coefficients of the polynomial."""
         return tuple(self.value * math.log2(math.e) * c for c in CAPPED.terms)
 
+    @property
+    def unit(self) -> float:
+        """The polynomial is z ((z^2 + inner)^2 + outer) of z = unit * x."""
+        return float(self.terms[2] ** 0.2)
+
+    @property
+    def inner(self) -> float:
+        """See `unit`."""
+        return self.terms[1] / self.unit**3 / 2.0
+
+    @property
+    def outer(self) -> float:
+        """See `unit`."""
+        return self.terms[0] / self.unit - self.inner**2
+
     def highest(self, weight: float) -> float:
         """See the class. Relative to such a maximum, 2^polynomial is above `weight` where x is above CAPPED.limit."""
         x = CAPPED.limit
