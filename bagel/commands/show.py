@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import click
 from rich.syntax import Syntax
 
 from attnforge.bagel.commands.console import console, echo, make_table
+from attnforge.bagel.commands.options import SCORE_HELP
+from attnforge.codegen.score import Formula
 from attnforge.codegen.spec import Spec
 
 # What can be shown, with its highlighting.
@@ -25,15 +27,20 @@ KINDS = {"source": "cuda", "ptx": "ptx", "sass": "nasm", "registers": ""}
     metavar="KIND",
     help="source, ptx, sass or registers.  [default: source]",
 )
-def show(kernel: str, other: str | None, what: str) -> None:
+@click.option(
+    "--score", "scores", multiple=True, metavar="SCORE", help=f"Of a kernel in no table: {SCORE_HELP}"
+)
+def show(kernel: str, other: str | None, what: str, scores: tuple[str, ...]) -> None:
     """Show a kernel, or the difference of two.
 
     KERNEL is a name as profilers, `explain`, `tables show` and files have it. With OTHER, the difference from KERNEL
     to OTHER is printed. SASS and registers are of the kernel as it runs: it is compiled if it is not in the cache.
+    A name has only a digest of a score's or a mask's function: the function is looked up in the tables.
     """
     from attnforge.codegen.slugs import parse
 
-    specs = [parse(name) for name in (kernel, other) if name is not None]
+    functions = tuple(_functions(scores))
+    specs = [parse(name, functions) for name in (kernel, other) if name is not None]
     if what == "registers":
         _registers(specs)
         return
@@ -45,6 +52,17 @@ def show(kernel: str, other: str | None, what: str) -> None:
     (one, two), (before, after) = ([spec.slug for spec in specs], [text(spec).splitlines() for spec in specs])
     changed = difflib.unified_diff(before, after, one, two, lineterm="")
     _print("\n".join(changed) or f"no difference in {what}", "diff")
+
+
+def _functions(scores: Sequence[str]) -> Iterator[Formula]:
+    """The functions of masks and scores in any table, and these scores, as `--score` has them."""
+    from attnforge.bagel.measure.case_scores import function_named
+    from attnforge.runtime.tables import folders, load
+
+    yield from map(function_named, scores)
+    for place in folders():
+        for entry in (entry for path in place.glob("*.json") for entry in load(path.stem, place)):
+            yield from filter(None, (entry.spec.problem.mask_mod, entry.spec.problem.score))
 
 
 def _text_of(what: str) -> Callable[[Spec], str]:

@@ -143,14 +143,11 @@ def _problems(
     everything: bool,
 ) -> list[TuningProblem]:
     """What to search, each problem once. Raises ValueError for an unfit score."""
-    import torch
-
-    from attnforge.bagel.measure.case_scores import with_score
-    from attnforge.bagel.measure.cases import make_case
+    from attnforge.bagel.measure.case_scores import function_named
     from attnforge.bagel.measure.tuning_set import chosen, measured
 
     for score in scores:
-        with_score(make_case("causal/64", "2/1/16", DType.FLOAT32, torch.device("cpu")), score)
+        function_named(score)
     device, directions = selection.device, selection.directions
     wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
     problems = list(chosen(device, models, packs, wanted, directions, scores))

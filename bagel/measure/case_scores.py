@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from attnforge.bagel.measure.cases import make_case
 from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.spec import DType
 from attnforge.runtime.sampled import jumps
 from attnforge.runtime.scores import Score, alibi, as_score, relative_bias, softcap
 from attnforge.runtime.search.case import Case
@@ -39,6 +41,12 @@ def with_score(case: Case, name: str) -> Case:
             f"--score {name}: a score that jumps or is approximate cannot be checked against float64"
         )
     return replace(case, name=f"{case.name} {name}", score=score)
+
+
+def function_named(name: str) -> ScoreMod:
+    """The function alone of the score of that name. Raises ValueError naming --score."""
+    score = with_score(make_case("causal/64", "2/1/16", DType.FLOAT32, torch.device("cpu")), name).score
+    return ScoreMod(score.text if score else "")
 
 
 def without_score(name: str) -> tuple[str, str]:

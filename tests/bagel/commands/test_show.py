@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -9,11 +10,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from attnforge.bagel.commands import show as show_module
+from attnforge.bagel.measure.case_scores import function_named
 from attnforge.cli import main
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.build import disassembly
+from attnforge.runtime.search.winners import tuned_specs
 
 GPU = list(islice(candidates(Problem(Direction.FORWARD, Arch.SM80, DType.BFLOAT16, 64, Mask.CAUSAL)), 2))
 CPU = next(iter(candidates(Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL))))
@@ -31,6 +34,17 @@ def test_source_and_difference() -> None:
     assert changed.startswith(f"--- {GPU[0].slug}\n+++ {GPU[1].slug}\n")
     assert "\n-" in changed
     assert run("show", GPU[0].slug, GPU[0].symbol) == "no difference in source\n"
+
+
+def test_the_function_of_a_score_is_found() -> None:
+    """In a table, or by --score."""
+    tuned = next(spec for spec in tuned_specs() if spec.problem.score)
+    assert run("show", tuned.slug) == render(tuned).text
+    other = replace(GPU[0], problem=replace(GPU[0].problem, score=function_named("softcap:31")))
+    refused = run("show", other.slug, code=2)
+    assert f"{other.problem.score.label} is a function of a mask or a score" in refused
+    assert "--score" in refused
+    assert run("show", other.slug, "--score", "alibi", "--score", "softcap:31") == render(other).text
 
 
 def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
