@@ -124,8 +124,9 @@ def tune(
     folder = folder or out / "tune" / tables.table_path(tables.device_name(selection.device), out).stem
     workers = workers or max(1, len(os.sched_getaffinity(0)) // here.beside)
     with closing(Worker()) as worker:
-        worker.start(selection.device)
         run = Run(problems, Claims(folder), folder, out, selection.device, seconds, workers, worker)
+        if run.left():
+            worker.start(selection.device)
         echo(
             f"{len(problems)} problems, process {here.rank + 1} of {here.world}; logs in {short_path(folder)}"
         )
@@ -175,10 +176,14 @@ class Run:
     def work(self, here: Place) -> None:
         """Search what nobody else does until all is finished; processes begin at different places."""
         first = here.rank * len(self.problems) // here.world
-        order = self.problems[first:] + self.problems[:first]
-        while left := [problem for problem in order if self.claims.note(problem.slug) is None]:
+        while left := self.left(first):
             if not any(self._attempt(problem) for problem in left):
                 time.sleep(POLL)  # others are at work
+
+    def left(self, first: int = 0) -> list[TuningProblem]:
+        """The problems that are not finished, from number `first` on and then those before it."""
+        order = self.problems[first:] + self.problems[:first]
+        return [problem for problem in order if self.claims.note(problem.slug) is None]
 
     def _attempt(self, problem: TuningProblem) -> bool:
         """Search a problem unless another process does or did; whether it was searched."""
