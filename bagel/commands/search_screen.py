@@ -29,6 +29,7 @@ from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.journal import Journal, Result, environment
 from attnforge.runtime.search.search import (
+    DRIFT,
     Budget,
     Event,
     Finished,
@@ -36,6 +37,7 @@ from attnforge.runtime.search.search import (
     Scope,
     Started,
     search,
+    so_far,
     varying_knobs,
 )
 from attnforge.runtime.search.worker import Worker
@@ -70,6 +72,7 @@ def run_search(
     with console.status("loading the launcher"):
         launcher()
     events = search(case, direction, target, options.budget, log, options.workers, options.scope, worker)
+    resume = f"run the same command to resume from {short_path(log)}"
     with closing(events), sigterm_as_interrupt():
         screen = Screen(case, direction, options.budget)
         try:
@@ -79,19 +82,32 @@ def run_search(
             if finished.winner is not None:
                 echo("interrupted; the best so far:")
                 save(finished, target, out)
-            echo(f"run the same command to resume from {short_path(log)}")
+            echo(resume)
             raise
-    save(finished, target, out)
-    rows = []
-    if options.peers:
-        with console.status("timing torch's attention on the same case"):
-            winner = finished.winner
-            rows = list(peers_of(case, direction, spec=winner.spec if winner else None))
-        journal = Journal(log, case.name, direction.value, environment(device_name, target[0]))
-        journal.note("peers", [asdict(row) for row in rows])
+        save(finished, target, out)
+        rows = []
+        if options.peers:
+            rows = time_peers(finished, resume)
+            journal = Journal(log, case.name, direction.value, environment(device_name, target[0]))
+            journal.note("peers", [asdict(row) for row in rows])
     report(finished, rows)
     echo(f"a page of this log: attnforge report {short_path(log)} -o report.html")
     return to_json(finished, rows)
+
+
+def time_peers(finished: Finished, resume: str) -> list[Row]:
+    """The peers' rows. Interrupted, it reports those that there are, prints `resume`, and raises KeyboardInterrupt."""
+    rows: list[Row] = []
+    spec = finished.winner.spec if finished.winner else None
+    try:
+        with console.status("timing torch's attention on the same case"):
+            for row in peers_of(finished.case, finished.direction, spec=spec):
+                rows.append(row)
+    except KeyboardInterrupt:
+        report(finished, rows)
+        echo(f"interrupted while peers were timed; the winner is saved; {resume}")
+        raise
+    return rows
 
 
 def report(finished: Finished, peers: Sequence[Row]) -> None:
@@ -163,11 +179,9 @@ class Screen:
 
     def so_far(self) -> Finished:
         """What an interrupted search has measured."""
-        ranked = sorted((r for r in self._results if r.status == "ok"), key=lambda r: r.ms)
-        failed = tuple(r for r in self._results if r.status != "ok")
         seconds = time.monotonic() - self._started
-        space = self._begun.space if self._begun else len(self._results)
-        return Finished(self._case, self._direction, tuple(ranked), failed, seconds, space=space)
+        space = self._begun.space if self._begun else 0
+        return so_far(self._case, self._direction, self._results, seconds, space)
 
     def watch(self, events: Iterable[Event]) -> Finished:
         """Show all events; returns the last."""
@@ -292,6 +306,20 @@ def warnings(finished: Finished, peers: Sequence[Row]) -> Iterator[str]:
     for row in peers:
         if row.ratio and row.ratio < 1:
             yield f"{row.name} is {1 / row.ratio:.2f} times as fast as the winner"
+    apart = [
+        row for row in peers if finished.winner and row.ours_ms and _apart(row.ours_ms, finished.winner.ms)
+    ]
+    if apart and finished.winner:
+        beside = ", ".join(f"{milliseconds(row.ours_ms)} ms beside {row.name}" for row in apart)
+        yield (
+            f"the winner took {milliseconds(finished.winner.ms)} ms in the search and {beside}: "
+            "the machine was not quiet, and milliseconds of winner and peers cannot be compared"
+        )
+
+
+def _apart(one: float, other: float) -> bool:
+    """Whether two times of the same kernel differ by more than clocks and caches explain."""
+    return not 1 / DRIFT <= one / other <= DRIFT
 
 
 def resources(result: Result) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,16 @@ from attnforge.bagel.commands.options import (
     values,
     workers_option,
 )
-from attnforge.codegen.spec import DType
+from attnforge.codegen.spec import Direction, DType
 
 if TYPE_CHECKING:
     import torch
 
     from attnforge.bagel.commands.selection import Selection
     from attnforge.bagel.measure.tuning_set import TuningProblem
+    from attnforge.runtime.search.case import Case
     from attnforge.runtime.search.claims import Claims
+    from attnforge.runtime.search.search import Event, Finished
     from attnforge.runtime.search.worker import Worker
 
 POLL = 0.2  # seconds between looks at what other processes finished
@@ -105,6 +107,7 @@ def tune(
     Slurm array as many as it has tasks. There is no server: each problem has a lock and a JSONL log in DIR.
     Another process continues what a killed one leaves. Run the command again to continue an interrupted search.
     """
+    from attnforge.bagel.commands.search_screen import sigterm_as_interrupt
     from attnforge.bagel.commands.selection import Request, select
     from attnforge.runtime import tables
     from attnforge.runtime.search.claims import Claims
@@ -123,14 +126,22 @@ def tune(
     out = tables.writable(table_out or tables.folders()[0])
     folder = folder or out / "tune" / tables.table_path(tables.device_name(selection.device), out).stem
     workers = workers or max(1, len(os.sched_getaffinity(0)) // here.beside)
-    with closing(Worker()) as worker:
+    with closing(Worker()) as worker, sigterm_as_interrupt():
         run = Run(problems, Claims(folder), folder, out, selection.device, seconds, workers, worker)
         if run.left():
             worker.start(selection.device)
         echo(
             f"{len(problems)} problems, process {here.rank + 1} of {here.world}; logs in {short_path(folder)}"
         )
-        run.work(here)
+        try:
+            run.work(here)
+        except KeyboardInterrupt:
+            done = len(problems) - len(run.left())
+            echo(
+                f"interrupted; {done} of {len(problems)} problems are finished, the best so far of another is saved"
+            )
+            echo(f"run the same command to resume from {short_path(folder)}")
+            raise
     if here.rank == 0:
         run.show()
 
@@ -205,7 +216,7 @@ class Run:
         from attnforge.runtime.native.launcher import launcher
         from attnforge.runtime.search import winners
         from attnforge.runtime.search.journal import environment
-        from attnforge.runtime.search.search import Budget, Finished, search
+        from attnforge.runtime.search.search import Budget, search
 
         launcher()
         device_name = tables.device_name(self.device)
@@ -216,13 +227,15 @@ class Run:
             log = self.folder / f"{problem.slug}.jsonl"
             target = problem.arch, device_name
             events = search(case, problem.direction, target, budget, log, self.workers, worker=self.worker)
-            *_, finished = events
+            finished, interrupted = _watch(events, case, problem.direction)
         except (Infeasible, ValueError) as error:
             return {"failed": str(error)}
-        assert isinstance(finished, Finished)
+        if finished.winner is not None:
+            saved = winners.keep(finished, device_name, environment(device_name, problem.arch), self.out)
+        if interrupted:
+            raise KeyboardInterrupt
         if finished.winner is None:
             return {"failed": f"none of {len(finished.failed)} variants worked"}
-        saved = winners.keep(finished, device_name, environment(device_name, problem.arch), self.out)
         return {
             "winner": finished.winner.spec.slug,
             "tflops": finished.winner.tflops,
@@ -251,6 +264,23 @@ class Run:
             note = self.claims.note(problem.slug)
             if note is not None:
                 yield problem, note
+
+
+def _watch(events: Generator[Event, None, None], case: Case, direction: Direction) -> tuple[Finished, bool]:
+    """The end of a search, and whether it was interrupted: then it is what was measured."""
+    from attnforge.runtime.search.search import Finished, Measured, so_far
+
+    begin, results = time.monotonic(), []
+    with closing(events):
+        try:
+            for event in events:
+                if isinstance(event, Measured):
+                    results.append(event.result)
+                elif isinstance(event, Finished):
+                    return event, False
+        except KeyboardInterrupt:
+            return so_far(case, direction, results, time.monotonic() - begin), True
+    raise RuntimeError("the search ended without a result")
 
 
 def knobs(winner: str) -> str:

@@ -104,8 +104,10 @@ class Run:
 
     @property
     def best_peer(self) -> Peer | None:
-        """The fastest peer."""
-        return min((p for p in self.peers if p.ms), key=lambda p: p.ms or 0.0, default=None)
+        """The fastest peer: the one that the winner leads by least, where all were timed beside it."""
+        timed = [peer for peer in self.peers if peer.ms]
+        together = all(peer.ours_ms for peer in timed)
+        return min(timed, key=lambda p: (p.ms or 0.0) / (p.ours_ms or 1.0 if together else 1.0), default=None)
 
 
 @dataclass(frozen=True)

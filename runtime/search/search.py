@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from os import sched_getaffinity
@@ -34,6 +34,7 @@ LOST = 1.5  # a variant this many times slower than the best is timed once
 # that. A sole leader is, too.
 FINALISTS, FINAL_MARGIN = 4, 1.1
 NOISE = 1.1  # how far leaders may move against each other when they are timed again; beyond, the machine was not quiet
+DRIFT = 1.25  # how far all of them may move together
 
 
 @dataclass(frozen=True)
@@ -329,17 +330,32 @@ class _Run:
         )
 
 
+def so_far(
+    case: Case, direction: Direction, results: Iterable[Result], seconds: float, space: int = 0
+) -> Finished:
+    """What an interrupted search has measured, ranked by the trials alone."""
+    results = tuple(results)
+    ranked = sorted((r for r in results if r.status == "ok"), key=lambda r: r.ms)
+    failed = tuple(r for r in results if r.status != "ok")
+    return Finished(case, direction, tuple(ranked), failed, seconds, space=space or len(results))
+
+
 def _may_lead(result: Result, best: Result) -> bool:
     """Whether a variant is near the best of the trials, or noise leaves open which of the two is faster."""
     return result.ms <= FINAL_MARGIN * best.ms or 0 < result.low_ms <= best.high_ms
 
 
 def _noise(changes: Sequence[float]) -> Iterator[str]:
-    """A warning if the leaders' times, timed again, have not all changed alike."""
+    """A warning if the leaders' times, timed again, have not all changed alike, or all by much."""
     if max(changes) / min(changes) > NOISE:
         yield (
             f"timed again, leaders took from {min(changes):.2f} to {max(changes):.2f} times as long as at first: "
             "the machine was not quiet, and the ranking of the others may be wrong"
+        )
+    elif not 1 / DRIFT <= median(changes) <= DRIFT:
+        yield (
+            f"timed again, all leaders took {median(changes):.2f} times as long as at first: "
+            "the machine's speed changed during the search"
         )
 
 

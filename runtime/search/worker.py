@@ -307,12 +307,15 @@ def _serve(connection: Connection, device: torch.device) -> None:
         connection.send((time.monotonic(), ""))
     except Exception as error:
         connection.send((0.0, f"{type(error).__name__}: {error}"))
+    with contextlib.suppress(EOFError, OSError):  # the caller is gone
+        _answer(connection)
+
+
+def _answer(connection: Connection) -> None:
+    """Answer requests. Raises EOFError or OSError when the pipe closes."""
     bench: Bench | None = None
     while True:
-        try:
-            what, arguments = connection.recv()
-        except EOFError:
-            return
+        what, arguments = connection.recv()
         if what in ("prepare", "release"):
             bench = None
             if torch.cuda.is_initialized():

@@ -108,6 +108,11 @@ def test_a_winner_that_loses_to_a_peer_is_said() -> None:
         "sdpa-cudnn is 1.25 times as fast as the winner",
     ]
     assert list(warnings(finished(), peers[1:])) == []
+    elsewhere = [row("flex", 9.0, 6.0), row("fa3", 2.0, 1.3)]
+    assert list(warnings(finished(), elsewhere)) == [
+        "the winner took 1.25 ms in the search and 6 ms beside flex: the machine was not quiet, and milliseconds "
+        "of winner and peers cannot be compared"
+    ]
     data = to_json(spoiled, peers)
     assert data["warnings"] == list(warnings(spoiled, peers))
     assert (data["space"], data["finalists"], len(data["ranked"])) == (21, 2, 10)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +21,12 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.tuning_set import chosen, measured
 from attnforge.cli import main
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Direction, DType
+from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime import tables
+from attnforge.runtime.search import search as engine
+from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.journal import Result
+from attnforge.runtime.search.search import Event, Measured
 from attnforge.runtime.search.worker import Worker
 
 CPU = torch.device("cpu")
@@ -147,3 +154,32 @@ def test_two_processes_share_the_work_and_a_second_run_has_none(
     assert again.exit_code == 0
     assert "winners are in" in again.output
     assert ", best of " not in again.output
+
+
+def test_an_interrupt_keeps_the_best_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def events(case: Case, direction: Direction, *_: object, **__: object) -> Iterator[Event]:
+        begun.append(next(iter(candidates(case.problem(direction, Arch.CPU)))))
+        yield Measured(Result(begun[0], "ok", ms=1.0, tflops=2.0), resumed=False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # the signal comes first
+
+    monkeypatch.setattr(engine, "search", events)
+    command = [
+        "tune",
+        *SMALL,
+        "--device",
+        "cpu",
+        "--table-out",
+        str(tmp_path),
+        "--dir",
+        str(tmp_path / "work"),
+    ]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "interrupted; 0 of 2 problems are finished, the best so far of another is saved" in result.output
+    assert f"run the same command to resume from {tmp_path / 'work'}" in result.output.replace("\n", "")
+    name = tables.device_name(torch.device("cpu"))
+    assert [entry.spec for entry in tables.load(name, tmp_path)] == begun
+    assert not list((tmp_path / "work").glob("*.json")), "the problem is not finished"

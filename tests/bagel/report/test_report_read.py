@@ -19,7 +19,7 @@ from PIL import Image
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.report.bounds import bounds, case_of, memory_ms
 from attnforge.bagel.report.masks import hidden_colour, picture_of
-from attnforge.bagel.report.read import PAUSE, Run, Subject, Variant, read
+from attnforge.bagel.report.read import PAUSE, Peer, Run, Subject, Variant, read
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
@@ -240,3 +240,12 @@ def test_the_picture_of_a_mask(pack: str) -> None:
     assert picture.skipped > 0
     assert any(colour[3] == 0 for colour in colours)
     assert picture.full + picture.partial + picture.skipped == -(-case.seq_q // 64) * -(-case.seq_k // 128)
+
+
+def test_the_best_peer_is_the_one_that_the_winner_leads_by_least(log: Path) -> None:
+    """Where all were timed beside the winner; a machine that became slower must not hide a faster peer."""
+    (run,) = only(log).runs
+    flex = Peer("flex", 8.05, 40.0, "", ours_ms=23.9)
+    math = Peer("sdpa-math", 1.34, 250.0, "", ours_ms=0.36)
+    assert replace(run, peers=[math, flex]).best_peer == flex
+    assert replace(run, peers=[math, replace(flex, ours_ms=None)]).best_peer == math

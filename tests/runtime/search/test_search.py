@@ -7,6 +7,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from attnforge.bagel.commands import search_screen
+from attnforge.bagel.measure.bench import Row
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
@@ -30,7 +33,7 @@ from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case, causal_case
 from attnforge.runtime.search.conditions import Summary
 from attnforge.runtime.search.journal import Result
-from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Scope, Started
+from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Scope, Started, _noise
 from attnforge.runtime.search.strategies import STRATEGIES, Greedy, Times
 from attnforge.runtime.search.timing import Timing
 from attnforge.runtime.search.worker import Outcome, Worker
@@ -412,6 +415,68 @@ def test_an_interrupted_search_keeps_its_best(
     said = capsys.readouterr().out
     assert "interrupted; the best so far" in said
     assert "run the same command to resume from" in said
+
+
+def test_an_interrupt_keeps_the_winner_while_peers_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, specs = small_case(), list(candidates(small_case().problem(FORWARD, Arch.CPU)))
+    best = Result(specs[1], "ok", ms=1.0, tflops=2.0)
+
+    def peers(*_: object, **__: object) -> Iterator[Row]:
+        yield Row(case.name, "fwd", "fp32", "sdpa-math", ms=3.0, tflops=0.7, ours_ms=1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # the signal comes first
+
+    monkeypatch.setattr(
+        search_screen, "search", lambda *_: iter_events(Finished(case, FORWARD, (best,), (), 1.0))
+    )
+    monkeypatch.setattr(search_screen, "peers_of", peers)
+    with pytest.raises(KeyboardInterrupt):
+        search_screen.run_search(
+            case, FORWARD, (Arch.CPU, "dev"), search_screen.Options(Budget(), out=tmp_path)
+        )
+    assert [entry.spec for entry in tables.load("dev", tmp_path)] == [specs[1]]
+    said = capsys.readouterr().out
+    assert "sdpa-math" in said
+    assert "interrupted while peers were timed; the winner is saved; run the same command to resume" in said
+
+
+def iter_events(*events: Event) -> Iterator[Event]:
+    yield from events
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([1.0, 1.05], ""),
+        (
+            [1.06, 11.69],
+            "leaders took from 1.06 to 11.69 times as long as at first: the machine was not quiet",
+        ),
+        ([1.98, 2.0], "all leaders took 1.99 times as long as at first: the machine's speed changed"),
+        ([0.5, 0.5], "all leaders took 0.50 times as long"),
+    ],
+)
+def test_what_the_last_timing_tells_of_the_machine(changes: list[float], said: str) -> None:
+    found = list(_noise(changes))
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+
+
+def test_the_measuring_process_ends_in_silence_with_its_caller() -> None:
+    """Its caller is killed while it waits for requests."""
+    program = (
+        "import os, signal, torch\n"
+        "from attnforge.runtime.search.worker import Worker\n"
+        "if __name__ == '__main__':\n"
+        "    worker = Worker(); worker.start(torch.device('cpu'))\n"
+        "    worker._connection.poll(60)  # an unread reply makes the pipe end by a reset\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == ""
 
 
 def test_a_dying_process_is_one_failure() -> None:
