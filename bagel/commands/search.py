@@ -67,6 +67,9 @@ def _values(
     help="Write the winners to DIR.  [default: the first folder of `tables list`]",
 )
 @click.option("--no-peers", is_flag=True, help="Do not time torch's attention.")
+@click.option(
+    "--no-page", "page", flag_value=False, default=True, help="Do not write an HTML page beside the log."
+)
 @workers_option()
 @out_option("--json", "json_out", help="Write the results to this file.")
 def search(
@@ -78,6 +81,7 @@ def search(
     log: Path | None,
     table_out: Path | None,
     no_peers: bool,
+    page: bool,
     workers: int | None,
     json_out: Path | None,
 ) -> None:
@@ -86,7 +90,7 @@ def search(
     `attnforge.attention` uses the winners from then on. Tables are read from the folders of ATTNFORGE_TABLES
     (default: the user's data folder), then from the package; winners are written to the first one.
     """
-    from attnforge.bagel.commands.search_screen import Options, run_search
+    from attnforge.bagel.commands.search_screen import Options, run_search, say_page
     from attnforge.bagel.measure.bench import machine
     from attnforge.bagel.measure.tuning_set import search_seconds
     from attnforge.runtime.search.search import Budget, Scope
@@ -106,3 +110,5 @@ def search(
                 for target in selection.targets(direction):
                     found.append(run_search(case, direction, target, options, worker))
                     write_json(json_out, {"machine": facts, "searches": found})
+    if page:
+        say_page(found)

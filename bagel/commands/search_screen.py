@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from attnforge.bagel.commands.bench import say_notes
 from attnforge.bagel.commands.console import console, echo, make_table, short_path
+from attnforge.bagel.commands.report import missing_packages, write_page
 from attnforge.bagel.measure.bench import Row, peers_of
 from attnforge.bagel.measure.report import interval, milliseconds, ratio, speed
 from attnforge.codegen.spec import Arch, Direction, Spec
@@ -91,8 +92,7 @@ def run_search(
             journal = Journal(log, case.name, direction.value, environment(device_name, target[0]))
             journal.note("peers", [asdict(row) for row in rows])
     report(finished, rows)
-    echo(f"a page of this log: attnforge report {short_path(log)} -o report.html")
-    return to_json(finished, rows)
+    return {**to_json(finished, rows), "log": str(log)}
 
 
 def time_peers(finished: Finished, resume: str) -> list[Row]:
@@ -108,6 +108,24 @@ def time_peers(finished: Finished, resume: str) -> list[Row]:
         echo(f"interrupted while peers were timed; the winner is saved; {resume}")
         raise
     return rows
+
+
+def say_page(found: Sequence[Mapping[str, Any]]) -> None:
+    """Write the HTML page of searches (`run_search`) beside their log, or print how to make one."""
+    log = Path(found[0]["log"])
+    page = log.with_suffix(".html")
+    if missing := missing_packages():
+        echo(f"for an HTML page of the log install {', '.join(missing)}: pip install 'attnforge[report]'")
+        echo(f"then: attnforge report {short_path(log)} -o report.html")
+        return
+    problems = {(search["case"], search["direction"], search["dtype"]) for search in found}
+    try:
+        with console.status("making the HTML page"):
+            write_page([log], page, problems)
+    except (OSError, RuntimeError, ValueError) as error:
+        echo(f"no HTML page: {error}")
+        return
+    echo(f"page with charts and sources: {short_path(page)}")
 
 
 def report(finished: Finished, peers: Sequence[Row]) -> None:

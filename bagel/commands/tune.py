@@ -133,15 +133,7 @@ def tune(
         echo(
             f"{len(problems)} problems, process {here.rank + 1} of {here.world}; logs in {short_path(folder)}"
         )
-        try:
-            run.work(here)
-        except KeyboardInterrupt:
-            done = len(problems) - len(run.left())
-            echo(
-                f"interrupted; {done} of {len(problems)} problems are finished, the best so far of another is saved"
-            )
-            echo(f"run the same command to resume from {short_path(folder)}")
-            raise
+        run.work(here)
     if here.rank == 0:
         run.show()
 
@@ -185,11 +177,20 @@ class Run:
     worker: Worker  # measures all problems
 
     def work(self, here: Place) -> None:
-        """Search what nobody else does until all is finished; processes begin at different places."""
+        """Search what nobody else does until all is finished; processes begin at different places.
+
+        Interrupted by Ctrl-C or SIGTERM, it says how to resume, and raises KeyboardInterrupt.
+        """
         first = here.rank * len(self.problems) // here.world
-        while left := self.left(first):
-            if not any(self._attempt(problem) for problem in left):
-                time.sleep(POLL)  # others are at work
+        try:
+            while left := self.left(first):
+                if not any(self._attempt(problem) for problem in left):
+                    time.sleep(POLL)  # others are at work
+        except KeyboardInterrupt:
+            done, count = len(self.problems) - len(self.left()), len(self.problems)
+            echo(f"interrupted; {done} of {count} problems are finished, the best so far of another is saved")
+            echo(f"run the same command to resume from {short_path(self.folder)}")
+            raise
 
     def left(self, first: int = 0) -> list[TuningProblem]:
         """The problems that are not finished, from number `first` on and then those before it."""
