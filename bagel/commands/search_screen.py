@@ -224,9 +224,9 @@ class Screen:
         raise RuntimeError("the search ended without a result")
 
     def _announce(self, event: Started) -> str:
-        """Print what is searched, and for how long at most. Returns the case in few words."""
+        """Print what is searched, and for about how long. Returns the case in few words."""
         what = f"{event.case.name} {event.direction.value} {event.case.dtype.value}"
-        limit = f", {clock(self._budget.seconds)} at most" if self._budget.seconds is not None else ""
+        limit = f", for about {clock(self._budget.seconds)}" if self._budget.seconds is not None else ""
         console.print(f"[bold]{escape(what)}[/bold]: {event.planned} of {event.space} variants{limit}")
         return what
 
