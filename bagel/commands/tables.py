@@ -43,15 +43,20 @@ def show(device: str | None) -> None:
 
     DEVICE is a name as `list` prints it; the default is this machine's device.
     """
-    from attnforge.runtime.tables import known
+    from attnforge.runtime.tables import MODELLED, folders, known
 
     name = device or _here()
-    entries = known(name)
-    if not entries:
+    modelled = known(name, [place / MODELLED for place in folders()])
+    parts = {name: known(name), f"{name}, modelled, not measured": modelled}
+    if not any(parts.values()):
         raise click.ClickException(f"no table is for {name}; `attnforge tables list` shows what there is")
-    echo(f"{name}\n{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel; keys: visible to a query")
-    for entry in sorted(entries, key=lambda entry: entry.spec.slug):
-        echo(_line(entry))
+    for title, entries in parts.items():
+        if entries:
+            echo(
+                f"{title}\n{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel; keys: visible to a query"
+            )
+        for entry in sorted(entries, key=lambda entry: entry.spec.slug):
+            echo(_line(entry))
 
 
 @tables.command()

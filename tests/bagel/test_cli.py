@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -305,6 +306,20 @@ def test_tables_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         merged = CliRunner().invoke(main, ("tables", "merge", str(source), "--into", str(tmp_path / "all")))
         assert f"{count} of" in merged.output, merged.output
     assert {entry.spec for entry in load("cpu avx2", tmp_path / "all")} == {two}
+
+
+def test_show_takes_every_name_that_list_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNFORGE_TABLES", str(tmp_path))
+    listed = CliRunner().invoke(main, ("tables", "list")).output
+    found = re.findall(r"^  (\S+): (\d+) entries, (.*)$", listed, re.MULTILINE)
+    assert ("nvidia-h200", "measured") in {(name, words) for name, _, words in found}
+    assert {"sm80", "sm120"} <= {name for name, _, words in found if words == "modelled, not measured"}
+    for name, count, words in found:
+        shown = CliRunner().invoke(main, ("tables", "show", name))
+        assert shown.exit_code == 0, shown.output
+        title, _, *rows = shown.output.splitlines()
+        assert title == (name if words == "measured" else f"{name}, {words}")
+        assert len(rows) == int(count)
 
 
 @pytest.mark.gpu
