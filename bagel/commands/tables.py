@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,8 @@ def diff(first: Path, second: Path) -> None:
 def merge(sources: tuple[Path, ...], into: Path | None) -> None:
     """Merge folders into one.
 
-    Of two entries of one problem class the faster stays.
+    Of two entries of one problem class the faster stays. The sources of the kernels taken are rendered beside the
+    table, as `search` does; the package's own folder gets none.
     """
     from attnforge.runtime.tables import folders, load, save, writable
 
@@ -97,10 +99,23 @@ def merge(sources: tuple[Path, ...], into: Path | None) -> None:
             entries = load(path.stem, source)
             before = {str(e.cls): e for e in load(path.stem, target)}
             save(path.stem, entries, target, beside=())
-            changed = sum(before.get(str(e.cls)) != e for e in load(path.stem, target))
+            taken = [e for e in load(path.stem, target) if before.get(str(e.cls)) != e]
             console.print(
-                f"{path.stem}: {changed} of {len(entries)} entries taken from {source}", soft_wrap=True
+                f"{path.stem}: {len(taken)} of {len(entries)} entries taken from {source}", soft_wrap=True
             )
+            _write_sources(taken, target)
+
+
+def _write_sources(entries: Sequence[Tuned], folder: Path) -> None:
+    """The kernels' sources, beside the table; names those of older versions, which cannot be rendered any more."""
+    from attnforge.codegen.plan import Infeasible
+    from attnforge.runtime.search.winners import write_source
+
+    for spec in dict.fromkeys(entry.spec for entry in entries):
+        try:
+            write_source(spec, folder)
+        except Infeasible as error:
+            echo(f"  no source of {spec.slug}: {error}")
 
 
 def _here() -> str:

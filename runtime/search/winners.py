@@ -42,12 +42,20 @@ def keep(finished: Finished, device_name: str, env: dict[str, str], directory: P
     now = next(e for e in tables.load(device_name, directory) if e.cls == entry.cls)
     if now.spec != entry.spec:  # another process saved it meanwhile
         return Saved(path, None, now)
+    return Saved(path, write_source(entry.spec, directory))
+
+
+def write_source(spec: Spec, directory: Path) -> Path | None:
+    """Render the source of an entry's kernel into its folder of tables; None, and no file, for the package's own.
+
+    Raises Infeasible if a kernel of an older version cannot be rendered any more.
+    """
     if directory.resolve() == tables.PACKAGED.resolve():
-        return Saved(path, None)
-    source = render(entry.spec)
+        return None
+    source = render(spec)
     target = directory / source.file_name
     target.write_text(source.text)
-    return Saved(path, target)
+    return target
 
 
 def _entry(finished: Finished, env: dict[str, str]) -> Tuned:

@@ -28,6 +28,7 @@ from attnforge.bagel.measure.peers import NAMES
 from attnforge.bagel.measure.report import bench_markdown
 from attnforge.bagel.pictures.mask import _cells
 from attnforge.cli import main
+from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
@@ -306,6 +307,35 @@ def test_tables_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         merged = CliRunner().invoke(main, ("tables", "merge", str(source), "--into", str(tmp_path / "all")))
         assert f"{count} of" in merged.output, merged.output
     assert {entry.spec for entry in load("cpu avx2", tmp_path / "all")} == {two}
+
+
+def test_merge_writes_the_sources_of_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a search does: beside the table, but not in the package's own folder."""
+    one, two, *_ = candidates(Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 16))
+    slow, fast = tmp_path / "slow", tmp_path / "fast"
+    save("cpu avx2", [Tuned(one, 1, 64, 1.0, 5.0)], slow)
+    save("cpu avx2", [Tuned(two, 1, 64, 1.0, 7.0)], fast)
+    monkeypatch.setattr("attnforge.runtime.tables.PACKAGED", tmp_path / "packaged")
+    for name in ("all", "packaged"):
+        run("tables", "merge", str(fast), str(slow), "--into", str(tmp_path / name))
+        assert {entry.spec for entry in load("cpu avx2", tmp_path / name)} == {two}
+    assert [path.name for path in (tmp_path / "all").glob("*.cpp")] == [f"{two.slug}.cpp"]
+    assert (tmp_path / "all" / f"{two.slug}.cpp").read_text() == render(two).text
+    assert [path.name for path in (tmp_path / "packaged").glob("[!.]*")] == ["cpu-avx2.json"]
+
+
+def test_merge_says_which_kernel_has_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an older version, which cannot be rendered any more: its entry is taken all the same."""
+
+    def refuse(spec: object) -> None:
+        raise Infeasible("tile_m: got 7")
+
+    one = next(candidates(Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 16)))
+    save("cpu avx2", [Tuned(one, 1, 64, 1.0, 5.0)], tmp_path / "old")
+    monkeypatch.setattr("attnforge.runtime.search.winners.render", refuse)
+    merged = run("tables", "merge", str(tmp_path / "old"), "--into", str(tmp_path / "all"))
+    assert f"no source of {one.slug}: tile_m: got 7" in merged.output
+    assert len(load("cpu avx2", tmp_path / "all")) == 1
 
 
 def test_show_takes_every_name_that_list_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
