@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 # As wide as the terminal; a pipe gets $COLUMNS or 80.
@@ -18,6 +19,11 @@ console = Console()
 def echo(text: str) -> None:
     """Print plain text: no markup, no highlighting, no wrapping of long paths."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning; the console wraps it."""
+    console.print(f"[bold yellow]warning:[/bold yellow] {escape(text)}", highlight=False)
 
 
 def make_table(

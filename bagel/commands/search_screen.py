@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from attnforge.bagel.commands.bench import say_notes
-from attnforge.bagel.commands.console import console, echo, make_table, short_path
+from attnforge.bagel.commands.console import console, echo, make_table, short_path, warn
 from attnforge.bagel.commands.report import missing_packages, write_page
 from attnforge.bagel.measure.bench import Row, peers_of
 from attnforge.bagel.measure.report import interval, milliseconds, ratio, speed
@@ -135,7 +135,7 @@ def report(finished: Finished, peers: Sequence[Row]) -> None:
         console.print(remark, highlight=False, markup=False)
     say_notes(peers)
     for warning in warnings(finished, peers):
-        console.print(f"[bold yellow]warning:[/bold yellow] {escape(warning)}", highlight=False)
+        warn(warning)
 
 
 def to_json(finished: Finished, peers: Sequence[Row]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnforge.bagel.commands.console import console, echo, make_table, short_path
+from attnforge.bagel.commands.console import console, echo, make_table, short_path, warn
 from attnforge.bagel.commands.options import (
     DIRECTORY,
     SCORE_HELP,
@@ -205,6 +205,8 @@ class Run:
                 note = self._search(problem)
                 self.claims.finish(problem.slug, {**note, "seconds": round(time.monotonic() - begin, 1)})
                 echo(f"{problem}: {summary(note)}")
+                for warning in note.get("warnings", ()):
+                    warn(warning)
             return mine
 
     def _search(self, problem: TuningProblem) -> dict[str, Any]:
@@ -242,20 +244,24 @@ class Run:
             "tflops": finished.winner.tflops,
             "variants": len(finished.ranked) + len(finished.failed),
             "stays": saved.stays.spec.slug if saved.stays else None,
+            "warnings": list(finished.conditions.warnings),
         }
 
     def show(self) -> None:
-        """A line for each problem, and where the table is."""
+        """A line for each problem, how many had warnings, and where the table is."""
         from attnforge.bagel.measure.report import speed
 
         table = make_table("tuned", ("problem", "winner"), ("speed", "variants", "seconds"))
         for problem, note in self._notes():
             numbers = (str(note.get(key, "")) for key in ("variants", "seconds"))
-            winner = note.get("stays") or note.get("winner") or note["failed"]
-            table.add_row(
-                str(problem), knobs(winner), speed(note["tflops"]) if "tflops" in note else "", *numbers
-            )
+            winner = knobs(note.get("stays") or note.get("winner") or note["failed"])
+            winner += " (disturbed)" if note.get("warnings") else ""
+            table.add_row(str(problem), winner, speed(note["tflops"]) if "tflops" in note else "", *numbers)
         console.print(table)
+        disturbed = sum(bool(note.get("warnings")) for _, note in self._notes())
+        if disturbed:
+            count = f"{disturbed} of {len(self.problems)} problems were disturbed"
+            warn(f"{count}; their logs in {short_path(self.folder)} say how")
         if not any("winner" in note for _, note in self._notes()):
             raise click.ClickException("no problem has a winner")
         echo(f"winners are in {short_path(self.out)}")

@@ -25,8 +25,9 @@ from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime import tables
 from attnforge.runtime.search import search as engine
 from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.conditions import Summary
 from attnforge.runtime.search.journal import Result
-from attnforge.runtime.search.search import Event, Measured
+from attnforge.runtime.search.search import Event, Finished, Measured
 from attnforge.runtime.search.worker import Worker
 
 CPU = torch.device("cpu")
@@ -109,6 +110,36 @@ def test_another_version_of_a_file_is_another_problem(tmp_path: Path) -> None:
         (problem,) = chosen(CPU, ["2/1/16"], ["full/64"], [DType.FLOAT32], [Direction.FORWARD], [f"{file}:f"])
         slugs.add(problem.slug)
     assert len(slugs) == 2
+
+
+def test_warnings_of_a_search_are_printed_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the problem's line, in its note, and in a line at the end, which a later run prints, too."""
+    seen = "other processes used 3.0 of 4 CPUs [all of them] while variants were timed"
+
+    def disturbed(case: Case, direction: Direction, *_: object, **__: object) -> Iterator[Finished]:
+        spec = next(candidates(case.problem(direction, Arch.CPU)))
+        result = Result(spec, "ok", ms=1.0, tflops=2.0)
+        warnings = (seen,) if case.name.startswith("full") else ()
+        yield Finished(case, direction, (result,), (), 1.0, conditions=Summary(warnings=warnings))
+
+    monkeypatch.setattr(engine, "search", disturbed)
+    monkeypatch.setattr(Worker, "start", lambda *_: None)
+    places = ("--table-out", str(tmp_path / "tables"), "--dir", str(tmp_path / "work"))
+    command = ("tune", *SMALL, "--dtype", "fp32", "--device", "cpu", *places)
+    texts = []
+    for _ in range(2):
+        result = CliRunner().invoke(main, command, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        texts.append(" ".join(result.output.split()))
+    assert texts[0].count(f"warning: {seen}") == 1
+    assert f"best of 1 warning: {seen}" in texts[0]
+    for text in texts:
+        assert "warning: 1 of 2 problems were disturbed; their logs in" in text
+        assert text.count("(disturbed)") == 1
+    notes = [json.loads(path.read_text()) for path in (tmp_path / "work").glob("*.json")]
+    assert sorted(note["warnings"] for note in notes) == [[], [seen]]
 
 
 def test_two_processes_share_the_work_and_a_second_run_has_none(
