@@ -74,7 +74,7 @@ def bench_table(rows: Sequence[Row], title: str) -> Table:
             if row.ms is None:
                 continue
             style = "bold green" if row.name == OURS else None
-            cells = (speed(row.tflops), milliseconds(row.ms), interval(row.low_ms, row.high_ms))
+            cells = (speed(row.tflops), milliseconds(row.ms), interval(row))
             table.add_row(f"  {row.name}", *cells, ratio(row.ratio), style=style)
         table.add_section()
     return table

@@ -283,7 +283,7 @@ def search_table(finished: Finished, peers: Sequence[Row]) -> Table:
     table.add_section()
     for row in peers:
         if row.ms is not None:
-            cells = (speed(row.tflops), milliseconds(row.ms), interval(row.low_ms, row.high_ms))
+            cells = (speed(row.tflops), milliseconds(row.ms), interval(row))
             table.add_row(row.name, *cells, ratio(row.ratio))
     return table
 
@@ -293,7 +293,7 @@ def _variant(result: Result, names: Sequence[str], winner: Result | None) -> tup
         knobs(result.spec, names or None),
         speed(result.tflops),
         milliseconds(result.ms),
-        interval(result.low_ms, result.high_ms),
+        interval(result),
         ratio(result.ms / winner.ms) if winner and winner.ms else "",
         f"{result.limit_used:.0%}",
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from attnforge.bagel.measure.bench import OURS, Row, best_peer, lead
+from attnforge.runtime.search.journal import Result
 
 
 def speed(tflops: float | None) -> str:
@@ -54,9 +55,11 @@ def milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def interval(low: float, high: float) -> str:
-    """`12.1-12.4`, milliseconds; empty if it is not known."""
-    return f"{milliseconds(low)}-{milliseconds(high)}" if high else ""
+def interval(row: Row | Result) -> str:
+    """`12.1-12.4`, milliseconds; empty if it is not known, `-` if there is none: one sample does not give it."""
+    if row.repeats < 2:
+        return "-"
+    return f"{milliseconds(row.low_ms)}-{milliseconds(row.high_ms)}" if row.high_ms else ""
 
 
 def ratio(value: float | None) -> str:

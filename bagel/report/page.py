@@ -216,7 +216,7 @@ def words(variant: Variant, names: Iterable[str] | None = None) -> str:
 
 
 def span(variant: Variant, scale: charts.Scale) -> str:
-    """The interval of a speed in the unit of its charts; empty if the log has none."""
+    """The interval of a speed in the unit of its charts; empty if there is none."""
     if variant.interval is None:
         return ""
     low, high = (x * scale.factor for x in variant.speeds)

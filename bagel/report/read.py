@@ -38,7 +38,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Variant:
-    """One line with a result. `interval` are milliseconds around the median `ms`, if the log has them."""
+    """One line with a result. `interval` are milliseconds around the median `ms`, if there are such."""
 
     spec: Spec
     status: str
@@ -214,7 +214,7 @@ def _variant(data: dict[str, Any], source: str, seconds: float) -> Variant:
         str(data["detail"]),
         float(data["ms"]),
         float(data["tflops"]),
-        (low, high) if low and high else None,
+        (low, high) if low and high and int(data["repeats"]) > 1 else None,  # one sample gives none
         int(data["registers"]),
         int(data["spill_bytes"]),
         int(data["shared_bytes"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import islice
 
@@ -34,7 +35,16 @@ SPECS = list(islice(candidates(CASE.problem(FORWARD, Arch.SM90A)), 15))
 
 def results(count: int) -> tuple[Result, ...]:
     return tuple(
-        Result(spec, "ok", ms=1.25 + n, tflops=700.0 - n, registers=168, low_ms=1.0 + n, high_ms=1.5 + n)
+        Result(
+            spec,
+            "ok",
+            ms=1.25 + n,
+            tflops=700.0 - n,
+            repeats=9,
+            registers=168,
+            low_ms=1.0 + n,
+            high_ms=1.5 + n,
+        )
         for n, spec in enumerate(SPECS[:count])
     )
 
@@ -62,6 +72,16 @@ def test_the_table_fits_80_columns_and_keeps_its_numbers() -> None:
     for cell in ("700.0 TFLOP/s", "1.25", "1-1.5", "1.00x", "2.00-2.5", "82.27x"):
         assert cell.replace("2.00-2.5", "2-2.5") in shown
     assert "fa4" not in shown, "what was not timed is said below the table"
+
+
+def test_one_sample_has_no_interval() -> None:
+    once = replace(results(1)[0], ms=6977.0, low_ms=6977.0, high_ms=6977.0, repeats=1)
+    twice = replace(once, repeats=2)
+    peer = replace(row("flex", 6977.0), low_ms=6977.0, high_ms=6977.0, repeats=1)
+    for shown in (text(search_table(finished(ranked=(once,)), [peer])), text(bench_table([peer], ""))):
+        assert "6977-6977" not in shown
+        assert re.search(r"flex .* 6977 +- ", shown)
+    assert "6977-6977" in text(search_table(finished(ranked=(twice,)), []))
 
 
 def test_only_knobs_that_differ_are_in_the_table() -> None:

@@ -98,6 +98,17 @@ def test_a_log_without_results_is_an_error(tmp_path: Path) -> None:
         read([path])
 
 
+def test_one_sample_has_no_interval(log: Path, tmp_path: Path) -> None:
+    row = next(row for row in map(json.loads, log.read_text().splitlines()) if "result" in row)
+    found = []
+    for repeats in (1, 2):
+        row["result"] |= {"status": "ok", "ms": 7.0, "low_ms": 7.0, "high_ms": 7.0, "repeats": repeats}
+        path = tmp_path / f"{repeats}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        found.append(read([path]).subjects[0].runs[0].variants[0].interval)
+    assert found == [None, (7.0, 7.0)]
+
+
 def test_an_older_log_has_no_notes_and_no_intervals(log: Path) -> None:
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     old = [row for row in rows if "result" in row and row["result"]["status"] == "ok"]
