@@ -107,7 +107,11 @@ def _read_line(path: Path, line: int) -> Workload:
     try:
         with path.open(encoding="utf-8") as lines:
             text = next(islice(lines, line - 1, None))
-    except (OSError, StopIteration):
+    except FileNotFoundError:
+        raise ValueError(f"pack: there is no file {path}, so no line {where}") from None
+    except OSError as error:
+        raise ValueError(f"pack: {path} cannot be read: {error.strerror or error}") from None
+    except StopIteration:
         raise ValueError(f"pack: there is no line {where}") from None
     try:
         row = json.loads(text)

@@ -188,7 +188,9 @@ def test_a_log_of_failures_and_a_case_that_cannot_be_made(logs: list[Path], tmp_
     broken.write_text("".join(json.dumps(row) + "\n" for row in (*failed, *lost)))
     said = " ".join(" ".join(Tags(page.make_page(read([broken]))).words).split())
     assert "No variant works." in said
-    assert "The case cannot be made here: pack: there is no line packs.jsonl:7" in said
+    assert (
+        "The case cannot be made here: pack: there is no file packs.jsonl, so no line packs.jsonl:7" in said
+    )
 
 
 def test_rows_of_the_charts(logs: list[Path]) -> None:

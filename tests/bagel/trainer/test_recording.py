@@ -142,5 +142,18 @@ def test_a_wrong_file_is_one_message(name: str, text: str, message: str, tmp_pat
     result = CliRunner().invoke(main, ["search", "--packs", str(path), "--device", "cpu"])
     assert result.exit_code == 2
     assert message in result.stderr
-    missing = CliRunner().invoke(main, ["search", "--pack", f"{tmp_path}/other.jsonl:3", "--device", "cpu"])
-    assert "there is no line" in missing.stderr
+
+
+def test_a_line_that_is_not_there_and_a_file_that_is_not(tmp_path: Path) -> None:
+    short, folder = tmp_path / "short.jsonl", tmp_path / "folder.jsonl"
+    short.write_text("{}\n{}\n")
+    folder.mkdir()
+    messages = {
+        f"{short}:3": f"pack: there is no line {short}:3",
+        f"{tmp_path}/other.jsonl:3": f"pack: there is no file {tmp_path}/other.jsonl",
+        f"{folder}:3": f"pack: {folder} cannot be read: Is a directory",
+    }
+    for pack, message in messages.items():
+        result = CliRunner().invoke(main, ["search", "--pack", pack, "--device", "cpu"])
+        assert result.exit_code == 2
+        assert message in result.stderr
