@@ -42,7 +42,7 @@ def bench(
     from attnforge.bagel.measure import bench as bench_module
     from attnforge.bagel.measure.report import bench_markdown
 
-    chosen = bench_module.chosen_peers(peers, selection.device)
+    chosen = bench_module.chosen_peers(peers)
     facts = bench_module.machine(selection.device)
     rows: list[Row] = []
     with console.status("timing") as status:

@@ -11,7 +11,7 @@ import torch
 
 from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.peers import OURS as OURS
-from attnforge.bagel.measure.peers import known, present, time_peer
+from attnforge.bagel.measure.peers import known, time_peer, usual
 from attnforge.codegen.spec import Direction, Spec
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.case import Case, Inputs
@@ -84,10 +84,10 @@ def ours(
     return backward
 
 
-def chosen_peers(text: str | None, device: torch.device) -> tuple[str, ...]:
-    """The peers in `text`, separated by commas; None: all installed ones. Raises ValueError for unknown names."""
+def chosen_peers(text: str | None) -> tuple[str, ...] | None:
+    """The peers in `text`, separated by commas; None: the usual ones. Raises ValueError for unknown names."""
     if text is None:
-        return present(device)
+        return None
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in known():
@@ -110,7 +110,7 @@ def peers_of(
     def beside(sets: Sequence[Inputs]) -> Callable[[int], Any]:
         return ours(case, direction, sets, spec)
 
-    for name in present(case.device) if names is None else names:
+    for name in usual(case) if names is None else names:
         try:
             theirs, mine = time_peer(name, case, direction, None if alone else beside)
             yield _row(case, direction, name, theirs, mine)

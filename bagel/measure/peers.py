@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -48,6 +49,8 @@ NAMES = {
     "cpu": ("sdpa-flash", "sdpa-samples", "flex"),
 }
 EXTRA: dict[str, Callable[[Case], Attention]] = {}  # peers that a benchmark brings along, by name
+# A warning of torch that says why it does not use a backend of SDPA.
+_REFUSAL = re.compile(r"(?P<why>.*?)\s*\(Triggered internally at \S*/sdp_utils", re.DOTALL)
 OURS = "attnforge"  # our own kernel in rows and tables
 Call = Callable[[int], Any]  # on the inputs of that index
 
@@ -55,6 +58,17 @@ Call = Callable[[int], Any]  # on the inputs of that index
 def present(device: torch.device) -> tuple[str, ...]:
     """The peers that are installed here, in the order of tables."""
     return tuple(name for name in NAMES[device.type] if name not in INSTALLED or INSTALLED[name]())
+
+
+def usual(case: Case) -> tuple[str, ...]:
+    """The peers that a case is timed beside: `present` ones.
+
+    On a CPU SDPA's math backend, which is slow, is one where its flash backend cannot compute the case.
+    """
+    names = present(case.device)
+    if case.device.type == "cpu" and case.head_dim_v != case.head_dim:
+        return ("sdpa-math", *names)
+    return names
 
 
 def known() -> tuple[str, ...]:
@@ -128,14 +142,35 @@ def with_peak(call: Callable[[], Any], device: torch.device) -> tuple[Any, float
 @contextlib.contextmanager
 def as_unavailable() -> Iterator[None]:
     """Turns an exception of a peer into Unavailable, so that the run continues and the table shows the reason."""
-    try:
-        yield
-    except Unavailable:
-        raise
-    except Exception as error:
-        log.debug("a peer failed", exc_info=True)
-        words = " ".join(str(error).split())  # all lines, since the first one may hold no information
-        raise Unavailable(f"{type(error).__name__}: {words[:200]}") from error
+    with _refusals() as refusals:
+        try:
+            yield
+        except Unavailable:
+            raise
+        except Exception as error:
+            log.debug("a peer failed", exc_info=True)
+            text = " ".join((str(error), *refusals))
+            words = " ".join(text.split())  # all lines, since the first one may hold no information
+            raise Unavailable(f"{type(error).__name__}: {words[:300]}") from error
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[list[str]]:
+    """Torch's reasons not to use a backend of SDPA, which it warns of before it raises; other warnings pass."""
+    found: list[str] = []
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, *arguments: Any, **more: Any) -> None:
+            refusal = _REFUSAL.match(str(message))
+            if refusal is None:
+                others(message, *arguments, **more)
+            elif not refusal["why"].endswith(("because:", "runtime disabled.")):
+                found.append(refusal["why"])
+
+        warnings.showwarning = show
+        warnings.filterwarnings("always", _REFUSAL.pattern.replace("?P<why>", ""), UserWarning)
+        yield found
 
 
 def attention_of(name: str, case: Case, often: bool = False) -> Attention:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,31 @@ def test_peers_agree_with_the_reference(name: str, pack: Case) -> None:
     got = attention_of(name, pack)(x.q, x.k, x.v)
     exact = reference(x.q, x.k, x.v, pack.mask, pack.scale).out
     torch.testing.assert_close(got[:, :, :350].double(), exact[:, :, :350], atol=1e-5, rtol=1e-5)
+
+
+def test_a_v_of_its_own_width_on_a_cpu(recwarn: pytest.WarningsRecorder) -> None:
+    """Flash cannot do it: its note has torch's reason, which is not printed as a warning. The math backend can."""
+    case = make_case("causal/96", "4/2/48", DType.FLOAT32, CPU)
+    assert "sdpa-math" not in peers.usual(case)
+    case = replace(case, dim_v=32)
+    assert peers.usual(case)[:2] == ("sdpa-math", "sdpa-flash")
+    for _ in range(2):
+        math, flash = peers_of(case, Direction.FORWARD, ("sdpa-math", "sdpa-flash"), alone=True)
+        assert math.ms
+        assert flash.ms is None
+        assert flash.note.startswith("RuntimeError: No available kernel")
+        assert "same last dimension. Got Query.size(-1): 48" in flash.note
+        assert "because:" not in flash.note
+    assert not [str(one.message) for one in recwarn]
+    x = case.inputs()
+    exact = reference(x.q, x.k, x.v, case.mask, case.scale).out
+    got = attention_of("sdpa-math", case)(x.q, x.k, x.v)
+    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_other_warnings_of_peers_are_shown() -> None:
+    with pytest.warns(UserWarning, match="of another kind"), peers.as_unavailable():
+        warnings.warn("of another kind", UserWarning, stacklevel=1)
 
 
 GPU_CASES = [
