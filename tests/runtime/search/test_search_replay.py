@@ -85,6 +85,24 @@ def test_the_default_strategy_needs_a_quarter_of_the_kept_logs(direction: str) -
     assert min(found) > 1, "some seed finds one by chance, not all"
 
 
+@pytest.mark.parametrize("name", ["greedy", "random"])
+def test_blind_replays_are_as_documented(name: str) -> None:
+    """The row of docs/search.md: median and worst tenth of both logs, then the shares within a tenth of the space."""
+    page = (LOGS.parents[1] / "docs" / "search.md").read_text()
+    (row,) = (
+        line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.endswith(" % |")
+    )
+    needed, shares = [], []
+    for direction in ("forward", "backward"):
+        (subject,) = read([LOGS / f"h200_pretrain_{direction}.jsonl.gz"]).subjects
+        times = search_replay.times_of(subject)
+        found = {name: search_replay.curves(name, times, 50, 16, 0)}
+        _, _, middle, worst, _, share, _ = search_replay.table(found, len(times)).splitlines()[-1].split("|")
+        needed.append(f"{middle.strip()}, {worst.strip()}")
+        shares.append(share.strip().replace("%", " %"))
+    assert [cell.strip() for cell in row.split("|")[4:8]] == needed + shares
+
+
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
 def test_what_is_logged_is_as_many_as_documented(direction: Direction) -> None:
     space = list(candidates(Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
