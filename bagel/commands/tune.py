@@ -244,6 +244,7 @@ class Run:
             "tflops": finished.winner.tflops,
             "variants": len(finished.ranked) + len(finished.failed),
             "stays": saved.stays.spec.slug if saved.stays else None,
+            "stays_tflops": saved.stays.tflops if saved.stays else None,
             "warnings": list(finished.conditions.warnings),
         }
 
@@ -256,7 +257,8 @@ class Run:
             numbers = (str(note.get(key, "")) for key in ("variants", "seconds"))
             winner = knobs(note.get("stays") or note.get("winner") or note["failed"])
             winner += " (disturbed)" if note.get("warnings") else ""
-            table.add_row(str(problem), winner, speed(note["tflops"]) if "tflops" in note else "", *numbers)
+            tflops = note.get("stays_tflops") or note.get("tflops")
+            table.add_row(str(problem), winner, speed(tflops) if tflops else "", *numbers)
         console.print(table)
         disturbed = sum(bool(note.get("warnings")) for _, note in self._notes())
         if disturbed:

@@ -142,6 +142,28 @@ def test_warnings_of_a_search_are_printed_and_counted(
     assert sorted(note["warnings"] for note in notes) == [[], [seen]]
 
 
+def test_the_speed_shown_is_that_of_the_entry_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = iter((90e-3, 20e-3))  # TFLOP/s
+
+    def found(case: Case, direction: Direction, *_: object, **__: object) -> Iterator[Finished]:
+        tflops = next(speeds)
+        spec = list(candidates(case.problem(direction, Arch.CPU)))[tflops < 50e-3]
+        yield Finished(case, direction, (Result(spec, "ok", ms=1.0, tflops=tflops),), (), 1.0)
+
+    monkeypatch.setattr(engine, "search", found)
+    monkeypatch.setattr(Worker, "start", lambda *_: None)
+    for run in ("first", "second"):
+        places = ("--table-out", str(tmp_path / "tables"), "--dir", str(tmp_path / run))
+        command = ("tune", *SMALL[2:], "--dtype", "fp32", "--device", "cpu", *places)
+        result = CliRunner().invoke(main, command, catch_exceptions=False)
+    assert "20.0 GFLOP/s, best of 1; a faster entry stays" in " ".join(result.output.split())
+    shown = result.output.partition("tuned")[2]
+    assert "90.0 GFLOP/s" in shown
+    assert "20.0 GFLOP/s" not in shown
+
+
 def test_two_processes_share_the_work_and_a_second_run_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
