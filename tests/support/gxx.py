@@ -35,9 +35,9 @@ def library(
     folder = kept.directory / "libraries"
     folder.mkdir(parents=True, exist_ok=True)
     built = folder / f"{digest(source, *flags, *parts, *for_parts)}.so"
-    if built.exists():
-        built.touch()
-    else:
+    try:
+        os.utime(built)  # another process may remove an old one
+    except FileNotFoundError:
         objects = [str(compiled(HERE / name, (*flags, *for_parts))) for name in parts]
         # Its own definitions, not those of the same names in another library.
         first = ("-include", str(precompiled(header, flags))) if header else ()
@@ -85,7 +85,11 @@ def digest(source: Path, *flags: str) -> str:
 
 
 def last_used(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+    """0 for a file that another process has removed."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 @cache
