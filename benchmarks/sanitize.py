@@ -109,7 +109,7 @@ def mask_of(kind: Mask, seq_q: int, seq_k: int) -> ops.Mask:
         return None
     if kind is Mask.CAUSAL:
         return attnforge.Causal()
-    if kind is Mask.SPANS and seq_q < seq_k:  # a third of the queries see a key, none the last ones
+    if kind is Mask.SPANS and seq_q < seq_k:  # a third of the queries see a key, none see the last keys
         starts = torch.arange(seq_k, dtype=torch.int32) * 7 % seq_q
         ends = (starts + seq_q // 3).clamp(max=seq_q)
         ends[-seq_k // 8 :] = starts[-seq_k // 8 :]

@@ -67,9 +67,7 @@ def _values(
     help="Write the winners to DIR.  [default: the first folder of `tables list`]",
 )
 @click.option("--no-peers", is_flag=True, help="Do not time torch's attention.")
-@click.option(
-    "--no-page", "page", flag_value=False, default=True, help="Do not write an HTML page beside the log."
-)
+@click.option("--no-page", is_flag=True, help="Do not write an HTML page beside the log.")
 @workers_option()
 @out_option("--json", "json_out", help="Write the results to this file.")
 def search(
@@ -81,7 +79,7 @@ def search(
     log: Path | None,
     table_out: Path | None,
     no_peers: bool,
-    page: bool,
+    no_page: bool,
     workers: int | None,
     json_out: Path | None,
 ) -> None:
@@ -110,5 +108,5 @@ def search(
                 for target in selection.targets(direction):
                     found.append(run_search(case, direction, target, options, worker))
                     write_json(json_out, {"machine": facts, "searches": found})
-    if page:
+    if not no_page:
         say_page(found)

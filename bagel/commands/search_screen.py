@@ -324,13 +324,12 @@ def warnings(finished: Finished, peers: Sequence[Row]) -> Iterator[str]:
     for row in peers:
         if row.ratio and row.ratio < 1:
             yield f"{row.name} is {1 / row.ratio:.2f} times as fast as the winner"
-    apart = [
-        row for row in peers if finished.winner and row.ours_ms and _apart(row.ours_ms, finished.winner.ms)
-    ]
-    if apart and finished.winner:
+    ours = finished.winner.ms if finished.winner else 0.0
+    apart = [row for row in peers if ours and row.ours_ms and _apart(row.ours_ms, ours)]
+    if apart:
         beside = ", ".join(f"{milliseconds(row.ours_ms)} ms beside {row.name}" for row in apart)
         yield (
-            f"the winner took {milliseconds(finished.winner.ms)} ms in the search and {beside}: "
+            f"the winner took {milliseconds(ours)} ms in the search and {beside}: "
             "the machine was not quiet, and milliseconds of winner and peers cannot be compared"
         )
 

@@ -186,9 +186,9 @@ class Run:
             while left := self.left(first):
                 if not any(self._attempt(problem) for problem in left):
                     time.sleep(POLL)  # others are at work
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             done, count = len(self.problems) - len(self.left()), len(self.problems)
-            echo(f"interrupted; {done} of {count} problems are finished, the best so far of another is saved")
+            echo(", ".join((f"interrupted; {done} of {count} problems are finished", *interrupt.args)))
             echo(f"run the same command to resume from {short_path(self.folder)}")
             raise
 
@@ -236,7 +236,7 @@ class Run:
         if finished.winner is not None:
             saved = winners.keep(finished, device_name, environment(device_name, problem.arch), self.out)
         if interrupted:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(*(["the best so far of another is saved"] if finished.winner else []))
         if finished.winner is None:
             return {"failed": f"none of {len(finished.failed)} variants worked"}
         return {
@@ -253,18 +253,19 @@ class Run:
         from attnforge.bagel.measure.report import speed
 
         table = make_table("tuned", ("problem", "winner"), ("speed", "variants", "seconds"))
-        for problem, note in self._notes():
+        notes = list(self._notes())
+        for problem, note in notes:
             numbers = (str(note.get(key, "")) for key in ("variants", "seconds"))
             winner = knobs(note.get("stays") or note.get("winner") or note["failed"])
             winner += " (disturbed)" if note.get("warnings") else ""
             tflops = note.get("stays_tflops") or note.get("tflops")
             table.add_row(str(problem), winner, speed(tflops) if tflops else "", *numbers)
         console.print(table)
-        disturbed = sum(bool(note.get("warnings")) for _, note in self._notes())
+        disturbed = sum(bool(note.get("warnings")) for _, note in notes)
         if disturbed:
             count = f"{disturbed} of {len(self.problems)} problems were disturbed"
             warn(f"{count}; their logs in {short_path(self.folder)} say how")
-        if not any("winner" in note for _, note in self._notes()):
+        if not any("winner" in note for _, note in notes):
             raise click.ClickException("no problem has a winner")
         echo(f"winners are in {short_path(self.out)}")
 

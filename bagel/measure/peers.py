@@ -169,7 +169,7 @@ def _refusals() -> Iterator[list[str]]:
                 found.append(refusal["why"])
 
         warnings.showwarning = show
-        warnings.filterwarnings("always", _REFUSAL.pattern.replace("?P<why>", ""), UserWarning)
+        warnings.filterwarnings("always", _REFUSAL.pattern, UserWarning)
         yield found
 
 
