@@ -73,12 +73,19 @@ def curves(
     name: str, times: Mapping[Spec, float], seeds: int, workers: int, guesses: int
 ) -> list[list[float]]:
     """Regret by evaluation, from 0 on: a list for each seed."""
-    best = min(times.values())
     spaces = (shuffled(list(times), seed, guesses) for seed in range(seeds))
-    return [
-        [so_far / best - 1 for so_far in replay(STRATEGIES[name](space, seed), times, workers)]
-        for seed, space in enumerate(spaces)
-    ]
+    return [_regrets(STRATEGIES[name](space, seed), times, workers) for seed, space in enumerate(spaces)]
+
+
+def _regrets(strategy: Strategy, times: Mapping[Spec, float], workers: int) -> list[float]:
+    """Regret by evaluation. The replay ends at the best of all: what comes after it has none."""
+    best = min(times.values())
+    found: list[float] = []
+    for so_far in replay(strategy, times, workers):
+        found.append(so_far / best - 1)
+        if so_far == best:
+            break
+    return found + [0.0] * (len(times) - len(found))
 
 
 def evaluations(curve: Sequence[float]) -> int:

@@ -71,18 +71,22 @@ def test_seeds_keep_the_first_guesses() -> None:
     assert search_replay.shuffled(numbers, 1, 0)[:8] != numbers[:8], "blind"
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_default_strategy_needs_a_quarter_of_the_kept_logs(direction: str) -> None:
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+def test_the_default_strategy_needs_a_tenth_of_the_kept_logs(direction: Direction) -> None:
     """Without any first guess, as docs/search.md says."""
-    path = LOGS / f"h200_pretrain_{direction}.jsonl.gz"
+    path = LOGS / f"h200_pretrain_{search_log.NAMES[direction]}.jsonl.gz"
     logs = read([path])
     (subject,) = logs.subjects
     times = search_replay.times_of(subject)
-    skipped = logs.skipped[path]  # with knobs that are gone
-    assert (len(times), skipped) == {"forward": (160, 312), "backward": (144, 264)}[direction]
+    space = list(candidates(Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
+    assert not logs.skipped[path]
+    assert {*times} == {*space}, "the logs are of another space: measure them anew"
+    assert len(space) == {Direction.FORWARD: 1825, Direction.BACKWARD: 294}[direction], (
+        "as docs/search.md has it"
+    )
     found = [search_replay.evaluations(c) for c in search_replay.curves(DEFAULT, times, 5, 16, 0)]
-    assert max(found) <= len(times) / 4, found
-    assert min(found) > 1, "some seed finds one by chance, not all"
+    assert max(found) <= len(times) / 10, found
+    assert max(found) > 1, "some seed finds one by chance, not all"
 
 
 @pytest.mark.parametrize("name", ["greedy", "random"])
@@ -101,16 +105,6 @@ def test_blind_replays_are_as_documented(name: str) -> None:
         needed.append(f"{middle.strip()}, {worst.strip()}")
         shares.append(share.strip().replace("%", " %"))
     assert [cell.strip() for cell in row.split("|")[4:8]] == needed + shares
-
-
-@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
-def test_what_is_logged_is_as_many_as_documented(direction: Direction) -> None:
-    space = list(candidates(Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
-    chosen = sum(map(search_log.scope_of(direction).allows, space))
-    assert {Direction.FORWARD: (160, 1825), Direction.BACKWARD: (144, 294)}[direction] == (
-        chosen,
-        len(space),
-    ), "say so in docs/search.md, too"
 
 
 def test_the_command(
