@@ -193,9 +193,11 @@ def _capped(p: Problem, t: Sm90Forward) -> bool:
 def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     p, mask = spec.problem, spec.problem.mask
     order = _order(mask, t)
-    shared, q_buffers, broadcast = _shared(spec, t, order["row_groups"])
-    producer_registers, consumer_registers = (REGISTERS_BUSY if broadcast else REGISTERS)[consumers]
     live = _live(p, t)
+    shared, q_buffers, out_panels, broadcast = _shared(
+        spec, t, order["row_groups"], live + REGISTERS_BESIDES <= REGISTERS_BUSY[consumers][1]
+    )
+    producer_registers, consumer_registers = (REGISTERS_BUSY if broadcast else REGISTERS)[consumers]
     require_registers(live, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
     # Long lists of visits are cut with functions, of which global tokens are typical; it takes a second launch.
@@ -226,6 +228,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "type": wgmma_type(p.dtype),
             "shared_bytes": shared,
             "q_buffers": q_buffers,
+            "out_panels": out_panels,
             "broadcast": broadcast,
             "hidden": _hidden(t),
             "producer_registers": producer_registers,
@@ -234,26 +237,39 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     )
 
 
-def _shared(spec: Spec, t: Sm90Forward, row_groups: int) -> tuple[int, int, bool]:
-    """Bytes of shared memory, buffers of Q, and whether the producer broadcasts each work tile to the consumers."""
-    (row, row_v), mask = (panels.row * 2 for panels in _panels(spec.problem)), spec.problem.mask
+def _shared(spec: Spec, t: Sm90Forward, row_groups: int, spare: bool) -> tuple[int, int, int, bool]:
+    """Bytes of shared memory, buffers of Q, panels of O's own buffer (0: O is stored through the buffer of Q), and
+    whether the producer broadcasts each work tile to the consumers. `spare`: would it have the registers?
+    """
+    (panels, panels_v), mask = _panels(spec.problem), spec.problem.mask
+    row, row_v = panels.row * 2, panels_v.row * 2
     q_bytes, k_bytes, v_bytes = t.tile_m * max(row, row_v), t.tile_n * row, t.tile_n * row_v
     require_tiles(64 * row, k_bytes, v_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
     shared = t.stages * (k_bytes + v_bytes + 4 * 8) + bounds  # four barriers
     # With two buffers, Q of the next work tile arrives before O of this one is stored.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
+    # Beside a single buffer, O gets one of its own, for as many panels as fit: Q of the next work tile then arrives
+    # before O of this one is stored, too. 16 bytes are left to broadcast work tiles.
+    out_panels = 0
+    if t.persistent and q_buffers == 1 and not panels_v.tail:
+        own = shared + t.tile_m * row + 2 * 16
+        panel = t.tile_m * panels_v.columns * 2
+        out_panels = max(0, min(panels_v.count, (SHARED_LIMIT[Arch.SM90] - own) // panel))
+        q_bytes = t.tile_m * row + out_panels * panel if out_panels else q_bytes
     shared += q_buffers * (q_bytes + 16)
     if t.dynamic and (q_buffers < 2 or mask is not Mask.SPANS):
         raise Infeasible("dynamic: needs mask spans, persistent, and shared memory for two tiles of Q")
     # The producer runs ahead, so it decodes a work tile and broadcasts it: 16 bytes, and 16 for each row group if
     # there are several.
     work_tile = 16 * (1 + row_groups if row_groups > 1 else 1)
-    fits = q_buffers > 1 and shared + q_buffers * work_tile <= SHARED_LIMIT[Arch.SM90]
-    broadcast = t.dynamic or (fits and not mask.listed)
+    fits = (q_buffers > 1 or (out_panels and spare)) and (
+        shared + q_buffers * work_tile <= SHARED_LIMIT[Arch.SM90]
+    )
+    broadcast = t.dynamic or (bool(fits) and not mask.listed)
     shared += q_buffers * work_tile if broadcast else 0
     require_shared(shared)
-    return shared, q_buffers, broadcast
+    return shared, q_buffers, out_panels, broadcast
 
 
 def _panels(p: Problem) -> tuple[Panels, Panels]:
@@ -451,11 +467,16 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
 NARROW_TILES = [*product((192,), (128, 112, 96)), *product((128,), (128, 96))]
 SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (0, 8), (0, 32))  # heads_together and cache_mb
 WIDE_TILES = [*product((192,), (80, 64)), *product((128,), (176, 160, 144, 128, 112, 96))]
+LONG_TILES = [
+    *product((128,), (80, 64)),
+    *WIDE_TILES,
+]  # with q, k or v above 128: what fits beside long rows, too
 
 
 def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     """The rest of the space: tiles that may win, persistent, with all buffers and the values of the later knobs."""
-    tiles = NARROW_TILES if problem.head_dim <= 96 else WIDE_TILES
+    wide = LONG_TILES if problem.largest_dim > 128 else WIDE_TILES
+    tiles = NARROW_TILES if problem.head_dim <= 96 else wide
     ordering = ((True, 0), (True, 1), (True, 2), (False, 0))  # ping_pong, hand_over
     for (tile_m, tile_n), stages, dynamic, q_in_regs in product(
         tiles, (3, 2, 4), (True, False), (False, True)

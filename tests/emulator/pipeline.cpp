@@ -37,6 +37,7 @@ struct Memory {
     std::map<unsigned, int4> words;   // work tiles that the producer broadcasts
     int written[kMaxConsumers] = {};  // by warpgroup: parts of O in its buffer, and how many of them TMA may read
     int fenced[kMaxConsumers] = {};
+    bool stores[kMaxConsumers] = {};  // whether TMA may still read O there
 };
 struct Read {  // by a product in flight
     std::vector<std::pair<unsigned, Piece>> pieces;  // with their addresses
@@ -120,9 +121,11 @@ int atomicAdd(int* word, int x) {
 
 void stmatrix(unsigned address, unsigned, unsigned, unsigned, unsigned) {
     give_way();
+    require(shape.out_panels == 0 || !here().stores[consumer()], "O is overwritten while it is stored");
     const unsigned row = shape.swizzle_bytes;
     for (unsigned bytes = 0; bytes < row && bytes <= address; bytes += kPieceBytes) {
         if (Piece& piece = here().shared[address - bytes]; piece.tensor != kNone) {
+            require(shape.out_panels == 0, "O overwrites a tile");
             piece = {kOut};  // O takes the place of this row of Q
             break;
         }
@@ -130,15 +133,24 @@ void stmatrix(unsigned address, unsigned, unsigned, unsigned, unsigned) {
     ++here().written[consumer()];
 }
 void proxy_fence() { here().fenced[consumer()] = std::exchange(here().written[consumer()], 0); }
-void tma_store(const TensorMap& map, unsigned, int, int, int, int, int) {
-    const int of_a_thread = (shape.head_dim_v + 15) / 16;
+void tma_store(const TensorMap& map, unsigned, int column, int, int, int, int) {
+    // Of a thread: 16 columns at a time, of all panels or of those that the buffer holds in this round.
+    const int round = shape.out_panels * shape.columns, from = round > 0 ? column / round * round : 0;
+    const int columns = round > 0 ? min(round, shape.head_dim_v - from) : shape.head_dim_v;
+    const int of_a_thread = (columns + 15) / 16;
     require(map.words[0] == kOut, "TMA stores to another tensor");
     const int fenced = here().fenced[consumer()];
     require(fenced == 0 || fenced == 2 * of_a_thread, "O is stored before all warps have written it");
     require(fenced != 0 && here().written[consumer()] == 0, "O is stored without a fence");
+    here().stores[consumer()] = true;
 }
 void tma_store_commit() { here().fenced[consumer()] = 0; }
-void tma_store_wait() { give_way(); }
+void tma_store_wait() {
+    give_way();
+    if (threadIdx.x % 128 == 0) {  // which has issued them
+        here().stores[consumer()] = false;
+    }
+}
 
 #include "pipeline_products.h"
 

@@ -9,6 +9,7 @@ struct Shape {
     int consumers, tile_m, tile_n;
     int columns, swizzle_bytes, panels, main, row_bytes;
     int head_dim_v, panels_v;
+    int out_panels;  // of O's own buffer; 0: O goes through the buffer of Q
     int intervals;  // of a key
     bool causal;
     bool listed;  // whether key tiles are visited as lists say

@@ -105,6 +105,7 @@ def translate(source: Source) -> str:
     facts = {
         "head_dim_v": problem.head_dim_v,
         "panels_v": plan.constants["panels_v"],
+        "out_panels": plan.constants["out_panels"],
         "intervals": problem.intervals,
         "causal": int(plan.from_end),
         "listed": int(problem.mask.listed),
@@ -320,6 +321,16 @@ def hopper(
         hopper(192, 128, 128, 2, 0, 1, 1, mask=Mask.CAUSAL, dim_v=128),
         hopper(64, 192, 80, 3, 1, 1, 0, mask=Mask.CAUSAL, dim_v=128),
         hopper(40, 192, 64, 2, 0, 1, 1, dim_v=136),
+        # O through a buffer of its own: of two panels in two rounds, of two and one, of one in two rounds.
+        hopper(256, 128, 64, 2, 1, 1, 0),
+        hopper(256, 128, 64, 2, 1, 1, 0, mask=Mask.CAUSAL),
+        hopper(192, 128, 64, 3, 1, 1, 0),
+        hopper(192, 128, 96, 2, 1, 1, 0, mask=Mask.CAUSAL),
+        hopper(192, 192, 64, 3, 1, 1, 0, mask=Mask.CAUSAL, dim_v=128, hand_over=2),
+        hopper(192, 192, 64, 3, 0, 1, 0, dim_v=128),
+        hopper(192, 128, 96, 2, 0, 1, 0, mask=Mask.DENSE),
+        hopper(256, 128, 64, 2, 1, 1, 0, mask=Mask.SPANS),
+        hopper(256, 64, 64, 1, 0, 1, 0),
         hopper(64, 192, 128, 3, 1, 1, 0, score=ALIBI),
         hopper(128, 192, 80, 3, 1, 1, 0, mask=Mask.CAUSAL, score=ALIBI),
         hopper(64, 128, 96, 2, 0, 0, 1, mask=Mask.SPANS, score=ALIBI),
@@ -466,6 +477,34 @@ OF_OWN_HEAD_DIM: dict[str, Break] = {
     ),
 }
 
+BEFORE_ROUND = "named_sync(kWarpgroupBarrier + warpgroup, 128);\n        }"
+OF_OWN_BUFFER: dict[str, Break] = {
+    "frees-q": (
+        {"barrier_wait(smem + kEmptyK + (wraps": "if (broken != n) barrier_wait(smem + kEmptyK + (wraps"},
+        "a copy overwrites",
+    ),
+    "tile-before-q": (
+        {
+            "wait_empty_q();\n                    broadcast(work, count);": "if (broken == n) broadcast(work, count);\n"
+            "                    wait_empty_q();\n                    broadcast(work, count);"
+        },
+        "a wrong tile",
+    ),
+    "waits-for-store": (
+        {"tma_store_wait();  // the": "if (broken != n) tma_store_wait();  // the"},
+        "O is overwritten",
+    ),
+    "all-warps-wait": ({BEFORE_ROUND: f"if (broken != n) {BEFORE_ROUND}"}, "O is overwritten"),
+    "all-warps": (
+        {
+            ALL_WARPS.replace(
+                "    if", "            if"
+            ): f"if (broken != n) {ALL_WARPS.replace('    if', '            if')}"
+        },
+        "before all warps have written it",
+    ),
+}
+
 
 @pytest.mark.parametrize(
     ("source", "breaks"),
@@ -473,10 +512,11 @@ OF_OWN_HEAD_DIM: dict[str, Break] = {
         (hopper(64, 192, 128, 2, 1, 1, 0, mask=Mask.CAUSAL), OF_CAUSAL),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS), OF_SPANS),
         (hopper(40, 192, 64, 2, 0, 1, 0, dim_v=104), OF_OWN_HEAD_DIM),
+        (hopper(256, 128, 64, 2, 1, 1, 0, mask=Mask.CAUSAL), OF_OWN_BUFFER),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS, score=ALIBI), OF_LINES),
         (hopper(128, 128, 128, 2, 1, 1, 1, mask=Mask.DENSE, mask_mod=PAIRS), OF_PIECES),
     ],
-    ids=["causal", "spans", "own-head-dim", "lines", "pieces"],
+    ids=["causal", "spans", "own-head-dim", "own-buffer", "lines", "pieces"],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""
