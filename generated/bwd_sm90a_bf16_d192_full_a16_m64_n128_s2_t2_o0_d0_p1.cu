@@ -41,7 +41,9 @@
 // Consumers: two warpgroups with a product of scores, a sum and a share of dQ each. The first computes S, P and dV. It
 // passes P on to the second, which computes dP, dS and dK. P and dS are operands of dV and dK in the registers where
 // they arise; dS goes to shared memory for dQ alone.
-// Producer warpgroup: its first warp loads K, V, Q, row_stats and dO, its second one sends dS.
+// dQ goes through shared memory, from where TMA adds it to dq_accum: consumers do not wait for additions to be issued.
+// Producer warpgroup: its first warp loads K, V, Q, row_stats and dO, its second one sends dS,
+// the others add dQ.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 //
 // Kernels: _preprocess (row_stats, zeros for sums), the main kernel, _postprocess (dQ).
@@ -120,6 +122,10 @@ constexpr int kPeerPanels = 2;  // of the peer's K
 // P in fp32, as fragments: [4 elements' index][thread][4 elements]. dS as [key][query], first the block's keys, then
 // the peer's; 16-byte chunks swizzled within rows of 128 bytes.
 constexpr int kBytesP = kKeys * kTileM * 4;
+// dQ on its way to memory, as fragments. That of the second consumer takes the place of P, of which each thread has
+// read what it overwrites.
+constexpr int kBytesDqOfFirst = kDqOfFirst * kTileM * 4;
+static_assert(kDqOfSecond * kTileM * 4 <= kBytesP, "the dQ of the second consumer takes the place of P");
 constexpr int kScoreRowBytes = kTileM * 2;
 constexpr int kScoreBytes = kKeys * kScoreRowBytes;
 constexpr int kBuffersDs = 2;
@@ -138,7 +144,8 @@ constexpr int kOffsetQ = kOffsetPeerK + kPeerBytesK;
 constexpr int kOffsetDo = kOffsetQ + kStagesQ * kTileBytesQ;
 constexpr int kOffsetDs = kOffsetDo + kStagesDo * kTileBytesDo;
 constexpr int kOffsetP = kOffsetDs + kBuffersDs * kCluster * kScoreBytes;
-constexpr int kOffsetRowStats = kOffsetP + kBytesP;
+constexpr int kOffsetDq = kOffsetP + kBytesP;  // of the first consumer
+constexpr int kOffsetRowStats = kOffsetDq + kBytesDqOfFirst;
 constexpr int kOffsetVisit = kOffsetRowStats + kStagesQ * kRowStatsBytes;
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;  // a visit, and its query tile's number among all planes'
 // Barriers: full = the data is there, empty = its readers have finished. Copies complete a full barrier with the bytes
@@ -153,8 +160,10 @@ constexpr int kFullP = kEmptyDo + 8 * kStagesDo;
 constexpr int kFullDs = kFullP + 8;  // the block's own
 constexpr int kFullPeerDs = kFullDs + 8 * kBuffersDs;
 constexpr int kEmptyDs = kFullPeerDs + 8 * kBuffersDs;  // the block's own, in both blocks; so it has been sent, too
-constexpr int kSharedBytes = kEmptyDs + 8 * kBuffersDs;
-static_assert(kSharedBytes == 214168, "the plan of this kernel disagrees");
+constexpr int kFullDq = kEmptyDs + 8 * kBuffersDs;  // of each consumer
+constexpr int kEmptyDq = kFullDq + 8 * kConsumers;  // that of the second consumer: of P, too
+constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
+static_assert(kSharedBytes == 230584, "the plan of this kernel disagrees");
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier { kTilesRead = 1, kStoreOfFirst = 2 };
@@ -325,9 +334,10 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Thread: add four consecutive floats to device memory.
-__device__ __forceinline__ void add_to(float* target, float x, float y, float z, float w) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+// Thread: start adding consecutive floats (16-byte aligned, a multiple of 16 bytes) to device memory.
+__device__ __forceinline__ void bulk_reduce(float* target, unsigned src, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(src), "r"(bytes)
+                 : "memory");
 }
 
 // Thread: an integer to and from shared memory.
@@ -592,7 +602,6 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
             if (leader) {
                 store_int(base + kOffsetVisit + q_ring.stage * 8, visit);
                 const int tile = first_tile + (visit >> 1);
-                store_int(base + kOffsetVisit + q_ring.stage * 8 + 4, tile);
                 barrier_expect(full_q, kTileBytesQ + kRowStatsBytes);
                 load_tile(base + kOffsetQ + q_ring.stage * kTileBytesQ, maps.q, full_q, query0, head, work.batch,
                           kTileM);
@@ -625,6 +634,39 @@ __device__ __forceinline__ void send(unsigned base, int steps) {
             bulk_send(ds + kScoreBytes, ds, kScoreBytes, base + kFullPeerDs + ring.stage * 8, rank() ^ 1);
         }
         ring.advance(kBuffersDs);
+    }
+}
+
+// The first column of dQ that consumer `group` of block `rank` computes.
+__device__ __forceinline__ int first_dq_column(int group, int rank) {
+    if (group) {
+        return rank ? kHeadDim - kDqColumns : kDqOfFirst;
+    }
+    return rank ? kHeadDim - kDqOfFirst : 0;
+}
+
+// Warp: add the dQ that consumer `kGroup` has put into shared memory to device memory, for each step.
+template <int kGroup>
+__device__ __forceinline__ void add_staged_dq(const Params& p, unsigned base, const Work& work) {
+    constexpr int kBytes = (kGroup ? kDqOfSecond : kDqOfFirst) * kTileM * 4;
+    int step = 0;
+    griddepcontrol_wait();
+    for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
+        const int first_tile = (work.batch * p.heads_q + head) * p.tiles_m;  // of the plane
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            const long long tile = first_tile + (visit_of(p, work, i) >> 1);
+            barrier_wait(base + kFullDq + kGroup * 8, step & 1);
+            if (threadIdx.x % 32 == 0) {
+                proxy_fence();
+                bulk_reduce(p.dq_accum + (tile * kHeadDim + first_dq_column(kGroup, rank())) * kTileM,
+                            base + (kGroup ? kOffsetP : kOffsetDq), kBytes);
+                tma_store_commit();
+                tma_store_wait();  // it has been read
+                barrier_arrive(base + kEmptyDq + kGroup * 8);
+            }
+            ++step;
+        }
     }
 }
 
@@ -700,12 +742,13 @@ __device__ __forceinline__ void store_operand(unsigned panel, int step, const un
              operand[3]);
 }
 
-// Warpgroup: add columns of dQ to their sums, in fragment order: [4 elements' index][thread][4 elements].
+// Warpgroup: store columns of dQ or P in the order of fragments: [4 elements' index][thread][4 elements].
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[kCount]) {
+__device__ __forceinline__ void store_fragments(unsigned tile, const float (&x)[kCount]) {
+    const unsigned place = tile + thread() % 128 * 16;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
-        add_to(sums + i * 128 + thread() % 128 * 4, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        store_quad(place + i * 512, x[i], x[i + 1], x[i + 2], x[i + 3]);
     }
 }
 
@@ -775,7 +818,6 @@ struct Consumer {
 
     __device__ __forceinline__ void run(const Work& work) {
         const int steps = work.visits * work.heads;
-        int dq_tile = 0;  // of the last dQ: the number of its query tile
         barrier_wait(base + kFullK, 0);
         if constexpr (kOfKeys) {
             barrier_wait(base + kFullV, 0);
@@ -786,7 +828,6 @@ struct Consumer {
         for (int step = 0; step < steps; ++step) {
             accumulator_fence(x);
             const int visit = load_int(base + kOffsetVisit + q_stage(step) * 8);
-            const int tile = load_int(base + kOffsetVisit + q_stage(step) * 8 + 4);
             release(!kOfKeys, step);
             next_dq(step - 1, step > 0);
             if constexpr (kOfKeys) {
@@ -805,9 +846,8 @@ struct Consumer {
                 wgmma_wait<2>();
             }
             if (step > 0) {
-                finish_dq(step - 1, dq_tile);
+                finish_dq(step - 1);
             }
-            dq_tile = tile;
             if constexpr (kOfKeys) {
                 start_next(step + 1, step + 1 < steps);
             }
@@ -817,7 +857,7 @@ struct Consumer {
         }
         next_dq(steps - 1, true);
         wgmma_wait<0>();
-        finish_dq(steps - 1, dq_tile);
+        finish_dq(steps - 1);
         epilogue(work_of(p, blockIdx.x / kCluster));  // anew: in registers for so long it would make ptxas spill
     }
 
@@ -852,12 +892,12 @@ struct Consumer {
             const int query = (visit >> 1) * kTileM + thread() % 4 * 2;
             apply_mask(p, x, query, key_tile * kTileN + rank() * kKeys + first_row());
         }
-        // The buffer is empty: the last P has become the dS for which dQ has waited.
-        const unsigned place = base + kOffsetP + thread() % 128 * 16;
-#pragma unroll
-        for (int i = 0; i < kTileM / 2; i += 4) {
-            store_quad(place + i * 512, x[i], x[i + 1], x[i + 2], x[i + 3]);
+        // The last P has been read: it has become the dS for which dQ has waited. dQ of the step before that was put in
+        // its place.
+        if (step > 0) {
+            barrier_wait(base + kEmptyDq + 8, step & 1);  // at the second step nothing has been there
         }
+        store_fragments(base + kOffsetP, x);
         arrive(base + kFullP);
 #pragma unroll
         for (int i = 0; i < kTileM / 16; ++i) {
@@ -898,20 +938,11 @@ struct Consumer {
             }
             proxy_fence();
         }
-        const int column = first_dq_column();
+        const int column = first_dq_column(kGroup, rank());
         const int peer_column = column - first_peer_panel(rank()) * kColumns;
         wgmma_fence();
         start_dq(dq, ds(step), base + kOffsetK + place_of_column(column),
                  base + kOffsetPeerK + place_of_column(peer_column));
-    }
-
-    // The first of this consumer's columns of dQ.
-    __device__ __forceinline__ int first_dq_column() const {
-        if constexpr (kOfKeys) {
-            return rank() ? kHeadDim - kDqColumns : kDqOfFirst;
-        } else {
-            return rank() ? kHeadDim - kDqOfFirst : 0;
-        }
     }
 
     // Where a column begins in a tile of K.
@@ -919,11 +950,19 @@ struct Consumer {
         return column / kColumns * kKeys * kSwizzleBytes + column % kColumns * 2;
     }
 
-    // Add dQ of a step, which is complete, to memory. Its dS has been read.
-    __device__ __forceinline__ void finish_dq(int step, int tile) {
+    // Add dQ of a step, which is complete, to memory, or put it where that is done. Its dS has been read.
+    __device__ __forceinline__ void finish_dq(int step) {
         arrive_at_both(base + kEmptyDs + ds_stage(step) * 8);
         accumulator_fence(dq);
-        add_dq(p.dq_accum + (static_cast<long long>(tile) * kHeadDim + first_dq_column()) * kTileM, dq);
+        stage_dq(step);
+    }
+
+    // Put dQ of a step into shared memory, from where a warp of the producer's adds it. That of the second consumer
+    // takes the place of P of the next step, or of this one if it is the last; this thread has read its share of it.
+    __device__ __forceinline__ void stage_dq(int step) {
+        barrier_wait(base + kEmptyDq + kGroup * 8, (step & 1) ^ 1);
+        store_fragments(base + (kOfKeys ? kOffsetP : kOffsetDq), dq);
+        arrive(base + kFullDq + kGroup * 8);
     }
 
     // Store dK or dV by TMA, through the shared memory of K or V.
@@ -1091,6 +1130,10 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
         barrier_init(base + kEmptyDo + i * 8, kReaders);
     }
     barrier_init(base + kFullP, 4);
+    for (int i = 0; i < kConsumers; ++i) {
+        barrier_init(base + kFullDq + i * 8, 4);
+        barrier_init(base + kEmptyDq + i * 8, 1);
+    }
     for (int i = 0; i < kBuffersDs; ++i) {
         barrier_init(base + kFullDs + i * 8, 4);
         barrier_init(base + kFullPeerDs + i * 8, 1);
@@ -1127,6 +1170,10 @@ attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n128_s2_t2_o0_d0_p1(
             produce(p, maps, base, work);
         } else if (threadIdx.x < 64) {
             send(base, work.visits * work.heads);
+        } else if (threadIdx.x < 96) {
+            add_staged_dq<1>(p, base, work);
+        } else {
+            add_staged_dq<0>(p, base, work);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

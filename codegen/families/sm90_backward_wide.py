@@ -4,6 +4,9 @@ Sums of dK and dV of 64 keys no longer fit beside each other in a warpgroup's re
 warpgroups share a key tile: one sums dV, the other dK, both transposed (columns x keys), so that tiles may have any
 number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products for head_dim 192 and 256.
 
+Additions of dQ to device memory hold up the warps that issue them. Consumers put dQ into shared memory instead, as much
+as there is room for, and warps of the producer have TMA add it (`staged_columns`).
+
 With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
 columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own.
 """
@@ -26,10 +29,10 @@ from attnforge.codegen.families.hopper import (
     require_shared,
     wgmma_type,
 )
-from attnforge.codegen.families.limits import HEAD_DIM_LIMIT
+from attnforge.codegen.families.limits import HEAD_DIM_LIMIT, SHARED_LIMIT
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
-from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
+from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
 
 CONSUMERS = 2  # warpgroups: the first sums dV, the second dK
 COLUMNS = 64  # of a panel: 128 bytes, the widest swizzle; and the rows of a transposed product
@@ -90,7 +93,7 @@ def plan(spec: Spec) -> Plan:
             f"{p.mask.value} mask in planes: the wide sm90a backward takes one mask for all heads; sm90 takes this call"
         )
     _require_tuning(p, t)
-    shared = _shared_bytes(p, t)
+    shared = _shared_bytes(p, t, staged_columns(p, t))
     require_shared(shared)
     roomy = t.pair and p.largest_dim <= 192  # a producer of a pair would like more than it gets at 256
     producer_registers, consumer_registers = (REGISTERS_BUSY if roomy else REGISTERS)[CONSUMERS]
@@ -150,6 +153,9 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     first, second = dq_units(p)
     return {
         "s_early": s_early(p, t),
+        "staged_columns": staged_columns(p, t),
+        "bulk_dq": staged_columns(p, t) > 0,
+        "adds_quads": staged_columns(p, t) < COLUMNS,
         "units_of_values": first,
         "units_of_keys": second,
         "arrives_named": True,  # consumers arrive at named barriers without waiting
@@ -160,6 +166,9 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
 def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     return {
         "pair": True,
+        "bulk_dq": True,
+        "staged_first": staged_columns(p, t) > 0,
+        "adds_quads": staged_columns(p, t) == 0,
         "multicast": t.multicast,
         "dq_of_first": COLUMNS,
         "dq_of_second": p.head_dim // PAIR - COLUMNS,
@@ -217,22 +226,39 @@ def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
     return live + REGISTERS_BESIDES <= REGISTERS[CONSUMERS][1]
 
 
+def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
+    """Columns of a unit of dQ that TMA adds from shared memory of their own: as many as there is room for.
+
+    Both consumers stage as many, in steps of 8 columns, and add the others from registers. Deterministic kernels stage
+    none: a block gives way to the next one when its additions have arrived, for which the threads that add would wait.
+    In a pair this is about the first consumer, which stages all of its dQ or none; that of the second one takes the
+    place of P.
+    """
+    if t.deterministic:
+        return 0
+    choices = (COLUMNS,) if t.pair else range(COLUMNS, 0, -8)
+    return next((n for n in choices if _shared_bytes(p, t, n) <= SHARED_LIMIT[Arch.SM90]), 0)
+
+
 def _sums(p: Problem, t: Sm90BackwardWide) -> int:
     return max(p.head_dim, p.head_dim_v) // COLUMNS * t.tile_n // 2
 
 
-def _shared_bytes(p: Problem, t: Sm90BackwardWide) -> int:
-    """Shared memory of a block, in the order in which it lies there."""
+def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
+    """Shared memory of a block with `staged_columns` of dQ, in the order in which it lies there."""
     row, row_v = p.head_dim * 2, p.head_dim_v * 2
     keys = PAIR_KEYS if t.pair else t.tile_n
     tiles = keys * (row + row_v) + t.tile_m * (t.stages * row + t.stages_dout * row_v)
     scores, barriers = 3 * keys * t.tile_m * 2, 2 + 2 * (t.stages + t.stages_dout)
+    dq = staged * t.tile_m * 4
     if t.pair:  # K of the other block; P in fp32, two dS of each block
         tiles += _peer_panels(p) * COLUMNS * 2 * keys
-        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + 3 * 2
+        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + 3 * 2 + 2 * CONSUMERS
+    elif staged:  # and which unit is there
+        dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
     stats = t.stages * (t.tile_m * ROW_STATS * 4 + 8)  # the visit, too
-    return tiles + scores + spans + stats + 8 * barriers
+    return tiles + scores + dq + spans + stats + 8 * barriers
 
 
 def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:

@@ -39,6 +39,7 @@ struct Fiber {
     bool done = false;
     std::vector<Product> open;
     std::deque<std::vector<Product>> groups;
+    std::vector<std::function<void()>> additions;  // by TMA
 };
 struct Warp {
     int arrived = 0;
@@ -410,4 +411,20 @@ void finish_products(int pending) {
         current->groups.pop_front();
     }
     __syncwarp();
+}
+
+// ---- Additions by TMA -----------------------------------------------------------------------------------------------
+
+void bulk_reduce(float* target, unsigned src, int bytes) {
+    current->additions.push_back([=] {
+        for (int i = 0; i < bytes / 4; ++i) {
+            target[i] += read_shared<float>(src + i * 4);
+        }
+    });
+}
+void tma_store_wait() {
+    for (const auto& add : current->additions) {
+        add();
+    }
+    current->additions.clear();
 }

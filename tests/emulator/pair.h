@@ -62,7 +62,8 @@ static inline void proxy_fence() {}
 static inline void griddepcontrol_wait() {}
 static inline void griddepcontrol_launch_dependents() {}
 static inline void tma_store_commit() {}
-static inline void tma_store_wait() {}
+void tma_store_wait();  // what this thread adds is read, as late as this, and added
+void bulk_reduce(float* target, unsigned src, int bytes);
 void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
               int batch);
 void tma_multicast(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,

@@ -12,6 +12,7 @@ from strict_nvcc import SERIALISED, check_resources
 
 import attnforge
 from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.limits import SHARED_LIMIT
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide, dq_units
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
@@ -55,6 +56,79 @@ def test_columns_of_dq_are_shared(dims: tuple[int, int]) -> None:
     shared = dq_units(problem(dims, Mask.FULL))
     assert sum(shared) * 64 == dims[0]
     assert min(shared) >= 0
+
+
+@pytest.mark.parametrize(
+    ("dims", "mask", "tuning", "columns"),
+    [
+        ((256, 256), Mask.FULL, (80, 2, 1), 32),
+        ((256, 256), Mask.SPANS, (80, 2, 1), 32),
+        ((256, 256), Mask.CAUSAL, (64, 2, 1), 64),
+        ((192, 192), Mask.FULL, (96, 2, 2), 40),
+        ((192, 192), Mask.FULL, (96, 2, 1), 64),
+        ((192, 128), Mask.SPANS, (96, 2, 2), 64),
+        ((64, 128), Mask.FULL, (128, 2, 1), 64),
+        ((128, 192), Mask.FULL, (96, 4, 2), 32),
+    ],
+)
+def test_as_much_of_dq_is_staged_as_fits(
+    dims: tuple[int, int], mask: Mask, tuning: tuple[int, int, int], columns: int
+) -> None:
+    """Up to 64 columns of a unit, for both consumers, whose rows are floats; deterministic blocks stage none."""
+    knobs = Sm90BackwardWide(64, *tuning, False, False)
+    plan = make_plan(Spec(problem(dims, mask), knobs))
+    without = make_plan(Spec(problem(dims, mask), replace(knobs, deterministic=True)))
+    shared, least = plan.launches[1].shared_bytes, without.launches[1].shared_bytes
+    assert (plan.constants["staged_columns"], without.constants["staged_columns"]) == (columns, 0)
+    assert shared - least == 2 * (columns * 64 * 4 + 3 * 8)
+    assert shared <= SHARED_LIMIT[Arch.SM90]
+    assert columns == 64 or shared + 2 * 8 * 64 * 4 > SHARED_LIMIT[Arch.SM90]
+
+
+def in_order(text: str, statements: list[str]) -> bool:
+    """Does each of these follow the one before?"""
+    places = [text.find(statement) for statement in statements]
+    return min(places) >= 0 and places == sorted(places)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_order_of_staging(dims: tuple[int, int]) -> None:
+    """What is staged is there before it is added, and has been read before it is overwritten."""
+    text = render(first(dims, Mask.CAUSAL)).text
+    warp, consumer = (text.split(f"void {name}(")[1] for name in ("add_staged_dq", "stage_dq"))
+    full, empty = "base + kFullDq + kGroup * 8", "base + kEmptyDq + kGroup * 8"
+    assert in_order(
+        warp.split("\n}\n")[0],
+        [
+            f"barrier_wait({full}, count & 1)",
+            "proxy_fence()",
+            "load_int(",
+            "bulk_reduce(",
+            "tma_store_commit()",
+            "tma_store_wait()",
+            f"barrier_arrive({empty})",
+        ],
+    )
+    assert in_order(
+        consumer.split("\n    }\n\n")[0],
+        [
+            f"barrier_wait({empty}, (count & 1) ^ 1)",
+            "store_quad(",
+            "store_int(",
+            "__syncwarp()",
+            f"arrive({full})",
+        ],
+    )
+    assert ("void add_dq(" in text) == ("kStagedColumns = 64;" not in text)
+    assert "i = kStagedColumns / 2" in text or "void add_dq(" not in text
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.value)
+def test_deterministic_blocks_add_from_registers(mask: Mask) -> None:
+    """Blocks take turns: the turn ends when the additions of the threads that give it have arrived."""
+    text = render(first((256, 256), mask, deterministic=True)).text
+    assert "bulk_reduce" not in text
+    assert "Staged" not in text
 
 
 @pytest.mark.parametrize(
