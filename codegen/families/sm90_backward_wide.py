@@ -296,18 +296,20 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 69 and 74)."""
+    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99)."""
     single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
-    tunings = [*single, *pairs] if problem.largest_dim > 192 else [*pairs, *single]
+    masked = problem.mask is not Mask.FULL
+    tunings = [*pairs, *single] if problem.largest_dim > 192 and masked else [*single, *pairs]
     yield from tunings
     yield from (replace(t, cache_mb=8) for t in tunings if not t.deterministic)
 
 
 def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    tiles = (80, 64, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
+    wide = problem.largest_dim > 192
+    tiles, buffers = ((80, 64, 48), (1, 2)) if wide else ((96, 80, 64, 112, 128), (2, 1))
     for deterministic in (False, True):
         for tile_n in tiles:
-            for stages_dout in (1, 2):
+            for stages_dout in buffers:
                 for descending in (False,) if deterministic else (False, True):
                     yield Sm90BackwardWide(64, tile_n, 2, stages_dout, deterministic, descending)
 
