@@ -97,9 +97,11 @@ class Section:
         return {name: value for name, value, _ in self.facts}
 
     def table(self) -> list[tuple[Run, Variant]]:
-        """The fastest variants of all runs."""
+        """The fastest variants of all runs; of one run as it ranks them."""
         rows = [(run, v) for run in self.subject.runs for v in run.ranked]
-        return sorted(rows, key=lambda row: row[1].ms)[:SHOWN]
+        if len(self.subject.runs) > 1:
+            rows.sort(key=lambda row: row[1].ms)
+        return rows[:SHOWN]
 
     def against_first(self, run: Run) -> str:
         """How much faster the variants of `run` are than the same ones of the first run, in words."""

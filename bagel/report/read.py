@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from attnforge.codegen.families import spec_from_json
@@ -54,6 +55,13 @@ class Variant:
     source: str  # identity of the text that was compiled
     seconds: float  # of search until the line was written, pauses between runs left out
 
+    def scaled(self, factor: float) -> Variant:
+        """The result with `factor` times its milliseconds; a failure as it is."""
+        if self.status != "ok" or factor == 1.0:
+            return self
+        interval = self.interval and (self.interval[0] * factor, self.interval[1] * factor)
+        return replace(self, ms=self.ms * factor, tflops=self.tflops / factor, interval=interval)
+
     @property
     def speeds(self) -> tuple[float, float]:
         """TFLOP/s at the ends of the interval, lowest first; twice the median's without one."""
@@ -87,8 +95,14 @@ class Run:
 
     @property
     def latest(self) -> dict[Spec, Variant]:
-        """The last result of each variant: of the leaders that of the end."""
-        return {variant.spec: variant for variant in (*self.variants, *self.final)}
+        """The last result of each variant: of the leaders that of the end.
+
+        The others' times are times what the leaders' times have changed by until then, as in the search's own ranking.
+        """
+        trials, again = {v.spec: v for v in self.variants}, {v.spec: v for v in self.final}
+        changes = [v.ms / trials[v.spec].ms for v in again.values() if v.spec in trials and trials[v.spec].ms]
+        change = median(changes) if changes else 1.0
+        return {spec: again.get(spec) or v.scaled(change) for spec, v in (trials | again).items()}
 
     @property
     def ranked(self) -> list[Variant]:

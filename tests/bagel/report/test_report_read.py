@@ -157,6 +157,26 @@ def test_the_leaders_have_their_last_times(log: Path) -> None:
     assert len(run.variants) == 20
 
 
+def test_the_others_follow_the_leaders_change(log: Path) -> None:
+    """A chip that is hot at the end does not make the winner look slower than what was timed before."""
+
+    def hot(row: dict[str, Any]) -> None:
+        for result in row.get("final", {}).get("results", []):
+            for name in ("ms", "low_ms", "high_ms"):
+                result[name] *= 1.25
+            result["tflops"] /= 1.25
+
+    before = only(log).runs[0]
+    edit(log, hot)
+    after = only(log).runs[0]
+    assert 0 < len(after.final) < len(after.ranked)
+    assert [v.spec for v in after.ranked] == [v.spec for v in before.ranked]
+    for old, new in zip(before.ranked, after.ranked, strict=True):
+        assert (new.ms, new.tflops) == pytest.approx((1.25 * old.ms, old.tflops / 1.25))
+        assert new.interval == (old.interval and pytest.approx([1.25 * ms for ms in old.interval]))
+    assert [v.status for v in after.failed] == [v.status for v in before.failed]
+
+
 def test_of_a_repeated_variant_the_last_result_counts(log: Path) -> None:
     lines = log.read_text().splitlines()[:-2]  # without the leaders' last timing
     log.write_text("\n".join(lines) + "\n")
