@@ -31,7 +31,7 @@ from attnforge.bagel.measure.interleaved import DETERMINISTIC, MATMUL, Line
 
 PEERS = (*DENSE_PEERS, "cudnn-flex")
 PASSES = {"fwd": "forward", "bwd": "backward"}
-SQUARE = 46  # pixels
+SQUARE, WIDE_SQUARE = 46, 54  # pixels; the wide ones for longer names
 
 
 def read(paths: Sequence[Path]) -> dict[tuple[str, str], list[Line]]:
@@ -80,7 +80,9 @@ def panel(
         alt.Text("ratio:Q", format=".2f"),
         color=alt.condition(strong, alt.value("white"), alt.value("#20242a")),
     )
-    return (boxes + text).properties(width=SQUARE * len(names), height=24 * len(rows))
+    longest = max(map(len, names.values()))
+    width = SQUARE if longest < 10 else WIDE_SQUARE
+    return (boxes + text).properties(width=width * len(names), height=24 * len(rows))
 
 
 def picture(cells: dict[tuple[str, str], list[Line]]) -> alt.Chart:
@@ -100,9 +102,10 @@ def picture(cells: dict[tuple[str, str], list[Line]]) -> alt.Chart:
         ]
         charts.append(alt.hconcat(*parts, spacing=24))
     dense = alt.hconcat(charts[0], charts[1], spacing=24)
-    return (
-        alt.vconcat(dense, charts[2], spacing=16).properties(background="white").configure_view(strokeWidth=0)
-    )
+    # The longest labels are wider than vl-convert thinks.
+    edges = {"left": 16, "right": 8, "top": 4, "bottom": 4}
+    chart = alt.vconcat(dense, charts[2], spacing=16).properties(background="white", padding=edges)
+    return chart.configure_view(strokeWidth=0)
 
 
 def tables(cells: dict[tuple[str, str], list[Line]]) -> Iterator[str]:

@@ -146,13 +146,15 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     x = alt.X("evaluations:Q", scale=alt.Scale(type="log", nice=False))
     y = alt.Y("regret:Q", title="regret, %", scale=alt.Scale(type="symlog", constant=1))
-    colour = alt.Color("strategy:N")
+    colour = alt.Color("strategy:N", legend=alt.Legend(symbolOpacity=1))
     data: Any = alt.Data  # has no annotations
     base = alt.Chart(data(values=list(rows))).properties(width=420, height=260)
     line = base.mark_line().encode(x, y, colour)
     band = base.mark_area(opacity=0.15).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)
     close = base.mark_rule(strokeDash=[4, 4]).encode(y=alt.datum((CLOSE - 1) * 100))
-    alt.layer(band, line, close).facet(facet=alt.Facet("problem:N", title=None), columns=2).save(str(path))
+    alt.layer(band, line, close).facet(facet=alt.Facet("problem:N", title=None), columns=2).properties(
+        padding=12
+    ).save(str(path))
 
 
 def main() -> None:
