@@ -36,9 +36,9 @@
 // Consumers: two warpgroups. Each computes S and dP of half of the keys and puts P and dS into shared memory, as both
 // need all of them: the first sums dV and computes 128 columns of dQ, the second sums dK and computes 64.
 // Producer warpgroup: its first warp loads K, V, Q, row_stats and dO.
-// dQ goes through shared memory, from where TMA adds it to dq_accum: consumers do not wait for additions to be issued.
-// The next two warps of the producer start them, one for each consumer.
-// Shared memory has room for 40 of each 64 columns; consumers add the others from registers.
+// The next two issue additions of dQ, one warp for each consumer: a consumer stores dQ to shared memory, from where TMA
+// adds it to dq_accum. So additions do not hold up the consumers.
+// Shared memory has room for 40 of each 64 columns. Consumers add the others from registers.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 //
 // Kernels: _preprocess (row_stats, zeros for sums), the main kernel, _postprocess (dQ).
@@ -137,7 +137,7 @@ constexpr int kOffsetVisit = kOffsetRowStats + kStagesQ * kRowStatsBytes;
 constexpr int kOffsetBarriers = kOffsetVisit + kStagesQ * 8;
 // Barriers: full = the data is there, empty = its readers have finished. Loads complete a full barrier with the bytes
 // that the producer announced. Consumer warps arrive at empty barriers of Q and dO; K and V stay.
-// Staged dQ: a consumer's warps arrive at its full barrier, the warp that adds it at its empty one.
+// Staged dQ: the four warps of a consumer arrive at its full barrier, the thread that adds dQ at its empty one.
 constexpr int kFullK = kOffsetBarriers;
 constexpr int kFullV = kFullK + 8;
 constexpr int kFullQ = kFullV + 8;
@@ -146,7 +146,8 @@ constexpr int kFullDo = kEmptyQ + 8 * kStagesQ;
 constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;  // of each consumer
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
-constexpr int kStagedUnit = kEmptyDq + 8 * kConsumers;  // its number in all of dq_accum * 2 + (1 if more follow)
+// Of each consumer: the number of the staged unit in all of dq_accum * 2 + (1 if more follow).
+constexpr int kStagedUnit = kEmptyDq + 8 * kConsumers;
 constexpr int kSharedBytes = kStagedUnit + 8 * kConsumers;
 static_assert(kSharedBytes == 230544, "the plan of this kernel disagrees");
 
@@ -500,7 +501,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         barrier_expect(base + kFullK, kTileBytesK);
         load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv, work.batch, kTileN);
     }
-    griddepcontrol_wait();  // for row_stats; consumers add to dQ only after they have these
+    griddepcontrol_wait();  // for row_stats; nothing is added to dQ before consumers have these
     Ring q_ring = {0, 1}, do_ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
@@ -538,8 +539,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     griddepcontrol_launch_dependents();
 }
 
-// Warp: add what consumer `kGroup` stages to dq_accum, up to its last unit. The consumer has had row_stats, so
-// _preprocess has ended. All additions are done when the kernel has ended, for which _postprocess waits.
+// Warp: have TMA add what consumer `kGroup` stages to dq_accum, up to its last unit. Only lane 0 takes part. The
+// consumer has had row_stats, so _preprocess has ended. All additions are complete when the kernel has ended, for which
+// _postprocess waits.
 template <int kGroup>
 __device__ __forceinline__ void add_staged_dq(const Params& p, unsigned base) {
     bool more = (kGroup ? kDqUnitsOfSecond : kDqUnitsOfFirst) > 0 && threadIdx.x % 32 == 0;
@@ -552,7 +554,7 @@ __device__ __forceinline__ void add_staged_dq(const Params& p, unsigned base) {
         more = staged & 1;
         bulk_reduce(sums, base + kOffsetStagedDq + kGroup * kStagedBytes, kStagedBytes);
         tma_store_commit();
-        tma_store_wait();
+        tma_store_wait();  // it has been read
         barrier_arrive(base + kEmptyDq + kGroup * 8);
     }
 }
@@ -785,8 +787,8 @@ struct Consumer {
         accumulator_fence(s);
     }
 
-    // Stage the unit of dQ that belongs to `sums`, this consumer's number `count`, when the one before has been read.
-    // `more`: others follow.
+    // Stage columns of a unit of dQ, once TMA has read those of the unit before. `sums`: the unit's place in dq_accum;
+    // `count`: its number among this consumer's; `more`: whether others follow.
     __device__ __forceinline__ void stage_dq(float* sums, const float (&dq)[kDqUnit / 2], int count, bool more) {
         const unsigned place = base + kOffsetStagedDq + kGroup * kStagedBytes + thread() % 128 * 16;
         barrier_wait(base + kEmptyDq + kGroup * 8, (count & 1) ^ 1);
@@ -1027,7 +1029,7 @@ attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_d0(
     __syncthreads();
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // likewise; else it spills
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // likewise, else it spills
         if (warp == 0) {
             produce(p, maps, base, work);
         } else if (warp == 1) {

@@ -818,8 +818,8 @@ struct TileTail {
 // ptxas keeps wgmma asynchronous, and what descriptors depend on in uniform registers, only as long as
 //   - no wgmma is in flight where a loop begins or ends, nor where two sides of a branch meet of which only one has
 //     issued some: what a side issues it also waits for (else C7514, C7515: it waits for every wgmma by itself);
-//   - no loop around wgmma ends in a divergent branch: predicate the one instruction in it, as release_q does (else all
-//     that the loop carries counts as divergent: R2UR before each wgmma, spills);
+//   - no loop around wgmma ends in a divergent branch: predicate the one instruction in it, with barrier_arrive_if
+//     (else all that the loop carries counts as divergent: R2UR before each wgmma, spills);
 //   - all functions here are inlined, and accumulators indexed by constants (else they live in memory, and C7520).
 struct Consumer {
     const Params& p;

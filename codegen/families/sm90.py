@@ -194,9 +194,8 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     p, mask = spec.problem, spec.problem.mask
     order = _order(mask, t)
     live = _live(p, t)
-    shared, q_buffers, out_panels, broadcast = _shared(
-        spec, t, order["row_groups"], live + REGISTERS_BESIDES <= REGISTERS_BUSY[consumers][1]
-    )
+    roomy = live + REGISTERS_BESIDES <= REGISTERS_BUSY[consumers][1]
+    shared, q_buffers, out_panels, broadcast = _shared(spec, t, order["row_groups"], roomy)
     producer_registers, consumer_registers = (REGISTERS_BUSY if broadcast else REGISTERS)[consumers]
     require_registers(live, consumer_registers, "S, P, O and Q")
     threads = 128 * (consumers + 1)
@@ -237,9 +236,10 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     )
 
 
-def _shared(spec: Spec, t: Sm90Forward, row_groups: int, spare: bool) -> tuple[int, int, int, bool]:
+def _shared(spec: Spec, t: Sm90Forward, row_groups: int, roomy: bool) -> tuple[int, int, int, bool]:
     """Bytes of shared memory, buffers of Q, panels of O's own buffer (0: O is stored through the buffer of Q), and
-    whether the producer broadcasts each work tile to the consumers. `spare`: would it have the registers?
+    whether the producer broadcasts each work tile to the consumers. `roomy`: consumers have registers enough beside a
+    producer that does.
     """
     (panels, panels_v), mask = _panels(spec.problem), spec.problem.mask
     row, row_v = panels.row * 2, panels_v.row * 2
@@ -247,10 +247,9 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, spare: bool) -> tuple[i
     require_tiles(64 * row, k_bytes, v_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
     shared = t.stages * (k_bytes + v_bytes + 4 * 8) + bounds  # four barriers
-    # With two buffers, Q of the next work tile arrives before O of this one is stored.
+    # Q of the next work tile should arrive before O of this one is stored. Two buffers of Q allow that, or else a buffer
+    # for as many panels of O as fit. 16 bytes are left to broadcast work tiles.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
-    # Beside a single buffer, O gets one of its own, for as many panels as fit: Q of the next work tile then arrives
-    # before O of this one is stored, too. 16 bytes are left to broadcast work tiles.
     out_panels = 0
     if t.persistent and q_buffers == 1 and not panels_v.tail:
         own = shared + t.tile_m * row + 2 * 16
@@ -263,10 +262,9 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, spare: bool) -> tuple[i
     # The producer runs ahead, so it decodes a work tile and broadcasts it: 16 bytes, and 16 for each row group if
     # there are several.
     work_tile = 16 * (1 + row_groups if row_groups > 1 else 1)
-    fits = (q_buffers > 1 or (out_panels and spare)) and (
-        shared + q_buffers * work_tile <= SHARED_LIMIT[Arch.SM90]
-    )
-    broadcast = t.dynamic or (bool(fits) and not mask.listed)
+    may = q_buffers > 1 or (out_panels > 0 and roomy)
+    fits = shared + q_buffers * work_tile <= SHARED_LIMIT[Arch.SM90]
+    broadcast = t.dynamic or (may and fits and not mask.listed)
     shared += q_buffers * work_tile if broadcast else 0
     require_shared(shared)
     return shared, q_buffers, out_panels, broadcast
@@ -275,8 +273,8 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, spare: bool) -> tuple[i
 def _panels(p: Problem) -> tuple[Panels, Panels]:
     """The panels of Q and K, and those of V and O.
 
-    A warpgroup stores O through the panels of its own rows of Q. Where O has other columns than Q, all panels are
-    therefore of the widest swizzle: panel i of O then takes the bytes of panel i of Q, or follows all of them.
+    Without a buffer for O, a warpgroup stores O through the panels of its own rows of Q. Where O has other columns than
+    Q, all panels are therefore of the widest swizzle: panel i of O then takes the bytes of panel i of Q, or follows all of them.
     """
     if not p.dim_v:
         return panels_of(p.head_dim), panels_of(p.head_dim)
@@ -467,10 +465,7 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
 NARROW_TILES = [*product((192,), (128, 112, 96)), *product((128,), (128, 96))]
 SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (0, 8), (0, 32))  # heads_together and cache_mb
 WIDE_TILES = [*product((192,), (80, 64)), *product((128,), (176, 160, 144, 128, 112, 96))]
-LONG_TILES = [
-    *product((128,), (80, 64)),
-    *WIDE_TILES,
-]  # with q, k or v above 128: what fits beside long rows, too
+LONG_TILES = [*product((128,), (80, 64)), *WIDE_TILES]  # where q, k or v has more than 128 columns
 
 
 def _wider(problem: Problem) -> Iterator[Sm90Forward]:

@@ -4,8 +4,8 @@ Sums of dK and dV of 64 keys no longer fit beside each other in a warpgroup's re
 warpgroups share a key tile: one sums dV, the other dK, both transposed (columns x keys), so that tiles may have any
 number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products for head_dim 192 and 256.
 
-Additions of dQ to device memory hold up the warps that issue them. Consumers put dQ into shared memory instead, as much
-as there is room for, and warps of the producer have TMA add it (`staged_columns`).
+Additions of dQ to device memory hold up the warps that issue them. So consumers store as much of dQ to shared memory as
+there is room for (`staged_columns`), and warps of the producer have TMA add it.
 
 With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
 columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own.
@@ -229,10 +229,9 @@ def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
 def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
     """Columns of a unit of dQ that TMA adds from shared memory of their own: as many as there is room for.
 
-    Both consumers stage as many, in steps of 8 columns, and add the others from registers. Deterministic kernels stage
-    none: a block gives way to the next one when its additions have arrived, for which the threads that add would wait.
-    In a pair this is about the first consumer, which stages all of its dQ or none; that of the second one takes the
-    place of P.
+    Both consumers stage as many, a multiple of 8, and add the others from registers. Deterministic kernels stage none:
+    a block lets the next one add when its own additions are complete, and would have to wait for TMA. In a pair these
+    are the columns of the first consumer, which stages all of them or none; dQ of the second one takes the place of P.
     """
     if t.deterministic:
         return 0

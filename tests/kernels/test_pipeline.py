@@ -491,7 +491,7 @@ OF_OWN_BUFFER: dict[str, Break] = {
         "a wrong tile",
     ),
     "waits-for-store": (
-        {"tma_store_wait();  // the": "if (broken != n) tma_store_wait();  // the"},
+        {"tma_store_wait();  // the thread": "if (broken != n) tma_store_wait();  // the thread"},
         "O is overwritten",
     ),
     "all-warps-wait": ({BEFORE_ROUND: f"if (broken != n) {BEFORE_ROUND}"}, "O is overwritten"),
