@@ -247,8 +247,8 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, roomy: bool) -> tuple[i
     require_tiles(64 * row, k_bytes, v_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
     shared = t.stages * (k_bytes + v_bytes + 4 * 8) + bounds  # four barriers
-    # Q of the next work tile should arrive before O of this one is stored. Two buffers of Q allow that, or else a buffer
-    # for as many panels of O as fit. 16 bytes are left to broadcast work tiles.
+    # Q of the next work tile should arrive before O of this one is stored. Two buffers of Q allow that, or else a
+    # buffer for as many panels of O as fit. 16 bytes are left to broadcast work tiles.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
     out_panels = 0
     if t.persistent and q_buffers == 1 and not panels_v.tail:
@@ -274,7 +274,8 @@ def _panels(p: Problem) -> tuple[Panels, Panels]:
     """The panels of Q and K, and those of V and O.
 
     Without a buffer for O, a warpgroup stores O through the panels of its own rows of Q. Where O has other columns than
-    Q, all panels are therefore of the widest swizzle: panel i of O then takes the bytes of panel i of Q, or follows all of them.
+    Q, all panels are therefore of the widest swizzle: panel i of O then takes the bytes of panel i of Q, or follows all
+    of them.
     """
     if not p.dim_v:
         return panels_of(p.head_dim), panels_of(p.head_dim)

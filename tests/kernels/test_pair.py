@@ -7,17 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from emulated_pair import EmulatedPair
-from oracle import Shape, draw, make_mask
+from emulated_wide import EmulatedWide
+from oracle import Shape
 
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime.search.reference import reference
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
-LIMIT = 5e-3  # of the rms error, as a share of the gradients' own
 TUNING = Sm90BackwardWide(64, 128, 2, 1, False, False, True)
 # Statements that the kernel needs; without any of them it hangs, or its gradients are wrong.
 BREAKS = {
@@ -39,25 +36,6 @@ def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -
     return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, dims[0], mask, dim_v=dim_v), tuning)
 
 
-def failure(kernel: EmulatedPair, shape: Shape, seed: int, change: int = 0) -> str:
-    """What is wrong with the gradients of a call, or why there are none."""
-    problem = kernel.plan.spec.problem
-    x = draw(
-        replace(shape, head_dim=problem.head_dim, dim_v=problem.head_dim_v), torch.bfloat16, "cpu", seed=seed
-    )
-    q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
-    visible = make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
-    exact = reference(q, k, v, visible, None, x.dout)
-    tensors = {"q": q, "k": k, "v": v, "out": exact.out.to(q.dtype), "dout": x.dout}
-    said, grads = kernel.backward(tensors, exact.lse.float().contiguous(), visible, seed, change)
-    for name, got, expected in zip(("dq", "dk", "dv"), grads, (exact.dq, exact.dk, exact.dv), strict=True):
-        assert expected is not None
-        error = ((got - expected).pow(2).mean() / expected.pow(2).mean()).sqrt().item()
-        if not said and not error <= LIMIT:  # NaN, too
-            said = f"{name}: rms error {error:.3g}"
-    return said
-
-
 @pytest.mark.parametrize(
     ("dims", "mask", "changed"),
     [
@@ -71,16 +49,16 @@ def failure(kernel: EmulatedPair, shape: Shape, seed: int, change: int = 0) -> s
 def test_gradients_on_the_cpu(
     dims: tuple[int, int], mask: Mask, changed: dict[str, int], tmp_path: Path
 ) -> None:
-    kernel = EmulatedPair(spec(dims, mask, replace(TUNING, **changed)), tmp_path)  # type: ignore[arg-type]
+    kernel = EmulatedWide(spec(dims, mask, replace(TUNING, **changed)), tmp_path)  # type: ignore[arg-type]
     for seed, shape in enumerate(
         (Shape(20, 40, 0, 1), Shape(200, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2))
     ):
-        assert failure(kernel, shape, seed) == ""
+        assert kernel.failure(shape, seed) == ""
 
 
 def test_breaks_are_noticed(tmp_path: Path) -> None:
-    kernel = EmulatedPair(spec((192, 128), Mask.FULL), tmp_path, BREAKS)
+    kernel = EmulatedWide(spec((192, 128), Mask.FULL), tmp_path, BREAKS)
     shapes = Shape(128, 256, 0, 1), Shape(900, 256, 0, 1)  # some show in the first steps, others after many
-    assert all(failure(kernel, shape, 0) == "" for shape in shapes)
+    assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(BREAKS, 1):
-        assert any(failure(kernel, shape, seed, number) for seed in range(20) for shape in shapes), name
+        assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name

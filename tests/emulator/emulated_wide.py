@@ -1,21 +1,24 @@
-"""Run a Hopper backward by pairs of blocks on the CPU: pair.cpp in place of its PTX functions."""
+"""Run a Hopper backward for wide heads on the CPU: wide.cpp in place of its PTX functions."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import gxx
 import torch
 from cpu_kernel import Params, TensorRef, full_params
+from oracle import Shape, draw, make_mask
 from torch import Tensor
 
 import attnforge
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.ops import Mask
+from attnforge.runtime.search.reference import reference
 
 FLAGS = (
     "-std=c++17",
@@ -27,20 +30,21 @@ FLAGS = (
     "-shared",
     f"-I{gxx.HERE}",
 )
+LIMIT = 5e-3  # of the rms error, as a share of the gradients' own
 WORDS = 16  # of a tensor map, 64 bits each
-# Functions of pair.h without PTX of their own, or templates of which only the asm statement goes.
+# Functions of wide.h without PTX of their own, or templates of which only the asm statement goes.
 REPLACED = "accumulator_fence|load_float|load_int|load_pair|load_quad|load_span|pack|shared_address|unpack"
 KEPT = ("start_dq", "start_scores")
 FUNCTION = r"^__device__ __forceinline__ [^\n;{]*?\b(\w+)\([^;{]*\) \{\n(?:.*\n)*?\}\n"
 RUNS = """
 struct Arguments { const Params* p; const TensorMaps* maps; };
-extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clusters, int shared) {
+extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clusters, int blocks, int shared) {
     const Arguments x = {p, maps};
     const auto call = [](const void* x) {
         const auto* all = static_cast<const Arguments*>(x);
         SYMBOL(*all->p, *all->maps);
     };
-    for (int i = 0; i < clusters && run_cluster(call, &x, 2 * i, 2, 384, shared); ++i) {}
+    for (int i = 0; i < clusters && run_cluster(call, &x, blocks * i, blocks, 384, shared); ++i) {}
     return what_went_wrong();
 }
 """
@@ -72,17 +76,17 @@ def translate(source: Source, breaks: dict[str, str]) -> str:
     text = "".join(x for x in sections if not x.startswith("// ---- Tile schedule"))
     assert "asm" not in text
     runs = RUNS + "".join(RUN_ROWS.replace("KERNEL", name) for name in ("preprocess", "postprocess"))
-    return '#include "pair.h"\n' + text + runs.replace("SYMBOL", source.spec.symbol)
+    return '#include "wide.h"\n' + text + runs.replace("SYMBOL", source.spec.symbol)
 
 
-class EmulatedPair:
+class EmulatedWide:
     """A variant, compiled for the CPU."""
 
     def __init__(self, spec: Spec, directory: Path, breaks: dict[str, str] | None = None) -> None:
         self.plan = render(spec).plan
-        path = directory / "pair.cpp"
+        path = directory / "wide.cpp"
         path.write_text(translate(render(spec), breaks or {}))
-        self.library = gxx.library(path, *FLAGS, parts=("pair.cpp",))
+        self.library = gxx.library(path, *FLAGS, parts=("wide.cpp",))
         self.library.run_main.restype = ctypes.c_char_p
 
     def backward(
@@ -109,19 +113,36 @@ class EmulatedPair:
         sums = [torch.full((rows * width,), math.nan) for width in (self.plan.row_stats, head_dim)]
         p.delta, p.dq_accum, p.lse = sums[0].data_ptr(), sums[1].data_ptr(), lse.data_ptr()
         lists = list_tiles(mask, p, tuning.tile_n) if isinstance(mask, attnforge.Spans) else []
-        self.library.prepare(seed, change)
+        dq_accum = ctypes.c_void_p(p.dq_accum)
+        self.library.prepare(seed, change, dq_accum, ctypes.c_long(rows * head_dim))
         self.library.run_preprocess(ctypes.byref(p), rows // tuning.tile_m)
         maps, first = self._maps(tensors)
-        clusters = p.tiles_n * p.batch * p.heads_kv
-        shared = self.plan.launches[1].shared_bytes
-        said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), clusters, shared).decode()
+        sizes = p.tiles_n * p.batch * p.heads_kv, 1 + tuning.pair, self.plan.launches[1].shared_bytes
+        said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
         if not said:
             self.library.run_postprocess(ctypes.byref(p), rows // tuning.tile_m)
         del lists, maps
         return said, list(grads.values())
 
+    def failure(self, shape: Shape, seed: int, change: int = 0) -> str:
+        """What is wrong with the gradients of a call, or why there are none."""
+        problem = self.plan.spec.problem
+        sizes = replace(shape, head_dim=problem.head_dim, dim_v=problem.head_dim_v)
+        x = draw(sizes, torch.bfloat16, "cpu", seed=seed)
+        q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
+        visible = make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
+        exact = reference(q, k, v, visible, None, x.dout)
+        tensors = {"q": q, "k": k, "v": v, "out": exact.out.to(q.dtype), "dout": x.dout}
+        said, grads = self.backward(tensors, exact.lse.float().contiguous(), visible, seed, change)
+        for name, got, expected in zip(("dq", "dk", "dv"), grads, (exact.dq, exact.dk, exact.dv), strict=True):
+            assert expected is not None
+            error = ((got - expected).pow(2).mean() / expected.pow(2).mean()).sqrt().item()
+            if not said and not error <= LIMIT:  # NaN, too
+                said = f"{name}: rms error {error:.3g}"
+        return said
+
     def _maps(self, tensors: dict[str, Tensor]) -> tuple[ctypes.Array[ctypes.c_longlong], int]:
-        """Tensor maps as pair.cpp reads them, and where they begin."""
+        """Tensor maps as wide.cpp reads them, and where they begin."""
         boxes = self.plan.tensor_maps
         words = (ctypes.c_longlong * (WORDS * len(boxes) + 8))()
         first = -ctypes.addressof(words) % 64 // 8

@@ -1,6 +1,6 @@
-// Enough of Hopper to run a backward by pairs of blocks on the CPU, one cluster after another: a fiber per thread of
-// both blocks, warps in random order. Copies land, and products are done, as late as the waits for them allow.
-#include "pair.h"
+// Enough of Hopper to run a backward for wide heads on the CPU, one block or cluster after another: a fiber per thread,
+// warps in random order. Copies land, and products are done, as late as the waits for them allow.
+#include "wide.h"
 
 #include <deque>
 #include <functional>
@@ -78,11 +78,13 @@ static const void* called;
 static std::mt19937 draw;
 static long progress;
 static std::string said;  // what went wrong
+static const float *sums_begin, *sums_end;  // that TMA may add to
 int broken;
 
-extern "C" void prepare(unsigned seed, int change) {
+extern "C" void prepare(unsigned seed, int change, const float* sums, long count) {
     draw.seed(seed);
     broken = change;
+    sums_begin = sums, sums_end = sums + count;
     said.clear();
 }
 const char* what_went_wrong() { return said.c_str(); }
@@ -208,17 +210,30 @@ static unsigned narrow(float x) {
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 unsigned pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
-void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+// Matrices of 8 x 8 elements; lane l gives the address of row l % 8 of matrix l / 8, as it is in shared memory.
+template <int matrices, bool transposed>
+static void store_matrices(unsigned address, const unsigned (&r)[4]) {
     struct Lane {
         unsigned address, r[4];
-    } operand = {address, {r0, r1, r2, r3}};
+    } operand = {address, {r[0], r[1], r[2], r[3]}};
     together(&operand, [](Lane** lanes) {
-        for (int m = 0; m < 4; ++m) {
-            for (int i = 0; i < 32; ++i) {
-                std::memcpy(shared_at(lanes[m * 8 + i / 4]->address, 16) + i % 4 * 4, &lanes[i]->r[m], 4);
-            }
+        for (int x = 0; x < matrices * 64; ++x) {
+            const int m = x / 64, row = x / 8 % 8, column = x % 8;
+            const unsigned pair = lanes[row * 4 + column / 2]->r[m];
+            const unsigned short element = column % 2 ? pair >> 16 : pair;
+            const int line = transposed ? column : row, place = transposed ? row : column;
+            std::memcpy(shared_at(lanes[m * 8 + line]->address, 16) + place * 2, &element, 2);
         }
     });
+}
+void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    store_matrices<4, false>(address, {r0, r1, r2, r3});
+}
+void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    store_matrices<4, true>(address, {r0, r1, r2, r3});
+}
+void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1) {
+    store_matrices<2, true>(address, {r0, r1, 0, 0});
 }
 int rank() { return current->block; }
 
@@ -276,7 +291,7 @@ void barrier_wait(unsigned address, unsigned parity) {
     }
 }
 void cluster_sync() { meet_all(); }
-void named_sync(int id, int threads) {
+static long arrive_named(int id, int threads) {
     auto& named = here().named[id];
     const long over = named.over;
     ++progress;
@@ -284,7 +299,12 @@ void named_sync(int id, int threads) {
         named.arrived = 0;
         ++named.over;
     }
-    while (named.over == over) {
+    return over;
+}
+void named_arrive(int id, int threads) { arrive_named(id, threads); }
+void named_sync(int id, int threads) {
+    const long over = arrive_named(id, threads);
+    while (here().named[id].over == over) {
         give_way();
     }
 }
@@ -416,6 +436,9 @@ void finish_products(int pending) {
 // ---- Additions by TMA -----------------------------------------------------------------------------------------------
 
 void bulk_reduce(float* target, unsigned src, int bytes) {
+    if (target < sums_begin || target + bytes / 4 > sums_end) {
+        stop("added to other memory, bytes", bytes);
+    }
     current->additions.push_back([=] {
         for (int i = 0; i < bytes / 4; ++i) {
             target[i] += read_shared<float>(src + i * 4);

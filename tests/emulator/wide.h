@@ -1,5 +1,5 @@
-// What the text of a Hopper backward by pairs of blocks is compiled with to run on the CPU: declarations of pair.cpp,
-// which is compiled once for all kernels.
+// What the text of a Hopper backward for wide heads is compiled with to run on the CPU: declarations of wide.cpp, which
+// is compiled once for all kernels.
 #pragma once
 
 #include "emulator.h"
@@ -46,6 +46,8 @@ static inline void add_to(float* target, float x, float y, float z, float w) {
     target[0] += x, target[1] += y, target[2] += z, target[3] += w;
 }
 void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3);
+void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3);
+void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1);
 
 // ---- Barriers and copies --------------------------------------------------------------------------------------------
 
@@ -57,6 +59,7 @@ void barrier_arrive_at(unsigned address, unsigned rank);
 void barrier_wait(unsigned address, unsigned parity);
 void cluster_sync();
 void named_sync(int id, int threads);
+void named_arrive(int id, int threads);
 static inline void prefetch_map(const void*) {}
 static inline void proxy_fence() {}
 static inline void griddepcontrol_wait() {}
@@ -83,6 +86,10 @@ static void wgmma_scores(float (&d)[n], unsigned long long a, unsigned long long
 template <int n>
 static void wgmma_dq(float (&d)[n], unsigned long long a, unsigned long long b, int add) {
     issue(d, n, a, b, add, 1, 1);
+}
+template <int n>
+static void wgmma_dkv(float (&d)[n], unsigned long long a, unsigned long long b, int add) {
+    issue(d, n, a, b, add, 1, 0);
 }
 template <int n>
 static void wgmma_sums(float (&d)[n], const unsigned (&a)[4], unsigned long long b, int add) {

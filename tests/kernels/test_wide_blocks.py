@@ -1,0 +1,67 @@
+"""The Hopper backward for wide heads by single blocks, run on the CPU: gradients, and that mistakes are noticed."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+from emulated_wide import EmulatedWide
+from oracle import Shape
+
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide, staged_columns
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+
+FULL_DQ, EMPTY_DQ = "base + kFullDq + kGroup * 8", "base + kEmptyDq + kGroup * 8"
+# Statements that the kernel needs; without any of them it hangs, or its gradients are wrong.
+BREAKS = {
+    "dQ added before it is there": f"barrier_wait({FULL_DQ}, count & 1);",
+    "dQ overwritten before it is read": f"barrier_wait({EMPTY_DQ}, (count & 1) ^ 1);",
+    "dQ not waited for": "tma_store_wait();  // it has been read",
+    "P and dS before all have stored them": "named_sync(kDsStored, kConsumers * 128);\n        proxy_fence();",
+    "dV before P": "named_sync(kPStored, kConsumers * 128);",
+}
+
+
+def spec(dims: tuple[int, int], mask: Mask, *knobs: int) -> Spec:
+    """`knobs`: keys of a tile, buffers of Q, of dO, whether the last tile comes first."""
+    dim_v = 0 if dims[0] == dims[1] else dims[1]
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, dims[0], mask, dim_v=dim_v)
+    tile_n, stages, stages_dout, descending = knobs
+    return Spec(problem, Sm90BackwardWide(64, tile_n, stages, stages_dout, False, bool(descending)))
+
+
+@pytest.mark.parametrize(
+    ("dims", "mask", "knobs", "staged"),
+    [
+        ((256, 256), Mask.FULL, (80, 2, 1, 0), 32),
+        ((256, 256), Mask.CAUSAL, (64, 2, 1, 0), 64),
+        ((192, 192), Mask.CAUSAL, (96, 2, 2, 0), 40),
+        ((192, 128), Mask.SPANS, (96, 2, 2, 0), 64),
+        ((128, 192), Mask.FULL, (96, 4, 2, 0), 32),
+        ((64, 128), Mask.CAUSAL, (128, 3, 1, 1), 64),
+    ],
+    ids=str,
+)
+def test_gradients_on_the_cpu(
+    dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], staged: int, tmp_path: Path
+) -> None:
+    """With all columns of dQ staged, with some, and with a consumer that has none."""
+    chosen = spec(dims, mask, *knobs)
+    assert isinstance(chosen.tuning, Sm90BackwardWide)
+    assert staged_columns(chosen.problem, chosen.tuning) == staged
+    kernel = EmulatedWide(chosen, tmp_path)
+    for seed, shape in enumerate(
+        (Shape(20, 40, 0, 1), Shape(200, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2))
+    ):
+        assert kernel.failure(shape, seed) == ""
+
+
+def test_breaks_are_noticed(tmp_path: Path) -> None:
+    kernel = EmulatedWide(spec((192, 128), Mask.FULL, 96, 2, 2, 0), tmp_path, BREAKS)
+    shapes = Shape(128, 96, 0, 1), Shape(900, 96, 0, 1)  # some show in the first steps, others after many
+    assert all(kernel.failure(shape, 0) == "" for shape in shapes)
+    for number, name in enumerate(BREAKS, 1):
+        assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
