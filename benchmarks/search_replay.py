@@ -78,7 +78,7 @@ def curves(
 
 
 def _regrets(strategy: Strategy, times: Mapping[Spec, float], workers: int) -> list[float]:
-    """Regret by evaluation. The replay ends at the best of all: what comes after it has none."""
+    """Regret by evaluation. The replay ends at the best of all, from where on it is 0."""
     best = min(times.values())
     found: list[float] = []
     for so_far in replay(strategy, times, workers):

@@ -134,7 +134,9 @@ class EmulatedWide:
         exact = reference(q, k, v, visible, None, x.dout)
         tensors = {"q": q, "k": k, "v": v, "out": exact.out.to(q.dtype), "dout": x.dout}
         said, grads = self.backward(tensors, exact.lse.float().contiguous(), visible, seed, change)
-        for name, got, expected in zip(("dq", "dk", "dv"), grads, (exact.dq, exact.dk, exact.dv), strict=True):
+        for name, got, expected in zip(
+            ("dq", "dk", "dv"), grads, (exact.dq, exact.dk, exact.dv), strict=True
+        ):
             assert expected is not None
             error = ((got - expected).pow(2).mean() / expected.pow(2).mean()).sqrt().item()
             if not said and not error <= LIMIT:  # NaN, too

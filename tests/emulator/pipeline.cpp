@@ -38,6 +38,8 @@ struct Memory {
     int written[kMaxConsumers] = {};  // by warpgroup: parts of O in its buffer, and how many of them TMA may read
     int fenced[kMaxConsumers] = {};
     bool stores[kMaxConsumers] = {};  // whether TMA may still read O there
+    int column[kMaxConsumers] = {};   // of O, that TMA stores next from O's own buffer
+    unsigned start[kMaxConsumers] = {};  // of these rows in the buffer
 };
 struct Read {  // by a product in flight
     std::vector<std::pair<unsigned, Piece>> pieces;  // with their addresses
@@ -133,7 +135,7 @@ void stmatrix(unsigned address, unsigned, unsigned, unsigned, unsigned) {
     ++here().written[consumer()];
 }
 void proxy_fence() { here().fenced[consumer()] = std::exchange(here().written[consumer()], 0); }
-void tma_store(const TensorMap& map, unsigned, int column, int, int, int, int) {
+void tma_store(const TensorMap& map, unsigned from_address, int column, int, int, int, int) {
     // Of a thread: 16 columns at a time, of all panels or of those that the buffer holds in this round.
     const int round = shape.out_panels * shape.columns, from = round > 0 ? column / round * round : 0;
     const int columns = round > 0 ? min(round, shape.head_dim_v - from) : shape.head_dim_v;
@@ -143,6 +145,15 @@ void tma_store(const TensorMap& map, unsigned, int column, int, int, int, int) {
     require(fenced == 0 || fenced == 2 * of_a_thread, "O is stored before all warps have written it");
     require(fenced != 0 && here().written[consumer()] == 0, "O is stored without a fence");
     here().stores[consumer()] = true;
+    if (shape.out_panels > 0) {
+        int& next = here().column[consumer()];
+        unsigned& start = here().start[consumer()];
+        start = column == 0 ? from_address : start;
+        const int panel = column / shape.columns % shape.out_panels;
+        require(column == next, "a panel of O is missing");
+        require(from_address == start + panel * shape.tile_m * shape.swizzle_bytes, "another panel of O is stored");
+        next = (column + shape.columns) % (shape.columns * shape.panels_v);
+    }
 }
 void tma_store_commit() { here().fenced[consumer()] = 0; }
 void tma_store_wait() {

@@ -43,6 +43,7 @@ static void read_bounds(unsigned address, int* start, int* end) {
 FORWARD = """
 static int row_of(int i) { return threadIdx.x / 4 + i / 2 % 2 * 8; }
 static int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+extern "C" bool exact_visits[8] = {};
 extern "C" void run(const Params* params, const float* scores, int visits, float factor_of_s, float* p, float* tops,
                     float* sums) {
     launch([=] {
@@ -55,7 +56,7 @@ extern "C" void run(const Params* params, const float* scores, int visits, float
             }
             unsigned frags[kTileN / 16][4];
             float2 factor;
-            const bool exact = EXACT;
+            const bool exact = exact_visits[visit] = EXACT;
             const bool moved = softmax_step(STEP);
             for (int earlier = 0; moved && earlier < visit; ++earlier) {
                 for (int i = 0; i < kTileN / 2; ++i) {
@@ -232,6 +233,24 @@ def test_forward(forward: tuple[ctypes.CDLL, int], make: Callable[[int, int], Te
     # The maximum may be an earlier one: then the sum is larger.
     lse = tops[~blind] * scale + total.log()
     torch.testing.assert_close(lse, (exact[~blind] * scale).logsumexp(1), rtol=1e-6, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("forward", "jumps", "exact"),
+    [
+        (None, [0, 0, 0, 0, 60, 60, 60, 60], [1, 1, 1, 0, 0, 1, 0, 0]),
+        (None, [0, 0, 0, 0, 60, 120, 180, 180], [1, 1, 1, 0, 0, 1, 1, 1]),
+        ({}, [0, 0, 0, 0, 60, 60, 60, 60], [1, 1, 1, 0, 0, 0, 0, 0]),
+    ],
+    indirect=["forward"],
+    ids=["once", "every time", "without a score"],
+)
+def test_exact_visits(forward: tuple[ctypes.CDLL, int], jumps: list[int], exact: list[int]) -> None:
+    """After P was large, a kernel with a score searches for maxima as long as each search finds new ones."""
+    library, keys = forward
+    scores = torch.tensor(jumps, dtype=torch.float32)[:, None, None].expand(8, 16, keys).contiguous()
+    run_forward(library, scores, 0.125, 0.125 / math.log(2))
+    assert [*map(int, (ctypes.c_bool * 8).in_dll(library, "exact_visits"))] == exact
 
 
 @pytest.fixture(scope="module", params=[50.0, 30.0], ids=str)
