@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from spaces import sample
 
 from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.limits import SHARED_LIMIT
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
+from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 # (of q and k, of v or 0)
@@ -33,7 +36,7 @@ def kind(plan: Plan) -> tuple[object, ...]:
         plan.staggered,
         plan.constants["hidden"] if plan.staggered else 0,
     )
-    constants = (plan.constants[name] for name in ("consumers", "q_buffers", "broadcast"))
+    constants = (plan.constants[name] for name in ("consumers", "q_buffers", "broadcast", "out_panels"))
     columns = bool(plan.constants["tail"]), bool(plan.spec.problem.dim_v), plan.constants["copies"] > 1
     return (plan.spec.problem.mask, *columns, *knobs, *later, *orders, *constants)
 
@@ -53,6 +56,51 @@ def kinds(mask: Mask) -> tuple[str, ...]:
     for plan in plans():
         found.setdefault(kind(plan), plan.spec)
     return tuple(render(spec).text for spec in found.values())
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dim_v", "tiles"),
+    [
+        (256, 0, {(128, 64), (128, 80)}),
+        (192, 0, {(128, 64), (128, 80), (128, 96), (128, 112)}),
+        (192, 128, {(128, n) for n in (64, 80, 96, 112, 128)} | {(192, 64), (192, 80)}),
+        (128, 192, {(128, n) for n in (64, 80, 96, 112, 128)}),
+        (128, 0, {(128, n) for n in range(96, 192, 16)} | {(192, 64), (192, 80)}),
+    ],
+)
+def test_tiles_with_the_later_knobs(head_dim: int, dim_v: int, tiles: set[tuple[int, int]]) -> None:
+    """What fits beside long rows has them, too."""
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.FULL, dim_v=dim_v)
+    found = [spec.tuning for spec in candidates(problem)]
+    assert {
+        (t.tile_m, t.tile_n) for t in found if isinstance(t, Sm90Forward) and t.exact_visits == 1
+    } == tiles
+
+
+@pytest.mark.parametrize(
+    ("changed", "panels", "broadcast"),
+    [
+        ({}, 2, True),
+        ({"tile_n": 80}, 0, False),
+        ({"persistent": False}, 0, False),
+        ({"mask": Mask.SPANS}, 2, False),
+        ({"head_dim": 200, "stages": 3}, 0, False),  # the last panel is narrower
+        ({"head_dim": 248}, 0, False),  # the last 8 columns are half of a fragment's 16
+        ({"head_dim": 192, "stages": 3, "dim_v": 136}, 0, False),
+        ({"head_dim": 192, "stages": 3, "dim_v": 144}, 2, True),
+    ],
+    ids=str,
+)
+def test_buffer_of_out(changed: dict[str, object], panels: int, broadcast: bool) -> None:
+    """O has a buffer where blocks have several work tiles, one buffer of Q, and room."""
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 256, Mask.FULL)
+    tuning = Sm90Forward(128, 64, 2, True, True, False, False)
+    knobs = {name: value for name, value in changed.items() if hasattr(tuning, name)}
+    others = {name: value for name, value in changed.items() if name not in knobs}
+    plan = make_plan(Spec(replace(problem, **others), replace(tuning, **knobs)))  # type: ignore[arg-type]
+    assert (plan.constants["q_buffers"], plan.constants["out_panels"]) == (1, panels)
+    assert plan.constants["broadcast"] == broadcast
+    assert plan.launches[0].shared_bytes <= SHARED_LIMIT[Arch.SM90]
 
 
 @pytest.mark.parametrize("mask", list(Mask), ids=lambda mask: mask.value)

@@ -211,6 +211,12 @@ const char* run_blocks(void (*kernel)(), const Shape& of_kernel, const Call& of_
     for (const Fiber& fiber : fibers) {
         require(fiber.done, "it hangs");
     }
+    for (const Block& block : blocks) {
+        for (int group = 0; group < shape.consumers; ++group) {
+            require(!block.stores[group], "a block ends while O is stored");
+            require(block.column[group] == 0, "a panel of O is missing");
+        }
+    }
     for (int i = 0; i < call.batch * call.heads_q * call.tiles_m * shape.consumers; ++i) {
         const int group = i % shape.consumers, tile = i / shape.consumers;
         require_stored(tile / call.tiles_m, tile % call.tiles_m, group);

@@ -331,6 +331,8 @@ def hopper(
         hopper(192, 128, 96, 2, 0, 1, 0, mask=Mask.DENSE),
         hopper(256, 128, 64, 2, 1, 1, 0, mask=Mask.SPANS),
         hopper(256, 64, 64, 1, 0, 1, 0),
+        hopper(248, 128, 64, 2, 1, 1, 0),
+        hopper(192, 128, 64, 3, 1, 1, 0, dim_v=136),
         hopper(64, 192, 128, 3, 1, 1, 0, score=ALIBI),
         hopper(128, 192, 80, 3, 1, 1, 0, mask=Mask.CAUSAL, score=ALIBI),
         hopper(64, 128, 96, 2, 0, 0, 1, mask=Mask.SPANS, score=ALIBI),
@@ -493,6 +495,10 @@ OF_OWN_BUFFER: dict[str, Break] = {
     "waits-for-store": (
         {"tma_store_wait();  // the thread": "if (broken != n) tma_store_wait();  // the thread"},
         "O is overwritten",
+    ),
+    "waits-at-the-end": (
+        {"tma_store_wait();  // before": "if (broken != n) tma_store_wait();  // before"},
+        "a block ends while O is stored",
     ),
     "all-warps-wait": ({BEFORE_ROUND: f"if (broken != n) {BEFORE_ROUND}"}, "O is overwritten"),
     "all-warps": (
