@@ -85,6 +85,19 @@ def test_as_much_of_dq_is_staged_as_fits(
     assert columns == 64 or shared + 2 * 8 * 64 * 4 > SHARED_LIMIT[Arch.SM90]
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.value)
+@pytest.mark.parametrize("dims", [(192, 192), (192, 128), (256, 256)])
+def test_first_guess(dims: tuple[int, int], mask: Mask) -> None:
+    """A pair comes first at 256 where there is a mask, as measured (docs/experiments.md, 99)."""
+    guess = next(candidates(problem(dims, mask))).tuning
+    assert isinstance(guess, Sm90BackwardWide)
+    if dims == (256, 256):
+        expected = (80, 1, False) if mask is Mask.FULL else (128, 1, True)
+    else:
+        expected = (96, 2, False)
+    assert (guess.tile_n, guess.stages_dout, guess.pair) == expected
+
+
 def in_order(text: str, statements: list[str]) -> bool:
     """Does each of these follow the one before?"""
     places = [text.find(statement) for statement in statements]
