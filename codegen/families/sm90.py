@@ -248,7 +248,8 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, roomy: bool) -> tuple[i
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
     shared = t.stages * (k_bytes + v_bytes + 4 * 8) + bounds  # four barriers
     # Q of the next work tile should arrive before O of this one is stored. Two buffers of Q allow that, or else a
-    # buffer for as many panels of O as fit, which takes 16 columns at a time. 16 bytes are left to broadcast work tiles.
+    # buffer for as many panels of O as fit, which is written 16 columns at a time. 16 bytes are left to broadcast work
+    # tiles.
     q_buffers = 2 if t.persistent and shared + 2 * (q_bytes + 16) <= SHARED_LIMIT[Arch.SM90] else 1
     out_panels = 0
     if t.persistent and q_buffers == 1 and not panels_v.tail and spec.problem.head_dim_v % 16 == 0:

@@ -16,7 +16,7 @@ from attnforge.runtime import kernels, ops
 from attnforge.runtime.search.reference import reference
 
 # DeepSeek's first; both orders, rows of whole panels and not, more panels of V than of K.
-DIMS = ((192, 128), (128, 64), (96, 128), (40, 136), (256, 16), (24, 256))
+DIMS = ((192, 128), (128, 64), (96, 128), (40, 136), (256, 16), (24, 256), (192, 136))
 # Lengths just past and just short of tiles; one query or key; more queries than keys and fewer; several rounds of work.
 SHAPES = (
     Shape(1, 1),

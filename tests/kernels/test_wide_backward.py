@@ -91,10 +91,8 @@ def test_first_guess(dims: tuple[int, int], mask: Mask) -> None:
     """A pair comes first at 256 where there is a mask, as measured (docs/experiments.md, 99)."""
     guess = next(candidates(problem(dims, mask))).tuning
     assert isinstance(guess, Sm90BackwardWide)
-    if dims == (256, 256):
-        expected = (80, 1, False) if mask is Mask.FULL else (128, 1, True)
-    else:
-        expected = (96, 2, False)
+    at_256 = (80, 1, False) if mask is Mask.FULL else (128, 1, True)
+    expected = at_256 if dims == (256, 256) else (96, 2, False)
     assert (guess.tile_n, guess.stages_dout, guess.pair) == expected
 
 
