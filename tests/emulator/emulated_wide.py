@@ -15,6 +15,7 @@ from oracle import Shape, draw, make_mask
 from torch import Tensor
 
 import attnforge
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.ops import Mask
@@ -106,6 +107,7 @@ class EmulatedWide:
         p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
         tuning = self.plan.spec.tuning
+        assert isinstance(tuning, Sm90BackwardWide)
         p.set_tiles(tuning.tile_m, tuning.tile_n)
         p.padded_q = p.tiles_m * tuning.tile_m
         p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
