@@ -48,6 +48,8 @@ PAIR_KEYS = 64  # of a block of a pair: the rows of its products
 class Sm90BackwardWide(Tuning):
     """Tuning of the Hopper backward for wide heads (one block owns a key tile and walks the query tiles)."""
 
+    retired = {"multicast": 0}  # noqa: RUF012
+
     tile_m: int = knob("m", "query rows per step of the main loop; always 64, the rows of a product for dQ")
     tile_n: int = knob(
         "n", "keys per block, a multiple of 16; each consumer computes S and dP of half of them"
@@ -59,9 +61,6 @@ class Sm90BackwardWide(Tuning):
         "d", "blocks start with the last key tile, not that with most work (deterministic ones always do)"
     )
     pair: bool = knob("p", "two blocks share a key tile and dQ", default=False, quiet=True)
-    multicast: bool = knob(
-        "c", "the blocks of a pair load Q and dO for each other", default=False, quiet=True
-    )
     cache_mb: int = knob(
         "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
     )
@@ -169,7 +168,6 @@ def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "bulk_dq": True,
         "staged_first": staged_columns(p, t) > 0,
         "adds_quads": staged_columns(p, t) == 0,
-        "multicast": t.multicast,
         "dq_of_first": COLUMNS,
         "dq_of_second": p.head_dim // PAIR - COLUMNS,
         "peer_panels": _peer_panels(p),
@@ -190,8 +188,6 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible(f"tile_n {t.tile_n}: must be a multiple of 16 from 32 to 128")
     if t.pair:
         _require_pair(p, t)
-    elif t.multicast:
-        raise Infeasible("multicast: needs pair 1, as the two blocks of a pair load for each other")
     if not 2 <= t.stages <= 4:
         raise Infeasible(f"stages {t.stages}: must be 2 to 4, as S runs a step ahead of dK")
     if not 1 <= t.stages_dout <= 4:
@@ -264,8 +260,8 @@ def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:
     panels, panels_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
     keys = PAIR_KEYS if t.pair else t.tile_n
     rows = (
-        ("q", t.tile_m, 1 if t.multicast else panels),  # each block loads half of the panels
-        ("dout", t.tile_m, 1 if t.multicast else panels_v),
+        ("q", t.tile_m, panels),
+        ("dout", t.tile_m, panels_v),
         ("k", keys, 1 if t.pair else panels),  # pairs load some panels of the other block's K
         ("v", keys, panels_v),
         ("dk", keys, panels),
@@ -314,13 +310,10 @@ def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Pairs of blocks. Loading for each other pays where two buffers for dO fit, up to 192 columns."""
+    """Pairs of blocks."""
     for stages, stages_dout in ((2, 2), (2, 1), (3, 2)):
         for descending in (False, True):
-            for multicast in (True, False) if problem.largest_dim <= 192 else (False, True):
-                yield Sm90BackwardWide(
-                    64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True, multicast
-                )
+            yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True)
 
 
 _NONE = "the wide sm90a backward takes none; sm90 takes this call"

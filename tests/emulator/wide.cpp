@@ -342,12 +342,6 @@ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, 
               int batch) {
     load_to(current->block, dst, map, barrier, column, row, panel, head, batch);
 }
-void tma_multicast(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
-                   int batch) {
-    for (int block = 0; block < 2; ++block) {
-        load_to(block, dst, map, barrier, column, row, panel, head, batch);
-    }
-}
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch) {
     each_chunk(map, column, row, panel, head, batch, [=](unsigned place, unsigned short* to) {
         if (to) {

@@ -69,8 +69,6 @@ void tma_store_wait();  // what this thread adds is read, as late as this, and a
 void bulk_reduce(float* target, unsigned src, int bytes);
 void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
               int batch);
-void tma_multicast(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
-                   int batch);
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch);
 void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier);
 void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned rank);

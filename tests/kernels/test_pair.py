@@ -42,8 +42,8 @@ def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -
         ((256, 256), Mask.FULL, {}),
         ((192, 128), Mask.CAUSAL, {"stages_dout": 2, "descending": True}),
         ((192, 192), Mask.SPANS, {"stages": 3}),
-        ((256, 128), Mask.CAUSAL, {"multicast": True}),
-        ((192, 256), Mask.FULL, {"multicast": True}),
+        ((256, 128), Mask.CAUSAL, {}),
+        ((192, 256), Mask.FULL, {}),
     ],
 )
 def test_gradients_on_the_cpu(
