@@ -102,7 +102,7 @@ def picture(cells: dict[tuple[str, str], list[Line]]) -> alt.Chart:
         ]
         charts.append(alt.hconcat(*parts, spacing=24))
     dense = alt.hconcat(charts[0], charts[1], spacing=24)
-    # The longest labels are wider than vl-convert thinks.
+    # Without padding the longest labels are cut: vl-convert measures text as narrower than browsers draw it.
     edges = {"left": 16, "right": 8, "top": 4, "bottom": 4}
     chart = alt.vconcat(dense, charts[2], spacing=16).properties(background="white", padding=edges)
     return chart.configure_view(strokeWidth=0)

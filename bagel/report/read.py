@@ -97,7 +97,8 @@ class Run:
     def latest(self) -> dict[Spec, Variant]:
         """The last result of each variant: of the leaders that of the end.
 
-        The others' times are times what the leaders' times have changed by until then, as in the search's own ranking.
+        The times of the others are multiplied by the median factor by which those of the leaders changed, as in
+        `runtime.search.search.Finished`.
         """
         trials, again = {v.spec: v for v in self.variants}, {v.spec: v for v in self.final}
         changes = [v.ms / trials[v.spec].ms for v in again.values() if v.spec in trials and trials[v.spec].ms]

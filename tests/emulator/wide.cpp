@@ -325,22 +325,18 @@ static void each_chunk(const TensorMap& map, int column, int row, int panel, int
     }
 }
 static unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
-static void load_to(int block, unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel,
-                    int head, int batch) {
-    unsigned char* memory = memory_of(block);
+void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
+              int batch) {
+    unsigned char* memory = memory_of(current->block);
     const int bytes = map.words[5] * map.words[6] * map.words[7] * 2;
     shared_at(dst + bytes - 16, 16);
     std::memset(memory + dst, 0xff, bytes);
-    blocks[block].copies.insert({barrier, {[=, &map] {
+    blocks[current->block].copies.insert({barrier, {[=, &map] {
         each_chunk(map, column, row, panel, head, batch, [=](unsigned place, const unsigned short* from) {
             unsigned char* to = memory + swizzled(dst + place);
             from ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
         });
     }, bytes}});
-}
-void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
-              int batch) {
-    load_to(current->block, dst, map, barrier, column, row, panel, head, batch);
 }
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch) {
     each_chunk(map, column, row, panel, head, batch, [=](unsigned place, unsigned short* to) {

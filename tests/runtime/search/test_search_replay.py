@@ -86,7 +86,7 @@ def test_the_default_strategy_needs_a_tenth_of_the_kept_logs(direction: Directio
     )
     found = [search_replay.evaluations(c) for c in search_replay.curves(DEFAULT, times, 5, 16, 0)]
     assert max(found) <= len(times) / 10, found
-    assert max(found) > 1, "some seed finds one by chance, not all"
+    assert min(found) > 1, "some seed finds one by chance, not all"
 
 
 @pytest.mark.parametrize("name", ["greedy", "random"])
