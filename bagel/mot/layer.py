@@ -13,7 +13,8 @@ expert (Tg, hidden), in the order of `Shared`. Only attention needs all rows in 
     x = x + mlp(x)                                     RMSNorm, SwiGLU
 
 With our operator, the second line and the way from experts' rows to the pack's order are one kernel (`qk_norm_rope`).
-SwiGLU is one kernel a direction on a GPU where there is a Triton (`swiglu`).
+SwiGLU's activation (`swiglu`) and each RMSNorm with the additions beside it (norm.py) are one kernel a direction on a
+GPU where there is a Triton.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from attnforge.bagel.mot.attention import Operator
+from attnforge.bagel.mot.norm import add_normed, normed
 from attnforge.bagel.mot.recomputation import Held
 from attnforge.bagel.mot.swiglu import swiglu
 from attnforge.runtime.prologue import ExpertRows, qk_norm_rope, rope_tables
@@ -149,7 +151,10 @@ class Experts(nn.Module):
 
 
 class Project(nn.Module):
-    """Rows (N, hidden) to heads (N, heads_q + 2 heads_kv, head_dim): those of q, of k, of v; not normed yet."""
+    """Rows (N, hidden) to heads (N, heads_q + 2 heads_kv, head_dim): those of q, of k, of v; not normed yet.
+
+    Also returns the rows, for the residual stream.
+    """
 
     def __init__(self, config: MotConfig) -> None:
         super().__init__()
@@ -160,9 +165,10 @@ class Project(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, config.eps)
         self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(self.norm(x)).unflatten(1, (sum(self.heads), -1))
-        return result
+    def forward(self, x: Tensor) -> Pair:
+        """x and its heads."""
+        x, rows = normed(x, self.norm)
+        return x, self.linear(rows).unflatten(1, (sum(self.heads), -1))
 
     def normed(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, q and k normed by head."""
@@ -176,35 +182,31 @@ class Mlp(nn.Module):
     def __init__(self, config: MotConfig) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(config.hidden, config.eps)
-        self.gate = nn.Linear(config.hidden, config.mlp, bias=False)
-        self.up = nn.Linear(config.hidden, config.mlp, bias=False)
+        self.gate_up = nn.Linear(config.hidden, 2 * config.mlp, bias=False)
         self.down = nn.Linear(config.mlp, config.hidden, bias=False)
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """What `down` multiplies (N, mlp)."""
-        x = self.norm(x)
-        return swiglu(self.gate(x), self.up(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(self.hidden(x))
-        return result
+    def hidden(self, x: Tensor, y: Tensor) -> Pair:
+        """x + y, and what `down` multiplies (N, mlp)."""
+        x, rows = add_normed(x, y, self.norm)
+        return x, swiglu(self.gate_up(rows))
 
 
-class Mlps(Experts):
-    """Each row through its expert's MLP. A checkpoint's recomputation omits the last product of both."""
-
-    understanding: Mlp
-    generation: Mlp
+class Mlps(nn.Module):
+    """The MLP of each expert. A checkpoint's recomputation omits the last product of both."""
 
     def __init__(self, config: MotConfig) -> None:
-        super().__init__(lambda: Mlp(config))
+        super().__init__()
+        self.understanding = Mlp(config)
+        self.generation = Mlp(config)
 
-    def forward(self, x: Pair) -> Pair:
-        """Each row through its expert."""
+    def forward(self, x: Pair, y: Pair) -> Pair:
+        """x + y + mlp(x + y)."""
         experts = self.understanding, self.generation
-        held = Held(*(expert.hidden(rows) for expert, rows in zip(experts, x, strict=True)))
-        first, second = held.results(*(expert.down for expert in experts))
-        return first, second
+        (x0, first), (x1, second) = (
+            expert.hidden(*rows) for expert, *rows in zip(experts, x, y, strict=True)
+        )
+        first, second = Held(first, second).results(*(expert.down for expert in experts))
+        return x0 + first, x1 + second
 
 
 class MotAttention(nn.Module):
@@ -216,14 +218,14 @@ class MotAttention(nn.Module):
         self.project = Experts(lambda: Project(config))
         self.output = Experts(lambda: nn.Linear(config.heads_q * config.head_dim, config.hidden, bias=False))
 
-    def forward(self, x: Pair, shared: Shared) -> Pair:
-        """x before the norm; returns what is added to it."""
-        heads = self.project(x)
+    def forward(self, x: Pair, shared: Shared) -> tuple[Pair, Pair]:
+        """x before the norm; returns x and what is added to it."""
+        (x0, first), (x1, second) = self.project(x)
+        heads = first, second
         prologue = self._fused_prologue if self.operator.fused_prologue else self._prologue
         q, k, v = prologue(heads, shared)
         out = self.operator(q, k, v, shared.mask)
-        result: Pair = self.output(apart(out.flatten(1), shared))
-        return result
+        return (x0, x1), self.output(apart(out.flatten(1), shared))
 
     def _fused_prologue(self, heads: Pair, shared: Shared) -> tuple[Tensor, ...]:
         """q, k and v (T, heads, head_dim) from both experts' projections, in one kernel."""
@@ -262,12 +264,9 @@ class MotLayer(nn.Module):
 
     def forward(self, x: Pair, shared: Shared) -> Pair:
         """The rows of both experts, before and after."""
-        x = _add(x, self.attention(x, shared))
-        return _add(x, self.mlp(x))
-
-
-def _add(x: Pair, y: Pair) -> Pair:
-    return x[0] + y[0], x[1] + y[1]
+        x, y = self.attention(x, shared)
+        result: Pair = self.mlp(x, y)
+        return result
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """SwiGLU's activation, silu(gate) * up: one kernel a direction where there is a Triton, else torch's own.
 
-Autograd of the plain expression keeps gate, up and silu(gate), and its five kernels read and write 14 tensors; here
-gate and up are kept, and two kernels read and write 8. Operators, which selective checkpointing sees as one call.
+gate and up are the halves of one product's columns, and so are their gradients: the product of the two gradients with
+the weights sums both. Autograd of the plain expression keeps gate, up and silu(gate), and its five kernels read and
+write 14 tensors; here gate and up are kept, and two kernels read and write 8. Operators, which selective checkpointing
+sees as one call.
 """
 
 from __future__ import annotations
@@ -17,19 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, in the dtype of both; differentiable once. gate, up: of one shape."""
-    result: Tensor = _forward_op(gate, up)
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (N, mlp) of gate_up (N, 2 mlp), gate first, in its dtype; differentiable once."""
+    result: Tensor = _forward_op(gate_up)
     return result
 
 
-def _ahead(gate: Tensor, up: Tensor) -> Tensor:
+def _ahead(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, 1)
     return F.silu(gate) * up
 
 
-def _back(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dup = dout * F.silu(gate)
-    return torch.ops.aten.silu_backward(dout * up, gate), dup
+def _back(dout: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, 1)
+    return torch.cat((torch.ops.aten.silu_backward(dout * up, gate), dout * F.silu(gate)), 1)
 
 
 @cache
@@ -44,35 +47,35 @@ def _fit(*tensors: Tensor) -> bool:
     return all(x.is_cuda and x.numel() and x.is_contiguous() and x.dtype.itemsize < 8 for x in tensors)
 
 
-def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    kernels = _kernels() if _fit(gate, up) else None
-    result: Tensor = _ahead(gate, up) if kernels is None else kernels.forward(gate, up)
+def _forward(gate_up: Tensor) -> Tensor:
+    kernels = _kernels() if _fit(gate_up) else None
+    result: Tensor = (_ahead if kernels is None else kernels.forward)(gate_up)
     return result
 
 
-def _backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    kernels = _kernels() if _fit(dout, gate, up) else None
-    dgate, dup = (_back if kernels is None else kernels.backward)(dout, gate, up)
-    return dgate, dup
+def _backward(dout: Tensor, gate_up: Tensor) -> Tensor:
+    kernels = _kernels() if _fit(dout, gate_up) else None
+    result: Tensor = (_back if kernels is None else kernels.backward)(dout, gate_up)
+    return result
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor] = _backward_op(dout, *ctx.saved_tensors)
-    return gradients
+def _differentiate(ctx: Any, dout: Tensor) -> Tensor:
+    gradient: Tensor = _backward_op(dout, *ctx.saved_tensors)
+    return gradient
 
 
 _forward_op: Any = torch.library.custom_op(
-    "attnforge::swiglu", _forward, mutates_args=(), schema="(Tensor gate, Tensor up) -> Tensor"
+    "attnforge::swiglu", _forward, mutates_args=(), schema="(Tensor gate_up) -> Tensor"
 )
 _backward_op: Any = torch.library.custom_op(
     "attnforge::swiglu_backward",
     _backward,
     mutates_args=(),
-    schema="(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    schema="(Tensor dout, Tensor gate_up) -> Tensor",
 )
 # The formulas themselves: their results' strides depend on all arguments.
 _forward_op.register_fake(_ahead)

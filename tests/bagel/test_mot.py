@@ -19,6 +19,8 @@ from attnforge.bagel.mot.attention import make_operator
 from attnforge.bagel.mot.layer import (
     CONFIGS,
     Experts,
+    Mlp,
+    Mlps,
     MotLayer,
     Pair,
     Project,
@@ -29,6 +31,7 @@ from attnforge.bagel.mot.layer import (
     together,
 )
 from attnforge.bagel.mot.model import MotModel, Pack, rope_positions
+from attnforge.bagel.mot.norm import add_normed, normed
 from attnforge.bagel.mot.swiglu import swiglu
 from attnforge.bagel.packing import visible_from_definition
 
@@ -66,13 +69,13 @@ def run(layer: MotLayer, x: Tensor, shared: Shared) -> Tensor:
 def transcribed(layer: MotLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The layer for one row at a time with that row's weights, and attention by its formula."""
 
-    def expert(experts: Experts, row: int) -> torch.nn.Module:
+    def expert(experts: Experts | Mlps, row: int) -> torch.nn.Module:
         return experts.generation if row in GENERATION else experts.understanding
 
     def heads(row: int) -> tuple[Tensor, Tensor, Tensor]:
         project = expert(layer.attention.project, row)
         assert isinstance(project, Project)
-        return project.normed(project(x[row : row + 1]))
+        return project.normed(project(x[row : row + 1])[1])
 
     rows = [heads(row) for row in range(TOKENS)]
     q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
@@ -81,8 +84,16 @@ def transcribed(layer: MotLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(group, 1)) * CONFIG.head_dim**-0.5
     weights = scores.masked_fill(~visible_from_definition(*LISTS), -torch.inf).softmax(-1)
     out = torch.einsum("hij,jhd->ihd", weights, v.repeat_interleave(group, 1)).flatten(1)
+
+    def mlp(row: int) -> Tensor:
+        module = expert(layer.mlp, row)
+        assert isinstance(module, Mlp)
+        gate, up = module.gate_up(module.norm(x[row])).chunk(2)
+        result: Tensor = x[row] + module.down(torch.nn.functional.silu(gate) * up)
+        return result
+
     x = x + torch.cat([expert(layer.attention.output, r)(out[r : r + 1]) for r in range(TOKENS)])
-    return x + torch.cat([expert(layer.mlp, r)(x[r : r + 1]) for r in range(TOKENS)])
+    return torch.stack([mlp(row) for row in range(TOKENS)])
 
 
 @pytest.mark.parametrize("name", ["attnforge", "sdpa"])
@@ -130,7 +141,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("selective", [False, True])
 def test_a_recomputation_omits_the_last_products(selective: bool) -> None:
-    """Of either expert: projection, output, gate and up are computed again, down is not."""
+    """Of either expert: projection, output and gate_up are computed again, down is not."""
     layer, x, shared = layer_and_inputs()
     pair = apart(x, shared)
     dout = tuple(torch.randn_like(part) for part in pair)
@@ -147,7 +158,7 @@ def test_a_recomputation_omits_the_last_products(selective: bool) -> None:
             found.append(torch.autograd.grad(out, leaves, dout, retain_graph=True))
         counts.append(products.count)
     torch.testing.assert_close(*found, rtol=0, atol=0)
-    assert counts[1] - counts[0] == 2 * 4
+    assert counts[1] - counts[0] == 2 * 3
 
 
 def test_gradients_can_be_taken_twice() -> None:
@@ -203,34 +214,74 @@ def test_rows_part_and_meet() -> None:
 
 @pytest.mark.parametrize("rows", [5, 0])
 def test_swiglu_is_its_formula(rows: int) -> None:
-    gate, up = torch.randn(2, rows, 6, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(swiglu(gate, up), gate * gate.sigmoid() * up)
-    assert torch.autograd.gradcheck(swiglu, (gate, up))
+    gate_up = torch.randn(rows, 12, dtype=torch.float64, requires_grad=True)
+    gate, up = gate_up.chunk(2, 1)
+    torch.testing.assert_close(swiglu(gate_up), gate * gate.sigmoid() * up)
+    assert torch.autograd.gradcheck(swiglu, (gate_up,))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 77, 1000])
-def test_swiglu_on_a_gpu(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(1, 68), (77, 2049), (1000, 136)])
+def test_swiglu_on_a_gpu(rows: int, columns: int) -> None:
     """Compiled by Triton: results and gradients are rounded once, those of float32 inputs within a few units."""
     for dtype, limit in ((torch.bfloat16, 2**-8), (torch.float32, 2**-20)):
-        gate, up, dout = torch.randn(3, rows, 136, device="cuda").to(dtype)
-        given = (gate.clone().requires_grad_(), up.clone().requires_grad_())
-        ours = (swiglu(*given), *torch.autograd.grad(swiglu(*given), given, dout))
-        wide = (gate.double().requires_grad_(), up.double().requires_grad_())
-        out = wide[0] * wide[0].sigmoid() * wide[1]
-        for one, other in zip(ours, (out, *torch.autograd.grad(out, wide, dout.double())), strict=True):
+        given = torch.randn(rows, 2 * columns, device="cuda").to(dtype).requires_grad_()
+        dout = torch.randn(rows, columns, device="cuda").to(dtype)
+        out = swiglu(given)
+        ours = (out, *torch.autograd.grad(out, given, dout))
+        wide = given.detach().double().requires_grad_()
+        gate, up = wide.chunk(2, 1)
+        exact = gate * gate.sigmoid() * up
+        for one, other in zip(ours, (exact, *torch.autograd.grad(exact, wide, dout.double())), strict=True):
             assert one.dtype is dtype
             assert (one.double() - other).norm() <= limit * other.norm()
 
 
-@pytest.mark.parametrize("transposed", range(3))
+@pytest.mark.parametrize("transposed", range(2))
 def test_layouts_of_swiglu_are_known_to_torch_compile(transposed: int) -> None:
-    """Any of dout, gate and up may be transposed; the operators' results then have the strides that their fakes say."""
-    x = [torch.randn(5, 6) for _ in range(3)]
-    x[transposed] = torch.randn(6, 5).T
-    dout, gate, up = x
-    torch.library.opcheck(torch.ops.attnforge.swiglu_backward.default, (dout, gate, up))
-    torch.library.opcheck(torch.ops.attnforge.swiglu.default, (gate.requires_grad_(), up.requires_grad_()))
+    """dout or gate_up may be transposed; the operators' results then have the strides that their fakes say."""
+    x = [torch.randn(5, 6), torch.randn(5, 12)]
+    x[transposed] = x[transposed].T.contiguous().T
+    dout, gate_up = x
+    torch.library.opcheck(torch.ops.attnforge.swiglu_backward.default, (dout, gate_up))
+    torch.library.opcheck(torch.ops.attnforge.swiglu.default, (gate_up.requires_grad_(),))
+
+
+def norms(x: Tensor, y: Tensor | None, norm: torch.nn.RMSNorm) -> Pair:
+    return normed(x, norm) if y is None else add_normed(x, y, norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (77, 129), (3000, 3584)])
+def test_norms_on_a_gpu(adds: bool, rows: int, columns: int) -> None:
+    """Compiled by Triton: sums, norms and gradients beside those of float64."""
+    for dtype, limit in ((torch.bfloat16, 2**-7), (torch.float32, 2**-20)):
+        x, y, *dout = torch.randn(4, rows, columns, device="cuda").to(dtype)
+        given = [t.clone().requires_grad_() for t in ((x, y) if adds else (x,))]
+        norm = torch.nn.RMSNorm(columns, 1e-6, device="cuda", dtype=dtype)
+        torch.nn.init.normal_(norm.weight)
+        results = norms(given[0], given[1] if adds else None, norm)
+        ours = (*results, *torch.autograd.grad(results, [*given, norm.weight], dout))
+        # From the rounded sum on: what is normed is that.
+        wide = [results[0].detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()]
+        exact = (wide[0] * 1, wide[0] * (wide[0].square().mean(1, True) + 1e-6).rsqrt() * wide[1])
+        dx, dweight = torch.autograd.grad(exact, wide, [d.double() for d in dout])
+        for one, other in zip(ours, (*exact, *([dx] * len(given)), dweight), strict=True):
+            assert one.dtype is dtype
+            assert (one.double() - other).norm() <= limit * other.norm()
+        if adds:
+            assert torch.equal(results[0], x + y)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_norms_are_their_formula(adds: bool) -> None:
+    norm = torch.nn.RMSNorm(6, 1e-6, dtype=torch.float64)
+    torch.nn.init.normal_(norm.weight)
+    x, y = (torch.randn(5, 6, dtype=torch.float64) for _ in range(2))
+    total, out = norms(x, y if adds else None, norm)
+    assert torch.equal(total, x + y if adds else x)
+    torch.testing.assert_close(out, total * (total.square().mean(1, True) + 1e-6).rsqrt() * norm.weight)
 
 
 def test_positions() -> None:
