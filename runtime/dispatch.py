@@ -30,6 +30,8 @@ SCORE_GRADIENTS_IN_ANY_ORDER = (  # why some calls are refused
     "detach them or pass deterministic=False"
 )
 
+CONVERTED = "with deterministic sums"  # ends the reason for a kernel that no search has found
+
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _reasons: dict[int, str] = {}  # of the latest choice of each handle
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
@@ -81,6 +83,8 @@ def choose_for(
 ) -> Choice:
     """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
+    `deterministic`: of a backward that sums in a fixed order: an entry that was searched for such calls if one is near
+    (`tables.choose`), else the variant of another one that does (`_deterministic`).
     `visible_keys`: as `tables.choose` takes it. `split_keys`: prefer a kernel whose blocks
     share the keys of a query, if there is one for the problem; there are too few queries otherwise.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
@@ -88,14 +92,14 @@ def choose_for(
     check_dtype(problem)
     if split_keys and (split := _splitting(problem, group, size, target)):
         return Choice(split, "few queries for many keys: blocks share the keys, not tuned")
-    for spec, reason in _offers(problem, group, size, target, visible_keys):
+    for spec, reason in _offers(problem, group, size, target, visible_keys, deterministic):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
         if strict := _deterministic(spec, group):
-            return Choice(strict, f"{reason}; with deterministic sums")
+            return Choice(strict, f"{reason}; {CONVERTED}")
     dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
-    if deterministic and next(_offers(problem, group, size, target, visible_keys), None):
+    if deterministic and next(_offers(problem, group, size, target, visible_keys, False), None):
         if problem.score.wanted:
             raise Infeasible(SCORE_GRADIENTS_IN_ANY_ORDER)
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
@@ -104,11 +108,13 @@ def choose_for(
 
 
 def _offers(
-    problem: Problem, group: int, size: int, target: Target, visible_keys: int
+    problem: Problem, group: int, size: int, target: Target, visible_keys: int, deterministic: bool
 ) -> Iterator[tuple[Spec, str]]:
-    for arch in _by_speed(problem, group, size, target, visible_keys):
+    for arch in _by_speed(problem, group, size, target, visible_keys, deterministic):
         there = dataclasses.replace(problem, arch=arch)
-        for spec, reason in tables.choose(there, group, size, target.name, visible_keys=visible_keys):
+        for spec, reason in tables.choose(
+            there, group, size, target.name, visible_keys=visible_keys, deterministic=deterministic
+        ):
             if refused := kernels.refusal(spec):
                 log.debug("%s of %s is passed over: %s", spec.slug, target.name, refused)
             else:
@@ -129,19 +135,28 @@ def _splitting(problem: Problem, group: int, size: int, target: Target) -> Spec 
     return next(chain.from_iterable(specs), None)
 
 
-def _by_speed(problem: Problem, group: int, size: int, target: Target, visible_keys: int) -> tuple[Arch, ...]:
-    """The architectures of a target, best first: by speed if all were measured on this problem class."""
-    speeds = {
-        arch: tables.measured(
-            dataclasses.replace(problem, arch=arch), group, size, target.name, visible_keys=visible_keys
-        )
-        for arch in target.archs
-    }
-    return (
-        tuple(sorted(target.archs, key=lambda arch: -(speeds[arch] or 0.0)))
-        if all(speeds.values())
-        else target.archs
-    )
+def _by_speed(
+    problem: Problem, group: int, size: int, target: Target, visible_keys: int, deterministic: bool
+) -> tuple[Arch, ...]:
+    """The architectures of a target, best first: by speed if all were measured on this problem class.
+
+    For a `deterministic` call by searches for such calls, else by the others.
+    """
+    for strict in (True, False) if deterministic else (False,):
+        speeds = {
+            arch: tables.measured(
+                dataclasses.replace(problem, arch=arch),
+                group,
+                size,
+                target.name,
+                visible_keys=visible_keys,
+                deterministic=strict,
+            )
+            for arch in target.archs
+        }
+        if all(speeds.values()):
+            return tuple(sorted(target.archs, key=lambda arch: -(speeds[arch] or 0.0)))
+    return target.archs
 
 
 def _deterministic(spec: Spec, group: int) -> Spec | None:
@@ -154,6 +169,8 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
         return None
     if "split_heads" in knobs and group > 1 and spec.problem.mask is not Mask.FULL:
         knobs |= {"split_heads": 1}
+    if "descending" in knobs:
+        knobs |= {"descending": 0}  # deterministic blocks always are
     strict = Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1}))
     try:
         return strict if make_plan(strict).deterministic else None

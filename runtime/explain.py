@@ -46,15 +46,17 @@ def explain(
     """The choice for a call and the reasons; arguments and errors as `dispatch.choose_for`."""
     choice = choose_for(problem, group, size, target, deterministic, visible_keys)
     chosen = choice.spec.problem
-    found = tables.offers(chosen, group, size, target.name, visible_keys=visible_keys)
+    found = tables.offers(
+        chosen, group, size, target.name, visible_keys=visible_keys, deterministic=deterministic
+    )
     taken = next((offer for offer in found if choice.reason.startswith(offer.reason)), None)
     others = {
         offer.entry.spec.slug: _why_not(offer, taken, chosen, deterministic)
         for offer in reversed(found)  # of several entries of a kernel the nearest
-        if offer.entry.spec.tuning != choice.spec.tuning
+        if offer is not taken and offer.entry.spec.tuning != choice.spec.tuning
     }
     entries = tuple(Rejected(name, others[name]) for name in reversed(others))
-    archs = tuple(_other_archs(problem, choice.spec, target, group, size, visible_keys))
+    archs = tuple(_other_archs(problem, choice.spec, target, group, size, visible_keys, deterministic))
     return Explanation(choice, taken is None, archs, entries)
 
 
@@ -92,6 +94,10 @@ def _farther(name: str, offer: Offer, taken: Offer) -> str:
         return f"{RANKS[offer.rank]} ({offer.path.name})"
     if name == "long lists":
         return "does not divide the work of keys that nearly all queries see, and the mask may have such keys"
+    if name == "shape" and best.deterministic and not mine.deterministic:
+        return "searched for calls that do not ask for deterministic gradients"
+    if name == "shape" and mine.deterministic and mine.group != best.group:
+        name = "GQA ratio"
     if name == "shape":
         return f"for {_shape(mine)}; the chosen one is nearer: {_shape(best)}"
     if name == "speed":
@@ -109,22 +115,32 @@ def _farther(name: str, offer: Offer, taken: Offer) -> str:
 
 
 def _other_archs(
-    problem: Problem, spec: Spec, target: Target, group: int, size: int, visible_keys: int
+    problem: Problem,
+    spec: Spec,
+    target: Target,
+    group: int,
+    size: int,
+    visible_keys: int,
+    deterministic: bool,
 ) -> Iterator[Rejected]:
     """The other architectures that the device runs."""
 
-    def speed(arch: Arch) -> float | None:
+    def speed(arch: Arch, strict: bool) -> float | None:
         there = dataclasses.replace(problem, arch=arch)
-        return tables.measured(there, group, size, target.name, visible_keys=visible_keys)
+        return tables.measured(
+            there, group, size, target.name, visible_keys=visible_keys, deterministic=strict
+        )
 
-    mine = speed(spec.problem.arch)
+    # As dispatch compares them: by searches for deterministic calls only if all were measured in such.
+    strict = deterministic and all(speed(arch, True) for arch in target.archs)
+    mine = speed(spec.problem.arch, strict)
     for arch in target.archs:
         if arch is spec.problem.arch:
             continue
         there = dataclasses.replace(problem, arch=arch)
         if next(candidates(there), None) is None:
             yield Rejected(arch.value, why_infeasible(there))
-        elif mine and (theirs := speed(arch)):
+        elif mine and (theirs := speed(arch, strict)):
             yield Rejected(arch.value, f"measured slower: {theirs:#.4g} TFLOP/s, the chosen one {mine:#.4g}")
         else:
             yield Rejected(

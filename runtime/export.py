@@ -115,13 +115,16 @@ def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
 def read_specs(path: Path) -> tuple[Item, ...]:
     """Items of a JSON list of specs (`Spec.to_json`), or of a tuned table. ValueError names what is wrong.
 
-    A package chooses by rows alone: of a table's entries that differ in visible keys only, the faster one counts.
+    A package chooses by rows alone: of a table's entries that differ in visible keys only, the faster one counts, and
+    those for deterministic gradients are left out.
     """
     data = json.loads(path.read_text())
     if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
         raise ValueError(f"{path}: expected a JSON list of specs or a tuned table")
     items = {}
     for number, entry in enumerate(sorted(data, key=lambda entry: float(entry.get("tflops", 0)))):
+        if entry.get("class", {}).get("deterministic"):
+            continue
         spec = spec_from_json(entry.get("spec", entry))
         if needs_amx(spec):
             raise ValueError(

@@ -38,15 +38,23 @@ _SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near" and f.attribute != "score")
 # Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0, or 1 and more for
 # another one.
-# "shape" is the sum of the lengths' and the visible keys' distances.
+# "shape" is the sum of the lengths' and the visible keys' distances, and of CONVERTED if the call is deterministic and
+# the entry was not searched for such calls.
 DISTANCES = (*_NEAR, "score", "long lists", "shape", "length", "GQA ratio", "device", "speed")
 _NUMBER = re.compile(r"\b\d+(\.\d*)?(e[+-]?\d+)?")  # in a score's text
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
+# Octaves that count for an entry that was not searched for deterministic gradients: its deterministic variant may lose
+# 40 %, more than an entry of a length nearby. 6 is a factor of 8 in the length of a full or causal call, whose visible
+# keys change with it.
+CONVERTED = 6
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One measured winner. Its class: the spec's problem, the GQA ratio `group`, the length `size`, `visible_keys`."""
+    """One measured winner.
+
+    Its class: the spec's problem, the GQA ratio `group`, the length `size`, `visible_keys`, `deterministic`.
+    """
 
     spec: Spec
     group: int  # heads_q / heads_kv
@@ -55,6 +63,9 @@ class Tuned:
     tflops: float
     notes: dict[str, Any] = field(default_factory=dict)  # for readers: workload, registers, versions
     visible_keys: int = 0  # average number of keys that a query sees; 0: unknown, or determined by the length
+    deterministic: bool = (
+        False  # found among kernels that sum in a fixed order, for calls that want such gradients
+    )
 
     @property
     def cls(self) -> dict[str, Any]:
@@ -65,6 +76,7 @@ class Tuned:
             "group": self.group,
             "octave": self.size.bit_length() - 1,
             **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
+            **({"deterministic": 1} if self.deterministic else {}),
         }
 
     @cached_property
@@ -80,14 +92,15 @@ class Tuned:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Tuned:
-        """Rebuild an entry; ValueError names what is missing or wrong. Older entries lack visible_keys."""
+        """Rebuild an entry; ValueError names what is missing or wrong. Older ones lack visible_keys, deterministic."""
         try:
             spec, group = spec_from_json(data["spec"]), int(data["class"]["group"])
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
             visible_keys = int(data.get("visible_keys", 0))
+            deterministic = bool(data["class"].get("deterministic", False))
         except KeyError as error:
             raise ValueError(f"tuned entry: field {error} is missing") from error
-        return Tuned(spec, group, *numbers, dict(data.get("notes", {})), visible_keys)
+        return Tuned(spec, group, *numbers, dict(data.get("notes", {})), visible_keys, deterministic)
 
 
 def device_name(device: torch.device) -> str:
@@ -205,6 +218,7 @@ def choose(
     places: Iterable[Path] | None = None,
     *,
     visible_keys: int = 0,
+    deterministic: bool = False,
 ) -> Iterator[tuple[Spec, str]]:
     """Feasible specs for `problem` from tuned entries, nearest first, each with the reason.
 
@@ -223,8 +237,15 @@ def choose(
     `visible_keys` is that of the call's mask: 0 if it is unknown, and then it does not matter; negative if a few keys
     are seen by far more queries than the others. Unless it is positive, backwards that divide long lists come before
     all that do not.
+
+    `deterministic`: the call wants gradients that sum in a fixed order. Only then entries of searches for such calls
+    count. The others do as well, and their spec may have to be converted (`dispatch.choose_for`); they are taken for
+    CONVERTED octaves farther away in length than they are, as are those of another GQA ratio. So an entry for
+    deterministic calls wins if it is of the call's mask, dtype, score and GQA ratio, and nearer than that; an entry of
+    the call's own class wins over all that are farther.
     """
-    for offer in offers(problem, group, size, name, places, visible_keys=visible_keys):
+    found = offers(problem, group, size, name, places, visible_keys=visible_keys, deterministic=deterministic)
+    for offer in found:
         spec = Spec(problem, offer.entry.spec.tuning)
         try:
             make_plan(spec)
@@ -253,8 +274,9 @@ class Offer:
         verb = "modelled, not measured," if self.modelled else "tuned"
         entry = self.entry
         rows = f"{entry.size} rows{_seen(entry)}, GQA ratio {entry.group}"
+        strict = ", deterministic" if entry.deterministic else ""
         elsewhere = "; of another device, not measured on this one" if self.rank == 1 else ""
-        return f"{verb} as {entry.spec.slug} for {rows} ({self.path.name}){elsewhere}"
+        return f"{verb} as {entry.spec.slug} for {rows}{strict} ({self.path.name}){elsewhere}"
 
 
 def offers(
@@ -265,6 +287,7 @@ def offers(
     places: Iterable[Path] | None = None,
     *,
     visible_keys: int = 0,
+    deterministic: bool = False,
 ) -> list[Offer]:
     """The entries that count for a call, nearest first; see `choose`. Their tuning may be infeasible there."""
     found = [
@@ -273,13 +296,13 @@ def offers(
             path,
             rank,
             (
-                *_distance(entry, problem, group, size, visible_keys),
+                *_distance(entry, problem, group, size, visible_keys, deterministic),
                 _device_distance(rank, path.stem, name),
                 -entry.tflops,
             ),
         )
         for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places)
-        if _counts(entry.spec.problem, problem)
+        if _counts(entry.spec.problem, problem) and (deterministic or not entry.deterministic)
     ]
     return sorted(found, key=lambda offer: (offer.modelled, offer.distance, offer.entry.spec.slug))
 
@@ -292,10 +315,13 @@ def measured(
     places: Iterable[Path] | None = None,
     *,
     visible_keys: int = 0,
+    deterministic: bool = False,
 ) -> float | None:
     """TFLOP/s of the fastest entry of the device's own tables for the very class of a call; None if there is none."""
     entries = [e for e in known(name, places) if _counts(e.spec.problem, problem)]
-    speeds = [e.tflops for e in entries if not any(_distance(e, problem, group, size, visible_keys))]
+    entries = [e for e in entries if e.deterministic == deterministic]
+    distances = (_distance(e, problem, group, size, visible_keys, deterministic) for e in entries)
+    speeds = [e.tflops for e, distance in zip(entries, distances, strict=True) if not any(distance)]
     return max(speeds, default=None)
 
 
@@ -327,9 +353,12 @@ def _counts(tuned: Problem, problem: Problem) -> bool:
     return same and tuned.dtype.bytes == problem.dtype.bytes
 
 
-def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_keys: int) -> tuple[float, ...]:
+def _distance(
+    entry: Tuned, problem: Problem, group: int, size: int, visible_keys: int, deterministic: bool
+) -> tuple[float, ...]:
     """The parts of the distance that are 0 for an entry of the call's own class."""
     tuned = entry.spec.problem
+    converted = deterministic and not (entry.deterministic and entry.group == group)
     length = abs(entry.size.bit_length() - size.bit_length())
     seen = _octaves(
         _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)
@@ -337,8 +366,9 @@ def _distance(entry: Tuned, problem: Problem, group: int, size: int, visible_key
     return (
         *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
         _score_distance(tuned.score, problem.score),
-        problem.mask.listed and visible_keys <= 0 and _takes_whole_lists(entry),
-        length + seen,
+        # No deterministic kernel divides lists.
+        not deterministic and problem.mask.listed and visible_keys <= 0 and _takes_whole_lists(entry),
+        length + seen + CONVERTED * converted,
         length,
         abs(math.log2(entry.group / group)),
     )

@@ -66,6 +66,8 @@ def _splitting(problem: Problem, group: int, case: Case, target: Target) -> str 
 
 
 def _say(found: Explanation, most: int, splitting: str | None) -> None:
+    from attnforge.runtime.dispatch import CONVERTED
+
     echo(f"  runs  {found.choice.spec.slug}")
     echo(f"  why   {found.choice.reason.replace(f' as {found.choice.spec.slug}', '', 1)}")
     if splitting:
@@ -73,6 +75,8 @@ def _say(found: Explanation, most: int, splitting: str | None) -> None:
         echo("        where the predicted time is shorter if blocks share the keys (dispatch.md)")
     if found.fallback:
         echo("        `attnforge search` with the same options finds the fastest")
+    elif found.choice.reason.endswith(CONVERTED):
+        echo("        `attnforge search --deterministic` with the same options may find a faster one")
     for arch in found.archs:
         echo(f"  not   {arch.name}: {arch.why}")
     for entry in found.entries[:most]:

@@ -63,6 +63,12 @@ direction_option = functools.partial(
     metavar="PASS",
     help="fwd, bwd or both.  [default: both]",
 )
+deterministic_option = functools.partial(
+    click.option,
+    "--deterministic",
+    is_flag=True,
+    help="Only the backward, for calls with deterministic=True.",
+)
 workers_option = functools.partial(
     click.option, "--workers", **number(), help="Parallel compilations.  [default: one per CPU]"
 )

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from attnforge.bagel.commands.console import console, facts_line, write_json
-from attnforge.bagel.commands.options import file_option, number, out_option, selecting, workers_option
+from attnforge.bagel.commands.options import (
+    deterministic_option,
+    file_option,
+    number,
+    out_option,
+    selecting,
+    workers_option,
+)
 
 if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection
@@ -66,6 +73,7 @@ def _values(
     metavar="DIR",
     help="Write the winners to DIR.  [default: the first folder of `tables list`]",
 )
+@deterministic_option()
 @click.option("--no-peers", is_flag=True, help="Do not time torch's attention.")
 @click.option("--no-page", is_flag=True, help="Do not write an HTML page beside the log.")
 @workers_option()
@@ -78,6 +86,7 @@ def search(
     knobs: dict[str, frozenset[int]],
     log: Path | None,
     table_out: Path | None,
+    deterministic: bool,
     no_peers: bool,
     no_page: bool,
     workers: int | None,
@@ -87,6 +96,8 @@ def search(
 
     `attnforge.attention` uses the winners from then on. Tables are read from the folders of ATTNFORGE_TABLES
     (default: the user's data folder), then from the package; winners are written to the first one.
+
+    With --deterministic the winners are for calls with deterministic=True, and other calls do not take them.
     """
     from attnforge.bagel.commands.search_screen import Options, run_search, say_page
     from attnforge.bagel.measure.bench import machine
@@ -94,6 +105,8 @@ def search(
     from attnforge.runtime.search.search import Budget, Scope
     from attnforge.runtime.search.worker import Worker
 
+    if deterministic:
+        selection = selection.with_deterministic()
     if seconds is None and variants is None and strategy != "exhaustive":
         seconds = search_seconds(selection.device)
     scope = Scope(knobs, strategy)

@@ -91,6 +91,8 @@ def run_search(
             rows = time_peers(finished, resume)
             journal = Journal(log, case.name, direction.value, environment(device_name, target[0]))
             journal.note("peers", [asdict(row) for row in rows])
+            if case.deterministic and not rows:
+                echo("no peers: of them FlashAttention-3 alone is timed with deterministic gradients")
     report(finished, rows)
     return {**to_json(finished, rows), "log": str(log)}
 
@@ -100,7 +102,7 @@ def time_peers(finished: Finished, resume: str) -> list[Row]:
     rows: list[Row] = []
     spec = finished.winner.spec if finished.winner else None
     try:
-        with console.status("timing torch's attention on the same case"):
+        with console.status("timing other attentions on the same case"):
             for row in peers_of(finished.case, finished.direction, spec=spec):
                 rows.append(row)
     except KeyboardInterrupt:

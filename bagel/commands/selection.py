@@ -18,7 +18,7 @@ from attnforge.bagel.models import MODELS
 from attnforge.bagel.workloads import recorded
 from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, DType, plain
 from attnforge.runtime.inputs import MAX_HEAD_DIM
-from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.case import Case, as_deterministic
 from attnforge.runtime.tables import device_name
 
 NAMED_MASK = re.compile(r"full|causal|window:[1-9]\d*")
@@ -60,6 +60,17 @@ class Selection:
     extra: Mapping[str, Any] = field(default_factory=dict)
     scores: tuple[str, ...] = ()  # names of `with_score`
     gpu: str | None = None
+    deterministic: bool = False  # cases of `as_deterministic`
+
+    def with_deterministic(self) -> Selection:
+        """The same for deterministic gradients: the backward alone. ValueError where there is nothing to choose."""
+        if self.directions == (Direction.FORWARD,):
+            raise ValueError(
+                "--deterministic: the forward always is deterministic; leave --direction fwd out"
+            )
+        if self.device.type == "cpu":
+            raise ValueError("--deterministic: every CPU kernel is deterministic already; leave it out")
+        return replace(self, directions=(Direction.BACKWARD,), deterministic=True)
 
     def cases(self, suite: str = "search") -> list[Case]:
         """A case for each pack and score; the suite supplies what is not given."""
@@ -68,7 +79,8 @@ class Selection:
         heads = SUITES["search", kind][0][1]
         rows = tuple((pack, heads) for pack in self.packs) or rows
         scores = self.scores or ("",)
-        return [self._case(pack, self.model or heads, score) for pack, heads in rows for score in scores]
+        found = [self._case(pack, self.model or heads, score) for pack, heads in rows for score in scores]
+        return [as_deterministic(case) for case in found] if self.deterministic else found
 
     def _case(self, pack: str, heads: str, score: str) -> Case:
         case = with_batch(make_case(pack, heads, self.dtype, self.device), self.batch)

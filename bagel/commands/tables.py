@@ -13,6 +13,7 @@ from attnforge.bagel.commands.console import console, echo, make_table
 if TYPE_CHECKING:  # torch takes a second to import
     from attnforge.runtime.tables import Tuned
 
+DETERMINISTIC = " deterministic"  # ends the line of an entry that only calls with deterministic=True take
 FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
@@ -34,7 +35,10 @@ def list_tables() -> None:
         echo(f"{place}{'  (searches write here)' if place == written else ''}")
         for path in sorted((*place.glob("*.json"), *(place / MODELLED).glob("*.json"))):
             words = "modelled, not measured" if path.parent.name == MODELLED else "measured"
-            echo(f"  {path.stem}: {len(load(path.stem, path.parent))} entries, {words}")
+            entries = load(path.stem, path.parent)
+            strict = sum(entry.deterministic for entry in entries)
+            of_them = f"; {strict} for deterministic calls" if strict else ""
+            echo(f"  {path.stem}: {len(entries)} entries, {words}{of_them}")
 
 
 @tables.command()
@@ -56,7 +60,7 @@ def show(device: str | None) -> None:
             echo(
                 f"{title}\n{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel; keys: visible to a query"
             )
-        for entry in sorted(entries, key=lambda entry: entry.spec.slug):
+        for entry in sorted(entries, key=lambda entry: (entry.spec.slug, entry.deterministic)):
             echo(_line(entry))
 
 
@@ -129,14 +133,15 @@ def _here() -> str:
 def _line(entry: Tuned) -> str:
     """Numbers first: the kernel's name is as long as it is, and stays whole."""
     seen = entry.visible_keys or ""
-    return f"{entry.tflops:#7.4g} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}"
+    strict = DETERMINISTIC if entry.deterministic else ""
+    return f"{entry.tflops:#7.4g} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}{strict}"
 
 
 def _class(entry: Tuned) -> str:
     problem: Any = entry.spec.problem
     dims = f"{problem.head_dim}" + (f"/{problem.dim_v}" if problem.dim_v else "")
     words = (problem.direction.value, problem.arch.value, problem.dtype.value, dims, problem.mask.value)
-    return " ".join(words)
+    return " ".join(words) + (DETERMINISTIC if entry.deterministic else "")
 
 
 def _speed(entry: Tuned | None) -> str:

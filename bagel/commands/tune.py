@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from attnforge.bagel.commands.options import (
     DIRECTORY,
     SCORE_HELP,
     choices,
+    deterministic_option,
     direction_option,
     values,
     workers_option,
@@ -74,6 +75,7 @@ def place(env: Mapping[str, str]) -> Place:
 )
 @direction_option()
 @click.option("--score", "scores", multiple=True, metavar="SCORE", help=SCORE_HELP)
+@deterministic_option()
 @click.option("--everything", is_flag=True, help="Also every problem in any table.")
 @click.option(
     "--seconds", type=click.FloatRange(0), metavar="S", help="Time per problem.  [default: as search]"
@@ -93,6 +95,7 @@ def tune(
     dtypes: tuple[str, ...],
     direction: str,
     scores: tuple[str, ...],
+    deterministic: bool,
     everything: bool,
     seconds: float | None,
     folder: Path | None,
@@ -118,7 +121,7 @@ def tune(
         dtype=dtypes[0] if dtypes else None, direction=direction, device=device or _own_gpu(here)
     )
     selection = select(request)
-    problems = _problems(selection, models, packs, dtypes, scores, everything)
+    problems = _problems(selection, models, packs, dtypes, scores, everything, deterministic)
     if only_list:
         for problem in problems:
             echo(str(problem))
@@ -145,17 +148,24 @@ def _problems(
     dtypes: Sequence[str],
     scores: Sequence[str],
     everything: bool,
+    deterministic: bool,
 ) -> list[TuningProblem]:
-    """What to search, each problem once. Raises ValueError for an unfit score."""
+    """What to search, each problem once. Raises ValueError for an unfit score, and as `with_deterministic`."""
     from attnforge.bagel.measure.case_scores import function_named
     from attnforge.bagel.measure.tuning_set import chosen, measured
 
     for score in scores:
         function_named(score)
+    if deterministic:
+        selection = selection.with_deterministic()
     device, directions = selection.device, selection.directions
     wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
     problems = list(chosen(device, models, packs, wanted, directions, scores))
-    return list(dict.fromkeys((*problems, *measured(device)) if everything else problems))
+    problems += measured(device) if everything else ()
+    if deterministic:
+        backward = (problem for problem in problems if problem.direction is Direction.BACKWARD)
+        problems = [replace(problem, deterministic=True) for problem in backward]
+    return list(dict.fromkeys(problems))
 
 
 def _own_gpu(here: Place) -> str | None:
@@ -218,6 +228,7 @@ class Run:
         from attnforge.runtime import tables
         from attnforge.runtime.native.launcher import launcher
         from attnforge.runtime.search import winners
+        from attnforge.runtime.search.case import as_deterministic
         from attnforge.runtime.search.journal import environment
         from attnforge.runtime.search.search import Budget, search
 
@@ -227,6 +238,7 @@ class Run:
         try:
             case = make_case(problem.pack, problem.model, problem.dtype, self.device)
             case = with_score(case, problem.score)
+            case = as_deterministic(case) if problem.deterministic else case
             log = self.folder / f"{problem.slug}.jsonl"
             target = problem.arch, device_name
             events = search(case, problem.direction, target, budget, log, self.workers, worker=self.worker)

@@ -61,8 +61,9 @@ def ours(
     """A call that runs ours on the inputs of an index: (out, lse), or (dq, dk, dv) of the backward alone.
 
     `spec`: the variant of that direction; the one that dispatch chooses if not given. `deterministic`: of the
-    backward, if dispatch chooses.
+    backward, if dispatch chooses; as the case is.
     """
+    deterministic = deterministic or case.deterministic
     handle = kernels.load(spec, case.device) if spec else 0
 
     def forward(index: int) -> Any:

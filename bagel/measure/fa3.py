@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.util import find_spec
+from typing import Any
 
 from attnforge.bagel.measure.fa4 import Attention, Unavailable, attention_by
 from attnforge.runtime.search.case import Case
@@ -17,11 +18,13 @@ def installed() -> bool:
 
 
 def attention(case: Case, softcap: float = 0.0) -> Attention:
-    """FA3 on a case, with softcap * tanh(score / softcap) unless that is 0.
+    """FA3 on a case, with softcap * tanh(score / softcap) unless that is 0; deterministic if the case is.
 
     Raises Unavailable without FA3, or for other masks than those of FA4.
     """
     if not installed():
         raise Unavailable("FlashAttention-3 is not installed")
     module = importlib.import_module(MODULE)
-    return attention_by(module, case, softcap=softcap) if softcap else attention_by(module, case)
+    options: dict[str, Any] = {"softcap": softcap} if softcap else {}
+    options |= {"deterministic": True} if case.deterministic else {}
+    return attention_by(module, case, **options)

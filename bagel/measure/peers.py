@@ -48,6 +48,7 @@ NAMES = {
     "cuda": (*BACKENDS, "sdpa-samples", "flex", "cudnn-flex", "fa3", *FA4),
     "cpu": ("sdpa-flash", "sdpa-samples", "flex"),
 }
+DETERMINISTIC = ("fa3",)  # have deterministic gradients that can be asked for without slowing the others
 EXTRA: dict[str, Callable[[Case], Attention]] = {}  # peers that a benchmark brings along, by name
 # A warning of torch that says why it does not use a backend of SDPA.
 _REFUSAL = re.compile(r"(?P<why>.*?)\s*\(Triggered internally at \S*/sdp_utils", re.DOTALL)
@@ -61,11 +62,13 @@ def present(device: torch.device) -> tuple[str, ...]:
 
 
 def usual(case: Case) -> tuple[str, ...]:
-    """The peers that a case is timed beside: `present` ones.
+    """The peers that a case is timed beside: `present` ones, for a deterministic case those that can be.
 
     On a CPU SDPA's math backend, which is slow, is one where its flash backend cannot compute the case.
     """
     names = present(case.device)
+    if case.deterministic:
+        return tuple(name for name in names if name in DETERMINISTIC)
     if case.device.type == "cpu" and case.head_dim_v != case.head_dim:
         return ("sdpa-math", *names)
     return names
@@ -183,6 +186,8 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
         return EXTRA[name](case)
     if name == OURS:
         return attend(case)
+    if case.deterministic and name not in DETERMINISTIC:
+        raise Unavailable("its deterministic gradients are not timed")
     cap = softcap_of(case)
     if case.score is not None and not (name in FLEX or (name == "fa3" and cap)):
         raise Unavailable("takes no such score")
@@ -204,7 +209,8 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
 
 def attend(case: Case) -> Attention:
     """Ours by its public function: the kernels that dispatch chooses, with autograd as the peers."""
-    return lambda q, k, v: attention(q, k, v, case.mask, scale=case.scale, score=case.score)
+    options: dict[str, Any] = {"scale": case.scale, "score": case.score, "deterministic": case.deterministic}
+    return lambda q, k, v: attention(q, k, v, case.mask, **options)
 
 
 def _sdpa(name: str, case: Case) -> Attention:

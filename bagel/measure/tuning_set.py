@@ -17,6 +17,7 @@ from attnforge.bagel.models import MODELS
 from attnforge.codegen.families import FAMILIES
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import kernels, tables
+from attnforge.runtime.search.case import without_order
 
 # Packs of `tune` by kind of device; a pack of "vit" stands for its images.
 PACKS = {
@@ -35,7 +36,7 @@ BAGELS = tuple(name for name, model in MODELS.items() if model.mask == "bagel")
 class TuningProblem:
     """One search of `tune`: a pack (bagel/measure/cases.py) with a model's heads, in a dtype, a pass, for a target.
 
-    `score`: a name of `with_score`, or empty.
+    `score`: a name of `with_score`, or empty. `deterministic`: for calls with deterministic gradients.
     """
 
     pack: str
@@ -44,9 +45,12 @@ class TuningProblem:
     direction: Direction
     arch: Arch
     score: str = ""
+    deterministic: bool = False
 
     def __str__(self) -> str:
-        words = (self.pack, self.model, self.score, self.dtype.value, self.direction.value, self.arch.value)
+        strict = "deterministic" if self.deterministic else ""
+        kernel = self.dtype.value, self.direction.value, self.arch.value
+        words = (self.pack, self.model, self.score, strict, *kernel)
         return " ".join(word for word in words if word)
 
     @cached_property
@@ -88,14 +92,15 @@ def measured(device: torch.device) -> Iterator[TuningProblem]:
     for name in sorted({path.stem for folder in tables.folders() for path in folder.glob("*.json")}):
         for entry in tables.known(name):
             problem = entry.spec.problem
-            case, score = without_score(str(entry.notes.get("case", "")))
+            case, score = without_score(without_order(str(entry.notes.get("case", ""))))
             pack, _, model = case.rpartition(" ")
             if (
                 pack
                 and ".py:" not in score
                 and problem.arch in archs_of(device, problem.dtype, problem.direction)
             ):
-                yield TuningProblem(pack, model, problem.dtype, problem.direction, problem.arch, score)
+                where = problem.dtype, problem.direction, problem.arch
+                yield TuningProblem(pack, model, *where, score, entry.deterministic)
 
 
 def archs_of(device: torch.device, dtype: DType, direction: Direction) -> list[Arch]:

@@ -23,7 +23,7 @@ from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Plan
 from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime.masks import DenseMask, Spans
-from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.case import Case, without_order
 
 _WGMMA = replace(GPUS[Arch.SM90], half_fma=2048)
 # By a part of the device's name: data sheet rates, and TB/s of its memory.
@@ -65,7 +65,7 @@ class Bound:
 def case_of(name: str, dtype: str) -> Case:
     """The case of a log by its name, on the CPU. Raises ValueError or OSError if it cannot be made here."""
     match = _BATCH.fullmatch(name)
-    pack, _, model = without_score(match[2] if match else name)[0].rpartition(" ")
+    pack, _, model = without_score(without_order(match[2] if match else name))[0].rpartition(" ")
     case = make_case(pack, model, DType(dtype), torch.device("cpu"))
     if isinstance(case.mask, Spans) and case.mask.starts.dim() > 1:
         raise ValueError(

@@ -322,10 +322,30 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
                 yield replace(core, heads_together=heads, cache_mb=cache_mb)
 
 
+# Also more heads: blocks of one head wait for each other, those of several do not.
+DETERMINISTIC_SECTIONS = (*SECTIONS, (16, SECTION_MB), (32, SECTION_MB))
+
+
+def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
+    """Deterministic ones: all buffers, operands in registers, lag and values of the later knobs with each other."""
+    for lag, in_regs, (of_q, of_dout), split, loaders in product(
+        (True, False),
+        (2, 1, 0),
+        product((4, 3, 2), (4, 3, 2, 1)),
+        (True, False),
+        (0, 1, 2),
+    ):
+        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, False, 0, loaders)
+        if is_feasible(problem, core, plan):
+            for heads, cache_mb in DETERMINISTIC_SECTIONS:
+                yield replace(core, heads_together=heads, cache_mb=cache_mb)
+
+
 BACKWARD = Family(
     Sm90Backward,
     plan,
     tunings,
     honours=frozenset({"intervals", "planes", "mask_mod", "score"}),
     reasons=REASONS,
+    deterministic_space=deterministic_tunings,
 )

@@ -316,6 +316,12 @@ def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
             yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True)
 
 
+def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
+    """Deterministic ones with other sections; `tunings` has them with one."""
+    found = [t for t in _single_blocks(problem) if t.deterministic]
+    yield from (replace(t, cache_mb=cache_mb) for cache_mb in (8, 40) for t in found)
+
+
 _NONE = "the wide sm90a backward takes none; sm90 takes this call"
 
 BACKWARD = Family(
@@ -324,4 +330,5 @@ BACKWARD = Family(
     tunings,
     honours=frozenset({"intervals", "dim_v"}),
     reasons=REASONS | dict.fromkeys(("score", "mask_mod"), _NONE),
+    deterministic_space=deterministic_tunings,
 )

@@ -14,6 +14,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.scores import Score
 
+DETERMINISTIC = " deterministic"  # ends the names of cases of `as_deterministic`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,6 +44,7 @@ class Case:
     device: torch.device
     dim_v: int = 0  # head_dim of v if it has its own
     score: Score | None = None
+    deterministic: bool = False  # gradients are to sum in a fixed order; see `as_deterministic`
 
     @property
     def scale(self) -> float:
@@ -101,6 +103,16 @@ class Case:
         k = draw(self.heads_kv, self.seq_k, self.head_dim)
         v = draw(self.heads_kv, self.seq_k, self.head_dim_v)
         return Inputs(q, k, v, draw(self.heads_q, self.seq_q, self.head_dim_v))
+
+
+def as_deterministic(case: Case) -> Case:
+    """The call with gradients that sum in a fixed order. Its name says so, and with it logs, claims and tables."""
+    return replace(case, name=case.name + DETERMINISTIC, deterministic=True)
+
+
+def without_order(name: str) -> str:
+    """The name of a case before `as_deterministic`."""
+    return name.removesuffix(DETERMINISTIC)
 
 
 def full_case(name: str, shape: tuple[int, int, int, int, int], dtype: DType, device: torch.device) -> Case:

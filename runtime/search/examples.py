@@ -34,7 +34,7 @@ INDEX = "README.md"
 
 
 def examples(directory: Path = GENERATED) -> list[Spec]:
-    """The chosen specs, sorted by slug.
+    """The chosen specs, sorted by slug; none of a search for deterministic gradients.
 
     For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16 if
     there is one, of BAGEL-7B's GQA ratio if there is one, of the longest sequence, then of the highest speed. A
@@ -42,7 +42,8 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
     CPU's, whose tables and first candidates belong to one machine, by `CPU_SHOWN`. Last, the kernel for short queries.
     """
     chosen: dict[tuple[str, Direction, Mask], Spec] = {}
-    gpu = (entry for entry in tuned_entries(directory) if entry.spec.problem.arch.is_gpu)
+    plain = (entry for entry in tuned_entries(directory) if not entry.deterministic)
+    gpu = (entry for entry in plain if entry.spec.problem.arch.is_gpu)
     for entry in sorted(gpu, key=_preference):
         problem = entry.spec.problem
         chosen.setdefault((problem.family, problem.direction, problem.mask), entry.spec)

@@ -15,12 +15,12 @@ from typing import Any
 from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import RenderError, Source, render
-from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.space import candidates, deterministic_candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.build.cache import Entry, obtain
 from attnforge.runtime.build.errors import CompileError
-from attnforge.runtime.dispatch import check_dtype
+from attnforge.runtime.dispatch import Target, check_dtype, choose_for
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.conditions import Summary, watch
 from attnforge.runtime.search.journal import Journal, Result, environment, source_key
@@ -131,9 +131,11 @@ def search(
 
     worker: a measuring process that goes on to the next search, whose start takes seconds; closed by whoever made it.
 
-    Failures of variants are results. Raises ValueError for a dtype that the target has no kernels for, and for a
-    `scope` with an unknown knob or strategy, Infeasible if the problem has no candidate at all, NoCompilerError,
-    CacheError, and RuntimeError if the measurement itself cannot be prepared.
+    Of a deterministic case only kernels that sum in a fixed order are tried, more of them than other searches try.
+
+    Failures of variants are results. Raises ValueError for a dtype that the target has no kernels for, for a forward of
+    a deterministic case, which always is, and for a `scope` with an unknown knob or strategy, Infeasible if the problem
+    has no candidate at all, NoCompilerError, CacheError, and RuntimeError if the measurement itself cannot be prepared.
     """
     workers = workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
     run = _Run(case, direction, target, budget, log_path, workers, scope or Scope(), worker)
@@ -168,7 +170,10 @@ class _Run:
         problem = case.problem(direction, arch)
         check_dtype(problem)
         self.case, self.direction, self.budget, self.scope = case, direction, budget, scope
-        space = _with_incumbent(list(candidates(problem)), case, device_name)
+        if case.deterministic and direction is Direction.FORWARD:
+            raise ValueError(f"{case.name}: the forward always is; search the backward")
+        found = deterministic_candidates(problem) if case.deterministic else candidates(problem)
+        space = _with_incumbent(list(found), case, device_name)
         if not space:
             raise Infeasible(f"{case.name}: no kernel can do it: {why_infeasible(problem)}")
         self.incumbent = space[0]
@@ -370,13 +375,19 @@ def varying_knobs(specs: Sequence[Spec]) -> tuple[str, ...]:
 def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spec]:
     """The present choice of the tuned tables goes first, so that a short search never replaces it by a slower one.
 
+    For a deterministic case that is what dispatch makes of it.
+
     Next comes its twin with the other `split_heads`: which of the two is faster depends mostly on the mask.
     """
     if not specs:
         return specs
-    group = case.heads_q // case.heads_kv
-    offers = tables.choose(specs[0].problem, group, case.seq_q, device_name, visible_keys=case.visible_keys)
-    first = [next(offers, (specs[0], ""))[0]]
+    problem, group = specs[0].problem, case.heads_q // case.heads_kv
+    if case.deterministic:
+        target = Target(device_name, (problem.arch,))
+        first = [choose_for(problem, group, case.seq_q, target, True, case.visible_keys).spec]
+    else:
+        offers = tables.choose(problem, group, case.seq_q, device_name, visible_keys=case.visible_keys)
+        first = [next(offers, (specs[0], ""))[0]]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:
         twin = Spec(

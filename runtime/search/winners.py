@@ -74,7 +74,8 @@ def _entry(finished: Finished, env: dict[str, str]) -> Tuned:
     }
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
     group = case.heads_q // case.heads_kv
-    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, abs(case.visible_keys))
+    seen = abs(case.visible_keys)
+    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, seen, case.deterministic)
 
 
 def tuned_entries(directory: Path = GENERATED) -> list[Tuned]:

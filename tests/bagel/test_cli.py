@@ -341,7 +341,7 @@ def test_merge_says_which_kernel_has_no_source(tmp_path: Path, monkeypatch: pyte
 def test_show_takes_every_name_that_list_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNFORGE_TABLES", str(tmp_path))
     listed = CliRunner().invoke(main, ("tables", "list")).output
-    found = re.findall(r"^  (\S+): (\d+) entries, (.*)$", listed, re.MULTILINE)
+    found = re.findall(r"^  (\S+): (\d+) entries, ([^;\n]*)", listed, re.MULTILINE)
     assert ("nvidia-h200", "measured") in {(name, words) for name, _, words in found}
     assert {"sm80", "sm120"} <= {name for name, _, words in found if words == "modelled, not measured"}
     for name, count, words in found:

@@ -15,7 +15,7 @@ from attnforge.codegen.families.limits import SHARED_LIMIT
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 # (of q and k, of v or 0)
@@ -111,3 +111,36 @@ def test_what_a_kernel_calls_is_there(mask: Mask) -> None:
         code = re.sub(r'//[^\n]*|"[^"\n]*"', "", text)
         missing = set(CALLED.findall(code)) & ours - set(DEFINED.findall(text))
         assert not missing, (re.search(r"attnforge_fwd\w+", text), missing)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+def test_deterministic_searches_have_a_larger_space(head_dim: int) -> None:
+    """First what other searches try, in its order; these try none of the rest."""
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.CAUSAL)
+    usual = [spec for spec in candidates(problem) if make_plan(spec).deterministic]
+    found = list(deterministic_candidates(problem))
+    assert found[: len(usual)] == usual
+    assert len(found) == len(set(found))
+    assert all(make_plan(spec).deterministic for spec in found)
+    assert len(found) > len(usual)
+    if head_dim > 128:
+        return
+    knobs = ("stages", "split_heads", "lag", "heads_together", "cache_mb", "loaders")
+    values = {name: {getattr(spec.tuning, name) for spec in found} for name in knobs}
+    assert values["stages"] >= {2, 3}
+    assert values["split_heads"] == {0, 1}
+    assert values["lag"] == ({0, 1} if head_dim == 64 else {0})
+    assert values["heads_together"] == {0, 2, 4, 8, 16, 32}
+    assert values["cache_mb"] == {8, 16, 40}
+    assert values["loaders"] == {0, 1}
+
+
+def test_only_some_families_have_more_deterministic_variants() -> None:
+    """Elsewhere the space of a deterministic search is that of any other."""
+    for arch, dtype in ((Arch.CPU, DType.FLOAT32), (Arch.SM80, DType.BFLOAT16), (Arch.SM80, DType.FLOAT32)):
+        problem = Problem(Direction.BACKWARD, arch, dtype, 64, Mask.FULL, 16)
+        expected = [spec for spec in candidates(problem) if make_plan(spec).deterministic]
+        assert list(deterministic_candidates(problem)) == expected != []
+    assert not list(
+        deterministic_candidates(Problem(Direction.BACKWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.FULL))
+    )

@@ -16,7 +16,7 @@ import torch
 import attnforge
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import dispatch, kernels, tables
 from attnforge.runtime.build.settings import TABLES
@@ -360,3 +360,154 @@ def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch)
         "deterministic": 1,
         "split_heads": 0,
     }
+
+
+STRICT = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
+LOOSE = next(candidates(STRICT))
+FIRST, SECOND, *_ = islice(deterministic_candidates(STRICT), 40, 42)
+
+
+def strictly(size: int = 1024, group: int = 7, **changes: Any) -> dispatch.Choice:
+    """What a deterministic call takes; one that is not takes `LOOSE`, the only entry for such calls."""
+    problem, target = replace(STRICT, **changes), dispatch.Target(H200, (Arch.SM90A,))
+    assert dispatch.choose_for(problem, group, size, target).spec.tuning == LOOSE.tuning
+    return dispatch.choose_for(problem, group, size, target, deterministic=True)
+
+
+def converted(spec: Spec) -> dict[str, int]:
+    return {**spec.to_json()["tuning"], "deterministic": 1, "split_heads": 1}
+
+
+def test_the_class_of_a_deterministic_entry_is_its_own(tmp_path: Path) -> None:
+    """It survives a round trip; entries of older tables read as they did and write the same JSON."""
+    strict, loose = (Tuned(FIRST, 7, 1024, 1.0, 90.0, deterministic=found) for found in (True, False))
+    assert strict.cls == {**loose.cls, "deterministic": 1}
+    assert "deterministic" not in loose.cls
+    tables.save(H200, [loose, strict], tmp_path)
+    assert set(map(str, tables.load(H200, tmp_path))) == {str(loose), str(strict)}
+    old = loose.to_json()
+    assert Tuned.from_json(old) == loose
+    assert Tuned.from_json(old).to_json() == old
+
+
+def test_only_deterministic_calls_take_deterministic_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_tables_of(tmp_path, monkeypatch)
+    strict = Tuned(FIRST, 7, 1024, 1.0, 90.0, deterministic=True)
+    tables.save(H200, [strict], tmp_path)
+    assert (
+        "nothing tuned fits"
+        in dispatch.choose_for(STRICT, 7, 1024, dispatch.Target(H200, (Arch.SM90A,))).reason
+    )
+    tables.save(H200, [Tuned(LOOSE, 7, 1024, 1.0, 400.0)], tmp_path)
+    choice = strictly()
+    assert choice.spec == FIRST
+    assert "GQA ratio 7, deterministic (nvidia-h200.json)" in choice.reason
+    assert tables.measured(STRICT, 7, 1024, H200) == 400.0
+    assert tables.measured(STRICT, 7, 1024, H200, deterministic=True) == 90.0
+
+
+@pytest.mark.parametrize(
+    ("entry", "call", "wins"),
+    [
+        ({}, {}, True),
+        ({"size": 4096}, {}, True),  # of 4 times the length
+        ({"size": 8192}, {}, False),  # of 8 times
+        ({"size": 128}, {}, False),
+        ({"group": 1}, {}, False),
+        ({"spec": replace(FIRST, problem=replace(STRICT, mask=Mask.FULL))}, {}, False),
+        ({"spec": replace(FIRST, problem=replace(STRICT, dtype=DType.FLOAT16))}, {}, False),
+        # The other entry is not of the call's class either.
+        ({"size": 8192}, {"size": 2048}, True),
+        ({"group": 1}, {"group": 1}, True),
+        ({"spec": replace(FIRST, problem=replace(STRICT, mask=Mask.FULL))}, {"mask": Mask.FULL}, True),
+    ],
+)
+def test_a_deterministic_entry_wins_if_it_is_near(
+    entry: dict[str, Any], call: dict[str, Any], wins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the other one, of 1024 rows and GQA ratio 7, with deterministic sums."""
+    only_tables_of(tmp_path, monkeypatch)
+    strict = replace(Tuned(FIRST, 7, 1024, 1.0, 90.0, deterministic=True), **entry)
+    tables.save(H200, [Tuned(LOOSE, 7, 1024, 1.0, 400.0), strict], tmp_path)
+    choice = strictly(**call)
+    assert (choice.spec.tuning == FIRST.tuning) == wins
+    if not wins:
+        assert choice.spec.to_json()["tuning"] == converted(LOOSE)
+        assert choice.reason.endswith("; with deterministic sums")
+
+
+def test_a_deterministic_entry_counts_where_visible_keys_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other calls then prefer backwards that divide long lists, which no deterministic one does."""
+    only_tables_of(tmp_path, monkeypatch)
+    spans = replace(STRICT, mask=Mask.SPANS)
+    loose = next(s for s in candidates(spans) if getattr(s.tuning, "split_heads", False))
+    strict = Tuned(Spec(spans, FIRST.tuning), 7, 1024, 1.0, 90.0, visible_keys=500, deterministic=True)
+    tables.save(H200, [Tuned(loose, 7, 1024, 1.0, 400.0, visible_keys=500), strict], tmp_path)
+    target = dispatch.Target(H200, (Arch.SM90A,))
+    assert dispatch.choose_for(spans, 7, 1024, target).spec == loose
+    assert dispatch.choose_for(spans, 7, 1024, target, deterministic=True).spec == strict.spec
+
+
+def test_a_deterministic_entry_of_another_device_is_nearer_than_a_converted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_tables_of(tmp_path, monkeypatch)
+    tables.save(H200, [Tuned(LOOSE, 7, 1024, 1.0, 400.0)], tmp_path)
+    tables.save(OTHER, [Tuned(FIRST, 7, 1024, 1.0, 90.0, deterministic=True)], tmp_path)
+    assert strictly().spec == FIRST
+    tables.save(H200, [Tuned(SECOND, 7, 1024, 1.0, 80.0, deterministic=True)], tmp_path)
+    assert strictly().spec == SECOND
+
+
+def test_families_are_compared_by_searches_of_the_same_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a deterministic call by entries for such calls, if all families have one; else by the others."""
+    only_tables_of(tmp_path, monkeypatch)
+    archs = (Arch.SM90A, Arch.SM90)
+    found = {arch: next(candidates(replace(STRICT, arch=arch))) for arch in archs}
+    fixed = {arch: next(deterministic_candidates(replace(STRICT, arch=arch))) for arch in archs}
+
+    def arch(deterministic: bool) -> Arch:
+        target = dispatch.Target(H200, archs)
+        return dispatch.choose_for(STRICT, 7, 1024, target, deterministic).spec.problem.arch
+
+    speeds = {Arch.SM90A: 200.0, Arch.SM90: 300.0}
+    tables.save(H200, [Tuned(spec, 7, 1024, 1.0, speeds[a]) for a, spec in found.items()], tmp_path)
+    entry = Tuned(fixed[Arch.SM90A], 7, 1024, 1.0, 150.0, deterministic=True)
+    tables.save(H200, [entry], tmp_path)
+    assert (arch(False), arch(True)) == (Arch.SM90, Arch.SM90)
+    tables.save(H200, [replace(entry, spec=fixed[Arch.SM90], tflops=100.0)], tmp_path)
+    assert (arch(False), arch(True)) == (Arch.SM90, Arch.SM90A)
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_a_deterministic_entry(
+    loaded: list[Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a table of the user's; its gradients have the same bits twice."""
+    only_tables_of(tmp_path, monkeypatch)
+    device = torch.device("cuda")
+    problem = replace(STRICT, arch=kernels.target(device))
+    *_, spec = islice(deterministic_candidates(problem), 60)
+    entry = Tuned(spec, 7, 1024, 1.0, 90.0, deterministic=True)
+    tables.save(tables.device_name(device), [entry], tmp_path)
+    q, dout = torch.randn(2, 2, 14, 1024, 64, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 2, 1024, 64, device=device, dtype=torch.bfloat16)
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    mask = attnforge.Causal()
+
+    def gradients(deterministic: bool) -> tuple[torch.Tensor, ...]:
+        out = attnforge.attention(q, k, v, mask, deterministic=deterministic)
+        return torch.autograd.grad(out, leaves, dout)
+
+    first, second = gradients(True), gradients(True)
+    assert spec in loaded
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    for one, other in zip(first, gradients(False), strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+    assert loaded.count(spec) == 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import tables
 from attnforge.runtime.build.settings import TABLES
@@ -91,3 +92,46 @@ def test_the_slower_architecture_is_told_with_both_speeds() -> None:
         Tuned(fallback, 4, 4096, 1.0, 300.0, visible_keys=1000),
     )
     assert [arch.why for arch in found.archs] == ["measured slower: 300.0 TFLOP/s, the chosen one 700.0"]
+
+
+BACKWARD = replace(PROBLEM, direction=Direction.BACKWARD)
+
+
+def of_backward(*entries: Tuned) -> Explanation:
+    save("card", entries, tables.folders()[0])
+    found = explain(BACKWARD, 4, 4096, CARD, True, visible_keys=1000)
+    assert found.choice == choose_for(BACKWARD, 4, 4096, CARD, True, visible_keys=1000)
+    return found
+
+
+def test_what_deterministic_calls_take_and_pass_over() -> None:
+    loose, strict, other = next(candidates(BACKWARD)), *islice(deterministic_candidates(BACKWARD), 7, 9)
+    fast = Tuned(loose, 4, 4096, 1.0, 900.0, visible_keys=1000)
+    near = Tuned(strict, 4, 4096, 1.0, 500.0, visible_keys=1000, deterministic=True)
+    found = of_backward(fast, near, replace(near, spec=other, group=1))
+    assert found.choice.spec == strict
+    assert found.choice.reason.startswith(
+        f"tuned as {strict.slug} for 4096 rows, 1000 visible keys, GQA ratio 4, det"
+    )
+    assert {entry.name: entry.why for entry in found.entries} == {
+        loose.slug: "searched for calls that do not ask for deterministic gradients",
+        other.slug: "GQA ratio 1; that of the chosen one is nearer: 4",
+    }
+    plain = explain(BACKWARD, 4, 4096, CARD, visible_keys=1000)
+    assert plain.choice.spec == loose
+    assert plain.entries == ()
+
+
+def test_far_deterministic_entries_are_passed_over() -> None:
+    loose, strict, other = next(candidates(BACKWARD)), *islice(deterministic_candidates(BACKWARD), 7, 9)
+    far = Tuned(strict, 4, 4096 << 7, 1.0, 500.0, visible_keys=1000, deterministic=True)
+    found = of_backward(
+        Tuned(loose, 4, 4096, 1.0, 900.0, visible_keys=1000),
+        far,
+        replace(far, spec=other, size=4096, group=1),
+    )
+    assert found.choice.reason.endswith("; with deterministic sums")
+    assert {entry.name: entry.why for entry in found.entries} == {
+        strict.slug: f"for {4096 << 7} rows, 1000 visible keys; the chosen one is nearer: 4096 rows, 1000 visible keys",
+        other.slug: "GQA ratio 1; that of the chosen one is nearer: 4",
+    }

@@ -9,22 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from attnforge.bagel.commands import selection
 from attnforge.bagel.commands.tune import Place, knobs, place
 from attnforge.bagel.measure.case_scores import with_score
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.tuning_set import chosen, measured
 from attnforge.cli import main
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType
-from attnforge.runtime import tables
+from attnforge.runtime import kernels, tables
 from attnforge.runtime.search import search as engine
-from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.case import Case, as_deterministic
 from attnforge.runtime.search.conditions import Summary
 from attnforge.runtime.search.journal import Result
 from attnforge.runtime.search.search import Event, Finished, Measured
@@ -236,3 +238,108 @@ def test_an_interrupt_keeps_the_best_so_far(tmp_path: Path, monkeypatch: pytest.
     name = tables.device_name(torch.device("cpu"))
     assert [entry.spec for entry in tables.load(name, tmp_path)] == begun
     assert not list((tmp_path / "work").glob("*.json")), "the problem is not finished"
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run as on a Hopper GPU, as far as nothing is measured; tables are this test's."""
+    monkeypatch.setenv("ATTNFORGE_TABLES", str(tmp_path / "user"))
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path / "none")
+    monkeypatch.setattr(selection, "_device", lambda text: torch.device("cuda"))
+    monkeypatch.setattr(kernels, "targets", lambda device: (Arch.SM90A, Arch.SM90))
+    monkeypatch.setattr(kernels, "load", lambda *_: 0)
+    monkeypatch.setattr(tables, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(Worker, "start", lambda *_: None)
+
+
+STRICT = ("tune", "--deterministic", "--dtype", "bf16", "--model", "14/2/64", "--model", "24/24/96")
+
+
+def listed(*options: str) -> list[str]:
+    result = CliRunner().invoke(main, (*STRICT, "--list", *options), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_problems_for_deterministic_gradients() -> None:
+    packs = ("causal/16x1024", "full/4x8192", "pretrain/0")
+    options = [word for pack in packs for word in ("--pack", pack)]
+    found = listed(*options)
+    assert found == [
+        f"{pack} {model} deterministic bf16 bwd sm90a" for model in ("14/2/64", "24/24/96") for pack in packs
+    ]
+    assert listed(*options, "--direction", "bwd") == found
+    (scored,) = listed("--pack", "full/64", "--model", "2/1/16", "--score", "alibi")[2:]
+    assert scored == "full/64 2/1/16 alibi deterministic bf16 bwd sm90a"
+    result = CliRunner().invoke(main, (*STRICT, "--direction", "fwd"))
+    assert result.exit_code == 2
+    assert "Error: --deterministic: the forward always is deterministic" in result.output
+
+
+def test_every_cpu_kernel_is_deterministic() -> None:
+    for command in ("tune", "search"):
+        result = CliRunner().invoke(main, (command, "--deterministic", "--device", "cpu"))
+        assert result.exit_code == 2
+        assert (
+            "Error: --deterministic: every CPU kernel is deterministic already; leave it out" in result.output
+        )
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_deterministic_entry_gives_its_problem_back(tmp_path: Path) -> None:
+    """With --everything; for --deterministic every backward of a table is such a problem."""
+    case = as_deterministic(make_case("full/64", "2/1/16", DType.BFLOAT16, CPU))
+    backward, forward = (next(candidates(case.problem(d, Arch.SM90A))) for d in reversed(Direction))
+    strict = tables.Tuned(backward, 2, 64, 1.0, 1.0, {"case": case.name}, deterministic=True)
+    other = tables.Tuned(backward, 2, 64, 1.0, 1.0, {"case": "full/96 2/1/16"})
+    tables.save("NVIDIA H200", [strict, other, replace(other, spec=forward)], tmp_path / "user")
+    found = [(p.pack, p.direction, p.deterministic) for p in measured(torch.device("cuda"))]
+    plain = [("full/96", direction, False) for direction in Direction]
+    assert sorted(found, key=str) == sorted([("full/64", Direction.BACKWARD, True), *plain], key=str)
+    expected = [f"full/{n} 2/1/16 deterministic bf16 bwd sm90a" for n in (64, 96)]
+    assert sorted(listed("--pack", "full/32", "--everything")[2:]) == expected
+
+
+@pytest.mark.usefixtures("hopper")
+def test_winners_for_deterministic_calls_and_others_live_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one --dir and one table, from which `tables merge` takes both."""
+
+    def found(case: Case, direction: Direction, *_: object, **__: object) -> Iterator[Finished]:
+        space = deterministic_candidates if case.deterministic else candidates
+        spec = list(space(case.problem(direction, Arch.SM90A)))[-1]
+        yield Finished(case, direction, (Result(spec, "ok", ms=1.0, tflops=9.0),), (), 1.0)
+
+    monkeypatch.setattr(engine, "search", found)
+
+    def on_the_cpu(pack: str, model: str, dtype: DType, device: torch.device) -> Case:
+        return make_case(pack, model, dtype, CPU)
+
+    monkeypatch.setattr("attnforge.bagel.measure.cases.make_case", on_the_cpu)
+    out, work = tmp_path / "tables", tmp_path / "work"
+    command = ("--pack", "causal/64", "--model", "14/2/64", "--dtype", "bf16", "--direction", "bwd")
+    places = ("--seconds", "12", "--workers", "1", "--dir", str(work), "--table-out", str(out))
+    for options in ((), ("--deterministic",)):
+        result = CliRunner().invoke(main, ("tune", *command, *places, *options), catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        assert "best of 1" in result.output
+    names = {f"causal_64_14_2_64_{strict}bf16_bwd_sm90a.json" for strict in ("", "deterministic_")}
+    assert {path.name for path in work.glob("*.json")} == names
+    merged = CliRunner().invoke(main, ("tables", "merge", str(out), "--into", str(tmp_path / "all")))
+    assert "2 of 2 entries taken" in merged.output
+    entries = tables.load("NVIDIA H200", tmp_path / "all")
+    assert sorted(entry.deterministic for entry in entries) == [False, True]
+    monkeypatch.setenv("ATTNFORGE_TABLES", str(tmp_path / "all"))
+    (strict,) = (entry.spec.slug for entry in entries if entry.deterministic)
+    tables.save("NVIDIA H200", [e for e in entries if not e.deterministic], tmp_path / "plain")
+
+    def say(*words: str) -> str:
+        return CliRunner().invoke(main, ("tables", *words)).output
+
+    shown = say("show", "nvidia-h200")
+    assert f"{strict} deterministic\n" in shown
+    assert shown.count("deterministic") == 1
+    assert "2 entries, measured; 1 for deterministic calls" in say("list")
+    assert "deterministic" in say("diff", str(tmp_path / "all"), str(tmp_path / "plain"))

@@ -25,7 +25,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime import mask_patterns
 from attnforge.runtime.masks import Causal, DenseMask, Spans
-from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.case import Case, as_deterministic
 from attnforge.runtime.search.reference import reference, visible_rows
 from attnforge.runtime.search.timing import Timing
 
@@ -257,6 +257,28 @@ def test_fa3_gets_a_softcap_only_if_there_is_one(monkeypatch: pytest.MonkeyPatch
     for softcap in (0.0, 50.0):
         fa3.attention(case, softcap)(x.q, x.k, x.v)
     assert [options.get("softcap") for options in seen] == [None, 50.0]
+
+
+def test_only_fa3_is_timed_beside_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        seen.append(options)
+        return q
+
+    monkeypatch.setitem(sys.modules, fa3.MODULE, SimpleNamespace(flash_attn_func=dense))
+    plain = make_case(*TINY, DType.FLOAT32, CPU)
+    case = as_deterministic(replace(plain, device=torch.device("cuda")))
+    for there in (False, True):
+        monkeypatch.setattr(fa3, "installed", lambda there=there: there)
+        assert peers.usual(case) == (("fa3",) if there else ())
+    x = plain.inputs()
+    for one in (plain, as_deterministic(plain)):
+        attention_of("fa3", one)(x.q, x.k, x.v)
+    assert [options.get("deterministic") for options in seen] == [None, True]
+    for name in ("sdpa-flash", "flex", "fa4"):
+        with pytest.raises(Unavailable, match="its deterministic gradients are not timed"):
+            attention_of(name, case)
 
 
 WINDOWS = {(5, 0): (5, 0), (0, 3): (0, 3), (-1, 0): (95, 0), (-1, -1): (95, 95)}  # -1: no limit

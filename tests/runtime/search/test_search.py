@@ -21,16 +21,18 @@ import torch
 
 from attnforge.bagel.commands import search_screen
 from attnforge.bagel.measure.bench import Row
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import Source, render
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.search import search as engine
 from attnforge.runtime.search import winners
-from attnforge.runtime.search.case import Case, causal_case
+from attnforge.runtime.search.case import Case, as_deterministic, causal_case
 from attnforge.runtime.search.conditions import Summary
 from attnforge.runtime.search.journal import Result
 from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Scope, Started, _noise
@@ -41,7 +43,7 @@ from attnforge.runtime.tables import device_name
 
 CPU = torch.device("cpu")
 TARGET = (Arch.CPU, "a test machine")
-FORWARD = Direction.FORWARD
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 def small_case() -> Case:
@@ -601,3 +603,45 @@ def test_no_compiler_runs_while_a_cpu_is_timed(fakes: None, monkeypatch: pytest.
     list(engine.search(small_case(), FORWARD, TARGET, Budget(variants=6), None, workers=2))
     assert len(seen) == 12
     assert not any(seen)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_deterministic_case_is_searched_and_saved_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only kernels that sum in a fixed order, first what dispatch takes today. Its winner is of a class of its own."""
+    monkeypatch.setenv(TABLES, str(tmp_path))
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path)
+    plain = causal_case("causal/64 2/2/64", (1, 2, 2, 64, 64), DType.BFLOAT16, CPU)
+    case, device, arch = as_deterministic(plain), "a test device", Arch.SM90A
+    loose = list(candidates(plain.problem(BACKWARD, arch)))[200]
+    tables.save(device, [tables.Tuned(loose, 1, 64, 1.0, 1e9)], tmp_path)
+    incumbent = choose_for(loose.problem, 1, 64, Target(device, (arch,)), deterministic=True).spec
+    logs = tmp_path / "log.jsonl"
+    started, *measured, finished = engine.search(
+        case, BACKWARD, (arch, device), Budget(variants=30), logs, workers=1
+    )
+    assert isinstance(started, Started)
+    assert started.space == len(list(deterministic_candidates(loose.problem)))
+    tried = [event.result.spec for event in measured if isinstance(event, Measured)]
+    assert tried[0] == incumbent != loose
+    assert incumbent not in list(candidates(loose.problem)), (
+        "the plain space has no such deterministic kernel"
+    )
+    assert all(make_plan(spec).deterministic for spec in tried)
+    assert {json.loads(line)["case"] for line in logs.read_text().splitlines()} == {
+        f"{plain.name} deterministic"
+    }
+    assert isinstance(finished, Finished)
+    winners.keep(finished, device, {}, tmp_path)
+    assert finished.winner is not None
+    saved = {entry.deterministic: entry for entry in tables.load(device, tmp_path)}
+    assert (saved[False].spec, saved[True].spec) == (loose, finished.winner.spec)
+    assert saved[True].notes["case"] == case.name
+    taken = choose_for(loose.problem, 1, 64, Target(device, (arch,)), deterministic=True)
+    assert taken.spec == finished.winner.spec
+    assert (
+        engine._with_incumbent(list(deterministic_candidates(loose.problem)), case, device)[0] == taken.spec
+    )
+    with pytest.raises(ValueError, match="deterministic: the forward always is; search the backward"):
+        list(engine.search(case, FORWARD, (arch, device), Budget()))
