@@ -63,9 +63,7 @@ class Tuned:
     tflops: float
     notes: dict[str, Any] = field(default_factory=dict)  # for readers: workload, registers, versions
     visible_keys: int = 0  # average number of keys that a query sees; 0: unknown, or determined by the length
-    deterministic: bool = (
-        False  # found among kernels that sum in a fixed order, for calls that want such gradients
-    )
+    deterministic: bool = False  # found among kernels that sum in a fixed order, for calls that ask for it
 
     @property
     def cls(self) -> dict[str, Any]:
@@ -239,10 +237,9 @@ def choose(
     all that do not.
 
     `deterministic`: the call wants gradients that sum in a fixed order. Only then entries of searches for such calls
-    count. The others do as well, and their spec may have to be converted (`dispatch.choose_for`); they are taken for
-    CONVERTED octaves farther away in length than they are, as are those of another GQA ratio. So an entry for
-    deterministic calls wins if it is of the call's mask, dtype, score and GQA ratio, and nearer than that; an entry of
-    the call's own class wins over all that are farther.
+    count. The others count, too, though their spec may have to be converted (`dispatch.choose_for`): they, and entries
+    for such calls with another GQA ratio, are CONVERTED octaves of shape farther away. So an entry for such calls
+    comes before the others of its mask, dtype and score if it has the call's GQA ratio and is nearer than that.
     """
     found = offers(problem, group, size, name, places, visible_keys=visible_keys, deterministic=deterministic)
     for offer in found:

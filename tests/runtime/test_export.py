@@ -21,11 +21,12 @@ from torch import Tensor
 from attnforge.cli import main
 from attnforge.codegen.package import Contract, Item, Tree
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import export
 from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.search.reference import reference
+from attnforge.runtime.tables import Tuned, save
 
 SHAPES = [export.Shape(1, 2, 96, 41)]  # a multiple of nothing
 
@@ -299,3 +300,11 @@ def test_command_takes_specs(tree: Tree, tmp_path: Path) -> None:
     assert (tmp_path / "out" / NAME / "kernels" / tree.items[0].source.file_name).read_text() == tree.items[
         0
     ].source.text
+
+
+def test_entries_for_deterministic_calls_are_left_out(tmp_path: Path) -> None:
+    """A package chooses by rows alone."""
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.FULL)
+    loose, strict = next(candidates(problem)), next(deterministic_candidates(problem))
+    entries = [Tuned(loose, 7, 64, 1.0, 5.0), Tuned(strict, 7, 64, 1.0, 9.0, deterministic=True)]
+    assert [item.spec for item in export.read_specs(save("a device", entries, tmp_path))] == [loose]
