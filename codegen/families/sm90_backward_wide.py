@@ -5,7 +5,8 @@ warpgroups share a key tile: one sums dV, the other dK, both transposed (columns
 number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products for head_dim 192 and 256.
 
 Additions of dQ to device memory hold up the warps that issue them. So consumers store as much of dQ to shared memory as
-there is room for (`staged_columns`), and warps of the producer have TMA add it.
+there is room for (`staged_columns`), and warps of the producer have TMA add it. With deterministic sums consumers store
+all of dQ there, if need be piece by piece, so that only those warps wait for the blocks that add before.
 
 With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
 columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own.
@@ -40,6 +41,11 @@ ROW_STATS = 2  # floats of row_stats: lse and delta
 # Registers of a consumer thread beyond its tiles: addresses, counters, row_stats. An estimate; the tests compile the
 # first guesses and assert that none spills.
 REGISTERS_BESIDES = 28
+PIECES = (
+    COLUMNS,
+    COLUMNS // 2,
+    COLUMNS // 4,
+)  # columns of dQ that a deterministic consumer may stage at a time
 PAIR = 2  # blocks of a cluster that share a key tile
 PAIR_KEYS = 64  # of a block of a pair: the rows of its products
 
@@ -154,7 +160,7 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "s_early": s_early(p, t),
         "staged_columns": staged_columns(p, t),
         "bulk_dq": staged_columns(p, t) > 0,
-        "adds_quads": staged_columns(p, t) < COLUMNS,
+        "adds_quads": staged_columns(p, t) < COLUMNS and not t.deterministic,
         "units_of_values": first,
         "units_of_keys": second,
         "arrives_named": True,  # consumers arrive at named barriers without waiting
@@ -167,7 +173,7 @@ def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "pair": True,
         "bulk_dq": True,
         "staged_first": staged_columns(p, t) > 0,
-        "adds_quads": staged_columns(p, t) == 0,
+        "adds_quads": staged_columns(p, t) == 0 and not t.deterministic,
         "dq_of_first": COLUMNS,
         "dq_of_second": p.head_dim // PAIR - COLUMNS,
         "peer_panels": _peer_panels(p),
@@ -200,8 +206,6 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
 def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
     if t.tile_n != PAIR * PAIR_KEYS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
-    if t.deterministic:
-        raise Infeasible("deterministic: needs pair 0; the blocks of a pair add to dQ in any order")
     if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
         raise Infeasible(
             f"head_dim {p.head_dim} and {p.head_dim_v} of v: pairs of blocks take 192 and 256, and 128 and more of v"
@@ -225,14 +229,16 @@ def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
 def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
     """Columns of a unit of dQ that TMA adds from shared memory of their own: as many as there is room for.
 
-    Both consumers stage as many, a multiple of 8, and add the others from registers. Deterministic kernels stage none:
-    a block lets the next one add when its own additions are complete, and would have to wait for TMA. In a pair these
-    are the columns of the first consumer, which stages all of them or none; dQ of the second one takes the place of P.
+    Both consumers stage as many, a multiple of 8, and add the others from registers. Deterministic ones, which must not
+    wait until the blocks before have added, stage a unit in pieces of as many columns, and need room for some. In a
+    pair these are the columns of the first consumer, which stages all of them or none; dQ of the second one takes the
+    place of P. In a deterministic pair that of the first one takes it next.
     """
-    if t.deterministic:
+    if t.pair and t.deterministic:
         return 0
-    choices = (COLUMNS,) if t.pair else range(COLUMNS, 0, -8)
-    return next((n for n in choices if _shared_bytes(p, t, n) <= SHARED_LIMIT[Arch.SM90]), 0)
+    choices = (COLUMNS,) if t.pair else PIECES if t.deterministic else range(COLUMNS, 0, -8)
+    least = PIECES[-1] if t.deterministic else 0
+    return next((n for n in choices if _shared_bytes(p, t, n) <= SHARED_LIMIT[Arch.SM90]), least)
 
 
 def _sums(p: Problem, t: Sm90BackwardWide) -> int:
@@ -248,8 +254,9 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
     dq = staged * t.tile_m * 4
     if t.pair:  # K of the other block; P in fp32, two dS of each block
         tiles += _peer_panels(p) * COLUMNS * 2 * keys
-        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + 3 * 2 + 2 * CONSUMERS
-    elif staged:  # and which unit is there
+        of_dq = (2 + t.deterministic) * CONSUMERS
+        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + 3 * 2 + of_dq
+    elif staged:  # and which unit is there, or other barriers for odd steps
         dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
     stats = t.stages * (t.tile_m * ROW_STATS * 4 + 8)  # the visit, too
@@ -291,22 +298,27 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99)."""
+    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99).
+
+    Deterministic ones come last. Of them, blocks with room for all columns of a unit of dQ, or a pair, come first.
+    """
     single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
-    masked = problem.mask is not Mask.FULL
-    tunings = [*pairs, *single] if problem.largest_dim > 192 and masked else [*single, *pairs]
+    wide, masked = problem.largest_dim > 192, problem.mask is not Mask.FULL
+    tunings = [*pairs, *single] if wide and masked else [*single, *pairs]
     yield from tunings
-    yield from (replace(t, cache_mb=8) for t in tunings if not t.deterministic)
+    yield from (replace(t, cache_mb=8) for t in tunings)
+    fixed = [*pairs, *single] if wide else [*single, *pairs]
+    strict = [replace(t, deterministic=True) for t in fixed if not t.descending]
+    yield from sorted(strict, key=lambda t: not t.pair and staged_columns(problem, t) < COLUMNS)
 
 
 def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
     wide = problem.largest_dim > 192
     tiles, buffers = ((80, 64, 48), (1, 2)) if wide else ((96, 80, 64, 112, 128), (2, 1))
-    for deterministic in (False, True):
-        for tile_n in tiles:
-            for stages_dout in buffers:
-                for descending in (False,) if deterministic else (False, True):
-                    yield Sm90BackwardWide(64, tile_n, 2, stages_dout, deterministic, descending)
+    for tile_n in tiles:
+        for stages_dout in buffers:
+            for descending in (False, True):
+                yield Sm90BackwardWide(64, tile_n, 2, stages_dout, False, descending)
 
 
 def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:

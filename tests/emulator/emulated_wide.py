@@ -32,6 +32,7 @@ FLAGS = (
     f"-I{gxx.HERE}",
 )
 LIMIT = 5e-3  # of the rms error, as a share of the gradients' own
+TOGETHER = 3  # clusters that run at a time, so that they add to the same dQ in random order unless they wait
 WORDS = 16  # of a tensor map, 64 bits each
 # Functions of wide.h without PTX of their own, or templates of which only the asm statement goes.
 REPLACED = "accumulator_fence|load_float|load_int|load_pair|load_quad|load_span|pack|shared_address|unpack"
@@ -45,14 +46,14 @@ extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clu
         const auto* all = static_cast<const Arguments*>(x);
         SYMBOL(*all->p, *all->maps);
     };
-    for (int i = 0; i < clusters && run_cluster(call, &x, blocks * i, blocks, 384, shared); ++i) {}
+    run_grid(call, &x, clusters, blocks, TOGETHER, 384, shared);
     return what_went_wrong();
 }
 """
 RUN_ROWS = """
 extern "C" void run_KERNEL(const Params* p, int count) {
-    const auto call = [](const void* x) { SYMBOL_KERNEL(*static_cast<const Params*>(x)); };
-    for (int i = 0; i < count; ++i) { run_cluster(call, p, i, 1, 256, 16); }
+    const auto call = [](const void* p) { SYMBOL_KERNEL(*static_cast<const Params*>(p)); };
+    run_grid(call, p, count, 1, 1, 256, 16);
 }
 """
 
@@ -77,7 +78,9 @@ def translate(source: Source, breaks: dict[str, str]) -> str:
     text = "".join(x for x in sections if not x.startswith("// ---- Tile schedule"))
     assert "asm" not in text
     runs = RUNS + "".join(RUN_ROWS.replace("KERNEL", name) for name in ("preprocess", "postprocess"))
-    return '#include "wide.h"\n' + text + runs.replace("SYMBOL", source.spec.symbol)
+    together = TOGETHER if source.plan.deterministic else 1
+    runs = runs.replace("TOGETHER", str(together)).replace("SYMBOL", source.spec.symbol)
+    return '#include "wide.h"\n' + text + runs
 
 
 class EmulatedWide:
@@ -115,6 +118,8 @@ class EmulatedWide:
         sums = [torch.full((rows * width,), math.nan) for width in (self.plan.row_stats, head_dim)]
         p.delta, p.dq_accum, p.lse = sums[0].data_ptr(), sums[1].data_ptr(), lse.data_ptr()
         lists = list_tiles(mask, p, tuning.tile_n) if isinstance(mask, attnforge.Spans) else []
+        semaphores = torch.full((rows // tuning.tile_m,), -1, dtype=torch.int32)
+        p.dq_semaphore = semaphores.data_ptr()
         dq_accum = ctypes.c_void_p(p.dq_accum)
         self.library.prepare(seed, change, dq_accum, ctypes.c_long(rows * head_dim))
         self.library.run_preprocess(ctypes.byref(p), rows // tuning.tile_m)
@@ -135,7 +140,12 @@ class EmulatedWide:
         visible = make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
         exact = reference(q, k, v, visible, None, x.dout)
         tensors = {"q": q, "k": k, "v": v, "out": exact.out.to(q.dtype), "dout": x.dout}
-        said, grads = self.backward(tensors, exact.lse.float().contiguous(), visible, seed, change)
+        lse = exact.lse.float().contiguous()
+        said, grads = self.backward(tensors, lse, visible, seed, change)
+        if not said and self.plan.deterministic:
+            said, again = self.backward(tensors, lse, visible, seed + 1, change)
+            if not said and not all(map(torch.equal, grads, again)):
+                said = "other bits in another order of the warps"
         for name, got, expected in zip(
             ("dq", "dk", "dv"), grads, (exact.dq, exact.dk, exact.dv), strict=True
         ):
@@ -175,5 +185,9 @@ def list_tiles(mask: attnforge.Spans, p: Params, tile_n: int) -> list[Tensor]:
     lists = torch.tensor([x + [-1] * (p.tiles_m - len(x)) for x in visits], dtype=torch.int32)
     p.tile_count, p.tile_order, p.tile_list = counts.data_ptr(), order.data_ptr(), lists.data_ptr()
     p.list_stride = p.tiles_m
+    # Deterministic blocks start with the last key tile, and add in this order.
+    later = [[sum(m in other for other in visits[n + 1 :]) for m in visits[n]] for n in range(p.tiles_n)]
+    ranks = torch.tensor([x + [-1] * (p.tiles_m - len(x)) for x in later], dtype=torch.int32)
+    p.dq_order = ranks.data_ptr()
     p.starts, p.ends = mask.data[0].data_ptr(), mask.data[1].data_ptr()
-    return [counts, order, lists]
+    return [counts, order, lists, ranks]

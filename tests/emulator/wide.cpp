@@ -1,4 +1,4 @@
-// Enough of Hopper to run a backward for wide heads on the CPU, one block or cluster after another: a fiber per thread,
+// Enough of Hopper to run a backward for wide heads on the CPU, a few blocks or clusters at a time: a fiber per thread,
 // warps in random order. Copies land, and products are done, as late as the waits for them allow.
 #include "wide.h"
 
@@ -39,7 +39,7 @@ struct Fiber {
     bool done = false;
     std::vector<Product> open;
     std::deque<std::vector<Product>> groups;
-    std::vector<std::function<void()>> additions;  // by TMA
+    std::vector<std::function<void()>> reads, writes;  // of its additions and stores by TMA
 };
 struct Warp {
     int arrived = 0;
@@ -54,6 +54,12 @@ struct Barrier {
 struct Landing {  // of a copy
     std::function<void()> move;
     int bytes;
+};
+struct Cluster {
+    int first = 0;  // of its blocks in the grid
+    int met = 0;
+    long meetings = 0;
+    unsigned slowness = 1;
 };
 struct Block {
     std::vector<unsigned char> memory;
@@ -71,6 +77,8 @@ static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<std::vector<char>> stacks;
 static std::vector<Block> blocks;
+static std::vector<Cluster> clusters;  // that run
+static int blocks_of_cluster, threads_of_cluster;
 static Context scheduler;
 static Fiber* current;
 static void (*call_kernel)(const void*);
@@ -97,11 +105,22 @@ void stop(const char* why, long long value) {
         give_way();
     }
 }
+static void call_all(std::vector<std::function<void()>>& actions) {
+    for (const auto& act : actions) {
+        act();
+    }
+    actions.clear();
+}
 static void run_fiber() {
     call_kernel(called);
+    tma_store_wait();
     current->done = true;
     ++progress;
     give_way();
+}
+static unsigned char* memory_of(int block) {
+    const auto begin = reinterpret_cast<uintptr_t>(blocks[block].memory.data());
+    return reinterpret_cast<unsigned char*>((begin + 1023) / 1024 * 1024);
 }
 static Block& here() { return blocks[current->block]; }
 static Warp& my_warp() { return warps[(current - fibers.data()) / 32]; }
@@ -122,66 +141,109 @@ void release_warp() {
     my_warp().arrived = 0;
     ++my_warp().generation;
 }
-// All threads of the blocks that run; those of one block meet as all do.
-static long meetings;
-static int met;
+// All threads of a cluster; those of one block meet as all do.
 static void meet_all() {
-    const long meeting = meetings;
+    const int number = current->block / blocks_of_cluster;
+    Cluster& cluster = clusters[number];
+    const long meeting = cluster.meetings;
     ++progress;
-    size_t alive = 0;
-    for (const Fiber& fiber : fibers) {
-        alive += !fiber.done;
+    int alive = 0;
+    for (int i = 0; i < threads_of_cluster; ++i) {
+        alive += !fibers[number * threads_of_cluster + i].done;
     }
-    if (++met == static_cast<int>(alive)) {
-        met = 0;
-        ++meetings;
+    if (++cluster.met == alive) {
+        cluster.met = 0;
+        ++cluster.meetings;
     }
-    while (meetings == meeting) {
+    while (cluster.meetings == meeting) {
         give_way();
     }
 }
 int __syncthreads_count(bool) { meet_all(); return 0; }
 int threads_of_block() { return 0; }
 
-bool run_cluster(void (*call)(const void*), const void* kernel, int first, int count, int threads, size_t shared) {
-    call_kernel = call, called = kernel;
-    blocks = std::vector<Block>(count);
-    for (Block& block : blocks) {
-        block.memory.assign(shared + 1024, 0xff);
+// Cluster `number` of those that run becomes the one whose blocks begin with `first`.
+static void start(int number, int first) {
+    clusters[number] = {};
+    clusters[number].first = first;
+    clusters[number].slowness = 1 << draw() % 5;
+    for (int i = 0; i < blocks_of_cluster; ++i) {
+        Block& block = blocks[number * blocks_of_cluster + i];
+        std::fill(block.memory.begin(), block.memory.end(), 0xff);
+        block.barriers.clear();
+        block.copies.clear();
         for (auto& named : block.named) {
             named = {0, 0};
         }
     }
-    shared_size = shared;
-    fibers = std::vector<Fiber>(count * threads);
-    warps = std::vector<Warp>(count * threads / 32);
-    stacks.resize(fibers.size(), std::vector<char>(1 << 17));
-    met = 0;
-    for (size_t i = 0; i < fibers.size(); ++i) {
-        fibers[i].index = {static_cast<int>(i % threads)};
+    const int threads = threads_of_cluster / blocks_of_cluster;
+    for (int i = number * threads_of_cluster; i < (number + 1) * threads_of_cluster; ++i) {
+        call_all(fibers[i].writes);
+        fibers[i] = {};
+        fibers[i].index = {static_cast<unsigned>(i % threads)};
         fibers[i].block = i / threads;
+        warps[i / 32] = {};
         make_context(fibers[i].context, stacks[i].data(), stacks[i].size(), run_fiber);
+    }
+}
+static bool runs(int number) {
+    for (int i = 0; i < threads_of_cluster; ++i) {
+        if (!fibers[number * threads_of_cluster + i].done) {
+            return true;
+        }
+    }
+    return false;
+}
+static void run_warp(size_t warp) {
+    for (int i = 0; i < 32; ++i) {
+        Fiber& fiber = fibers[warp * 32 + i];
+        if (!fiber.done && said.empty()) {
+            current = &fiber;
+            current_thread = &fiber.index;
+            const Cluster& cluster = clusters[fiber.block / blocks_of_cluster];
+            blockIdx = {static_cast<unsigned>(cluster.first + fiber.block % blocks_of_cluster)};
+            shared_memory = memory_of(fiber.block);
+            switch_to(scheduler, fiber.context);
+        }
+    }
+}
+
+bool run_grid(void (*call)(const void*), const void* kernel, int count, int size, int together, int threads,
+              size_t shared) {
+    call_kernel = call, called = kernel;
+    shared_size = shared;
+    blocks_of_cluster = size, threads_of_cluster = size * threads;
+    together = min(together, count);
+    clusters = std::vector<Cluster>(together);
+    blocks = std::vector<Block>(together * size);
+    for (Block& block : blocks) {
+        block.memory.resize(shared + 1024);
+    }
+    fibers = std::vector<Fiber>(together * threads_of_cluster);
+    warps = std::vector<Warp>(fibers.size() / 32);
+    if (stacks.size() < fibers.size()) {
+        stacks.resize(fibers.size(), std::vector<char>(1 << 17));
+    }
+    int started = 0;
+    for (; started < together; ++started) {
+        start(started, started * size);
     }
     long seen = -1;
     int still = 0;
     for (bool any = true; any && said.empty();) {
-        any = false;
         for (size_t turn = 0; turn < warps.size(); ++turn) {
             const size_t warp = draw() % warps.size();
-            for (int i = 0; i < 32; ++i) {
-                Fiber& fiber = fibers[warp * 32 + i];
-                if (!fiber.done && said.empty()) {
-                    current = &fiber;
-                    current_thread = &fiber.index;
-                    blockIdx = {first + fiber.block};
-                    shared_memory = reinterpret_cast<unsigned char*>(
-                        (reinterpret_cast<uintptr_t>(here().memory.data()) + 1023) / 1024 * 1024);
-                    switch_to(scheduler, fiber.context);
-                }
+            if (draw() % clusters[warp * 32 / threads_of_cluster].slowness == 0) {
+                run_warp(warp);
             }
+            call_all(fibers[draw() % fibers.size()].writes);
         }
-        for (const Fiber& fiber : fibers) {
-            any |= !fiber.done;
+        any = false;
+        for (int i = 0; i < together; ++i) {
+            if (!runs(i) && started < count) {
+                start(i, started++ * size);
+            }
+            any |= runs(i);
         }
         still = progress == seen ? still + 1 : 0;
         seen = progress;
@@ -189,15 +251,14 @@ bool run_cluster(void (*call)(const void*), const void* kernel, int first, int c
             said = "nothing moves";
         }
     }
+    for (Fiber& fiber : fibers) {
+        call_all(fiber.writes);
+    }
     return said.empty();
 }
 
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
-static unsigned char* memory_of(int block) {
-    const auto begin = reinterpret_cast<uintptr_t>(blocks[block].memory.data());
-    return reinterpret_cast<unsigned char*>((begin + 1023) / 1024 * 1024);
-}
 unsigned char* shared_at(unsigned address, unsigned bytes) {
     if (address + size_t{bytes} > shared_size || address % min(bytes, 16u) != 0) {
         stop("bad shared address", address);
@@ -235,7 +296,8 @@ void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2
 void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1) {
     store_matrices<2, true>(address, {r0, r1, 0, 0});
 }
-int rank() { return current->block; }
+int rank() { return current->block % blocks_of_cluster; }
+static int block_of_rank(unsigned rank) { return current->block - current->block % blocks_of_cluster + rank; }
 
 // ---- Barriers and copies --------------------------------------------------------------------------------------------
 
@@ -269,7 +331,7 @@ void barrier_arrive(unsigned address) {
     }
 }
 void barrier_expect(unsigned address, int bytes) { arrive_in(here(), address, bytes); }
-void barrier_arrive_at(unsigned address, unsigned rank) { arrive_in(blocks[rank], address, 0); }
+void barrier_arrive_at(unsigned address, unsigned rank) { arrive_in(blocks[block_of_rank(rank)], address, 0); }
 static void land(Block& block, unsigned address) {
     for (auto copy = block.copies.find(address); copy != block.copies.end(); copy = block.copies.find(address)) {
         copy->second.move();
@@ -351,9 +413,9 @@ void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
     here().copies.insert({barrier, {[=] { std::memcpy(to, src, bytes); }, bytes}});
 }
 void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned rank) {
-    unsigned char *to = memory_of(rank) + dst, *from = shared_memory + src;
+    unsigned char *to = memory_of(block_of_rank(rank)) + dst, *from = shared_memory + src;
     std::memset(to, 0xff, bytes);
-    blocks[rank].copies.insert({barrier, {[=] { std::memcpy(to, from, bytes); }, bytes}});
+    blocks[block_of_rank(rank)].copies.insert({barrier, {[=] { std::memcpy(to, from, bytes); }, bytes}});
 }
 
 // ---- Products: done when their group is waited for ------------------------------------------------------------------
@@ -423,21 +485,39 @@ void finish_products(int pending) {
     __syncwarp();
 }
 
-// ---- Additions by TMA -----------------------------------------------------------------------------------------------
+// ---- Additions by TMA, and their order ------------------------------------------------------------------------------
 
-void bulk_reduce(float* target, unsigned src, int bytes) {
+template <typename Move>
+static void bulk_write(float* target, unsigned src, int bytes, Move move) {
     if (target < sums_begin || target + bytes / 4 > sums_end) {
         stop("added to other memory, bytes", bytes);
     }
-    current->additions.push_back([=] {
-        for (int i = 0; i < bytes / 4; ++i) {
-            target[i] += read_shared<float>(src + i * 4);
-        }
+    current->reads.push_back([=] {
+        const auto* from = reinterpret_cast<const float*>(shared_at(src, 16));
+        current->writes.push_back([=, parts = std::vector<float>(from, from + bytes / 4)] {
+            for (size_t i = 0; i < parts.size(); ++i) {
+                move(target[i], parts[i]);
+            }
+        });
     });
 }
-void tma_store_wait() {
-    for (const auto& add : current->additions) {
-        add();
+void bulk_reduce(float* target, unsigned src, int bytes) {
+    bulk_write(target, src, bytes, [](float& sum, float part) { sum += part; });
+}
+void bulk_store(float* target, unsigned src, int bytes) {
+    bulk_write(target, src, bytes, [](float& sum, float part) { sum = part; });
+}
+void tma_store_wait() { call_all(current->reads); }
+void bulk_reduce_wait() {
+    tma_store_wait();
+    call_all(current->writes);
+}
+void semaphore_wait(const int* semaphore, int value) {
+    while (*semaphore < value) {
+        give_way();
     }
-    current->additions.clear();
+}
+void semaphore_release(int* semaphore) {
+    ++*semaphore;
+    ++progress;
 }

@@ -13,8 +13,10 @@ struct TensorMap;  // of the kernel's text
 
 extern int broken;  // number of the mistake that is switched on
 
-// Run `count` blocks of a cluster, of which `first` is the first in the grid. False once something has gone wrong.
-bool run_cluster(void (*call)(const void*), const void* kernel, int first, int count, int threads, size_t shared);
+// Run `count` clusters of `size` blocks in the order of the grid, `together` at a time. False once something has gone
+// wrong.
+bool run_grid(void (*call)(const void*), const void* kernel, int count, int size, int together, int threads,
+              size_t shared);
 const char* what_went_wrong();  // or ""
 
 // ---- Threads, shared memory and scalars -----------------------------------------------------------------------------
@@ -65,8 +67,12 @@ static inline void proxy_fence() {}
 static inline void griddepcontrol_wait() {}
 static inline void griddepcontrol_launch_dependents() {}
 static inline void tma_store_commit() {}
-void tma_store_wait();  // what this thread adds is read, as late as this, and added
+void tma_store_wait();  // what this thread adds or stores is read, as late as this
+void bulk_reduce_wait();  // and written, by now; without a wait at some time
 void bulk_reduce(float* target, unsigned src, int bytes);
+void bulk_store(float* target, unsigned src, int bytes);
+void semaphore_wait(const int* semaphore, int value);
+void semaphore_release(int* semaphore);
 void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
               int batch);
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch);

@@ -29,6 +29,15 @@ BREAKS = {
     "dQ added before it is there": "barrier_wait(base + kFullDq + kGroup * 8, step & 1);",
     "P overwritten before it has been added": "tma_store_wait();  // it has been read",
 }
+# Likewise of deterministic pairs, which also may give other bits in another order of the warps.
+ORDERED = {
+    "P over dQ that has not been added": BREAKS["P over dQ that has not been added"],
+    "dQ added before it is there": "barrier_wait(full + group * 8, (before + i) / 2 & 1);",
+    "dQ over dQ that has not been added": "barrier_wait(base + kEmptyDq + kGroup * 8, (step & 1) ^ kGroup);",
+    "dQ overwritten before it has been added": "tma_store_wait();  // it has been read",
+    "dQ added before that of other pairs": "semaphore_wait(dq_semaphore(p, plane, tile), order * kCluster);",
+    "other pairs add before dQ has arrived": "bulk_reduce_wait();\n",
+}
 
 
 def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -> Spec:
@@ -44,6 +53,9 @@ def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -
         ((192, 192), Mask.SPANS, {"stages": 3}),
         ((256, 128), Mask.CAUSAL, {}),
         ((192, 256), Mask.FULL, {}),
+        ((256, 256), Mask.CAUSAL, {"deterministic": True}),
+        ((192, 128), Mask.SPANS, {"deterministic": True, "stages_dout": 2}),
+        ((192, 256), Mask.FULL, {"deterministic": True}),
     ],
 )
 def test_gradients_on_the_cpu(
@@ -61,4 +73,14 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
     shapes = Shape(128, 256, 0, 1), Shape(900, 256, 0, 1)  # some show in the first steps, others after many
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(BREAKS, 1):
+        assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
+
+
+def test_breaks_of_the_order_are_noticed(tmp_path: Path) -> None:
+    kernel = EmulatedWide(
+        spec((192, 128), Mask.CAUSAL, replace(TUNING, deterministic=True)), tmp_path, ORDERED
+    )
+    shapes = Shape(128, 400, 0, 1), Shape(700, 400, 0, 1)
+    assert all(kernel.failure(shape, 0) == "" for shape in shapes)
+    for number, name in enumerate(ORDERED, 1):
         assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name

@@ -13,7 +13,7 @@ from strict_nvcc import SERIALISED, check_resources
 import attnforge
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.limits import SHARED_LIMIT
-from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide, dq_units
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide, dq_units, staged_columns
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
@@ -74,13 +74,14 @@ def test_columns_of_dq_are_shared(dims: tuple[int, int]) -> None:
 def test_as_much_of_dq_is_staged_as_fits(
     dims: tuple[int, int], mask: Mask, tuning: tuple[int, int, int], columns: int
 ) -> None:
-    """Up to 64 columns of a unit, for both consumers, whose rows are floats; deterministic blocks stage none."""
+    """Up to 64 columns of a unit, for both consumers, whose rows are floats; deterministic ones stage equal pieces."""
     knobs = Sm90BackwardWide(64, *tuning, False, False)
     plan = make_plan(Spec(problem(dims, mask), knobs))
-    without = make_plan(Spec(problem(dims, mask), replace(knobs, deterministic=True)))
-    shared, least = plan.launches[1].shared_bytes, without.launches[1].shared_bytes
-    assert (plan.constants["staged_columns"], without.constants["staged_columns"]) == (columns, 0)
-    assert shared - least == 2 * (columns * 64 * 4 + 3 * 8)
+    strict = make_plan(Spec(problem(dims, mask), replace(knobs, deterministic=True)))
+    shared, in_pieces = plan.launches[1].shared_bytes, strict.launches[1].shared_bytes
+    piece = 64 if columns == 64 else 32
+    assert (plan.constants["staged_columns"], strict.constants["staged_columns"]) == (columns, piece)
+    assert shared - in_pieces == 2 * (columns - piece) * 64 * 4
     assert shared <= SHARED_LIMIT[Arch.SM90]
     assert columns == 64 or shared + 2 * 8 * 64 * 4 > SHARED_LIMIT[Arch.SM90]
 
@@ -134,12 +135,36 @@ def test_order_of_staging(dims: tuple[int, int]) -> None:
     assert "i = kStagedColumns / 2" in text or "void add_dq(" not in text
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.value)
-def test_deterministic_blocks_add_from_registers(mask: Mask) -> None:
-    """Blocks take turns: the turn ends when the additions of the threads that give it have arrived."""
-    text = render(first((256, 256), mask, deterministic=True)).text
-    assert "bulk_reduce" not in text
-    assert "Staged" not in text
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
+def test_order_of_deterministic_additions(dims: tuple[int, int], pair: bool) -> None:
+    """Only the warps that add wait for other blocks; the semaphore is released when the sums are in memory."""
+    text = render(first(dims, Mask.CAUSAL, deterministic=True, pair=pair)).text
+    assert "red.global.add.v4" not in text
+    warp, rest = text.split("void add_staged_dq(")[1].split("\n}\n", 1)
+    assert "semaphore_" not in rest.split("// ---- Preprocess")[0]
+    assert in_order(
+        warp,
+        [
+            "griddepcontrol_wait()",
+            "semaphore_wait(",
+            "barrier_wait(full",
+            "tma_store_commit()",
+            "tma_store_wait()",
+            "barrier_arrive(base + kEmptyDq",
+            "bulk_reduce_wait()",
+            "semaphore_release(",
+        ],
+    )
+
+
+def test_first_deterministic_guess() -> None:
+    """Blocks that stage all columns of a unit; a pair at 256."""
+    for dims, pair in (((192, 192), False), ((192, 128), False), ((256, 256), True)):
+        tunings = (spec.tuning for spec in candidates(problem(dims, Mask.FULL)))
+        guess = next(t for t in tunings if isinstance(t, Sm90BackwardWide) and t.deterministic)
+        assert guess.pair == pair
+        assert pair or staged_columns(problem(dims, Mask.FULL), guess) == 64
 
 
 @pytest.mark.parametrize(
@@ -167,7 +192,6 @@ def test_refusals(changed: dict[str, object], reason: str) -> None:
         ((256, 256), {"stages": 1}, "stages 1: must be 2 to 4, as S runs a step ahead"),
         ((256, 256), {"stages": 1, "pair": False, "tile_n": 64}, "stages 1: must be 2 to 4, as S runs"),
         ((256, 256), {"stages_dout": 2}, "shared memory"),
-        ((256, 256), {"deterministic": True}, "in any order"),
         ((128, 192), {}, "pairs of blocks take 192 and 256"),
         ((256, 64), {}, "128 and more of v"),
     ],
@@ -179,10 +203,12 @@ def test_refusals_of_pairs(dims: tuple[int, int], changed: dict[str, int], reaso
 
 
 @pytest.mark.nvcc
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("pair", [False, True])
-def test_first_guesses_do_not_spill(pair: bool, nvcc: None, tmp_path: Path) -> None:
+def test_first_guesses_do_not_spill(pair: bool, deterministic: bool, nvcc: None, tmp_path: Path) -> None:
     cases = [((256, 256), Mask.CAUSAL), ((192, 128), Mask.SPANS), ((192, 192), Mask.FULL)]
-    log = check_resources([render(first(dims, mask, pair=pair)) for dims, mask in cases], tmp_path)
+    specs = [first(dims, mask, deterministic, pair) for dims, mask in cases]
+    log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
 
 
@@ -191,7 +217,7 @@ def test_first_guesses_do_not_spill(pair: bool, nvcc: None, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("dims", "deterministic", "pair"),
     [(dims, deterministic, False) for dims in DIMS for deterministic in (False, True)]
-    + [(dims, False, True) for dims in PAIR_DIMS],
+    + [(dims, deterministic, True) for dims in PAIR_DIMS for deterministic in (False, True)],
 )
 def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool, pair: bool) -> None:
     """Against float64; deterministic ones give the same bits again."""
@@ -205,6 +231,7 @@ def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool, pair:
         ((192, 128), Mask.CAUSAL, {"stages_dout": 2, "descending": True}),
         ((192, 192), Mask.CAUSAL, {"stages_dout": 2}),
         ((192, 128), Mask.SPANS, {"stages": 3, "stages_dout": 2}),
+        ((192, 192), Mask.CAUSAL, {"stages_dout": 2, "deterministic": True}),
     ],
     ids=str,
 )

@@ -23,14 +23,23 @@ BREAKS = {
     "P and dS before all have stored them": "named_sync(kDsStored, kConsumers * 128);\n        proxy_fence();",
     "dV before P": "named_sync(kPStored, kConsumers * 128);",
 }
+# Likewise of deterministic ones, which also may give other bits in another order of the warps.
+ORDERED = {
+    "dQ added before it is there": "barrier_wait(full + group * 8, (round * kPiecesOf[group] + piece) & 1);",
+    "dQ overwritten before it is read": BREAKS["dQ overwritten before it is read"],
+    "dQ not waited for": "tma_store_wait();  // all have been read",
+    "dQ added before that of other blocks": "semaphore_wait(dq_semaphore(p, plane, tile), order);",
+    "other blocks add before dQ has arrived": "bulk_reduce_wait();\n",
+}
 
 
 def spec(dims: tuple[int, int], mask: Mask, *knobs: int) -> Spec:
-    """`knobs`: keys of a tile, buffers of Q, of dO, whether the last tile comes first."""
+    """`knobs`: keys of a tile, buffers of Q, of dO, whether the last tile comes first, whether deterministic."""
     dim_v = 0 if dims[0] == dims[1] else dims[1]
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, dims[0], mask, dim_v=dim_v)
-    tile_n, stages, stages_dout, descending = knobs
-    return Spec(problem, Sm90BackwardWide(64, tile_n, stages, stages_dout, False, bool(descending)))
+    tile_n, stages, stages_dout, descending, deterministic = *knobs, *(0,) * (5 - len(knobs))
+    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, bool(deterministic), bool(descending))
+    return Spec(problem, tuning)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +51,18 @@ def spec(dims: tuple[int, int], mask: Mask, *knobs: int) -> Spec:
         ((192, 128), Mask.SPANS, (96, 2, 2, 0), 64),
         ((128, 192), Mask.FULL, (96, 4, 2, 0), 32),
         ((64, 128), Mask.CAUSAL, (128, 3, 1, 1), 64),
+        ((256, 256), Mask.FULL, (80, 2, 1, 0, 1), 32),
+        ((192, 192), Mask.CAUSAL, (96, 2, 1, 0, 1), 64),
+        ((192, 128), Mask.SPANS, (96, 2, 2, 0, 1), 64),
+        ((128, 192), Mask.CAUSAL, (96, 3, 3, 0, 1), 16),
+        ((64, 128), Mask.FULL, (128, 2, 1, 0, 1), 64),
     ],
     ids=str,
 )
 def test_gradients_on_the_cpu(
     dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], staged: int, tmp_path: Path
 ) -> None:
-    """With all columns of dQ staged, with some, and with a consumer that has none."""
+    """With all columns of dQ staged, with some, or in pieces; and with a consumer that has none."""
     chosen = spec(dims, mask, *knobs)
     assert isinstance(chosen.tuning, Sm90BackwardWide)
     assert staged_columns(chosen.problem, chosen.tuning) == staged
@@ -64,4 +78,12 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
     shapes = Shape(128, 96, 0, 1), Shape(900, 96, 0, 1)  # some show in the first steps, others after many
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(BREAKS, 1):
+        assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
+
+
+def test_breaks_of_the_order_are_noticed(tmp_path: Path) -> None:
+    kernel = EmulatedWide(spec((256, 256), Mask.CAUSAL, 80, 2, 1, 0, 1), tmp_path, ORDERED)
+    shapes = Shape(128, 300, 0, 1), Shape(700, 300, 0, 1)
+    assert all(kernel.failure(shape, 0) == "" for shape in shapes)
+    for number, name in enumerate(ORDERED, 1):
         assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
