@@ -41,11 +41,8 @@ ROW_STATS = 2  # floats of row_stats: lse and delta
 # Registers of a consumer thread beyond its tiles: addresses, counters, row_stats. An estimate; the tests compile the
 # first guesses and assert that none spills.
 REGISTERS_BESIDES = 28
-PIECES = (
-    COLUMNS,
-    COLUMNS // 2,
-    COLUMNS // 4,
-)  # columns of dQ that a deterministic consumer may stage at a time
+# Columns of dQ that a deterministic consumer may stage at a time.
+PIECES = (COLUMNS, COLUMNS // 2, COLUMNS // 4)
 PAIR = 2  # blocks of a cluster that share a key tile
 PAIR_KEYS = 64  # of a block of a pair: the rows of its products
 
@@ -298,18 +295,21 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99).
-
-    Deterministic ones come last. Of them, blocks with room for all columns of a unit of dQ, or a pair, come first.
-    """
+    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99)."""
     single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
     wide, masked = problem.largest_dim > 192, problem.mask is not Mask.FULL
     tunings = [*pairs, *single] if wide and masked else [*single, *pairs]
     yield from tunings
     yield from (replace(t, cache_mb=8) for t in tunings)
-    fixed = [*pairs, *single] if wide else [*single, *pairs]
-    strict = [replace(t, deterministic=True) for t in fixed if not t.descending]
-    yield from sorted(strict, key=lambda t: not t.pair and staged_columns(problem, t) < COLUMNS)
+    yield from _in_order(problem)
+
+
+def _in_order(problem: Problem) -> list[Sm90BackwardWide]:
+    """Deterministic ones: blocks with room for all columns of a unit of dQ come first, at 256 behind pairs."""
+    single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
+    tunings = [*pairs, *single] if problem.largest_dim > 192 else [*single, *pairs]
+    strict = [replace(t, deterministic=True) for t in tunings if not t.descending]
+    return sorted(strict, key=lambda t: not t.pair and staged_columns(problem, t) < COLUMNS)
 
 
 def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
@@ -330,8 +330,7 @@ def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     """Deterministic ones with other sections; `tunings` has them with one."""
-    found = [t for t in _single_blocks(problem) if t.deterministic]
-    yield from (replace(t, cache_mb=cache_mb) for cache_mb in (8, 40) for t in found)
+    yield from (replace(t, cache_mb=cache_mb) for cache_mb in (8, 40) for t in _in_order(problem))
 
 
 _NONE = "the wide sm90a backward takes none; sm90 takes this call"
