@@ -465,7 +465,9 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
 
 
 NARROW_TILES = [*product((192,), (128, 112, 96)), *product((128,), (128, 96))]
-SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (0, 8), (0, 32))  # heads_together and cache_mb
+# heads_together and cache_mb; more heads where all lists of visits are alike
+SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (0, 8), (0, 32))
+MORE_HEADS = ((16, SECTION_MB),)
 WIDE_TILES = [*product((192,), (80, 64)), *product((128,), (176, 160, 144, 128, 112, 96))]
 LONG_TILES = [*product((128,), (80, 64)), *WIDE_TILES]  # where q, k or v has more than 128 columns
 
@@ -474,6 +476,7 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     """The rest of the space: tiles that may win, persistent, with all buffers and the values of the later knobs."""
     wide = LONG_TILES if problem.largest_dim > 128 else WIDE_TILES
     tiles = NARROW_TILES if problem.head_dim <= 96 else wide
+    sections = SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
     ordering = ((True, 0), (True, 1), (True, 2), (False, 0))  # ping_pong, hand_over
     for (tile_m, tile_n), stages, dynamic, q_in_regs in product(
         tiles, (3, 2, 4), (True, False), (False, True)
@@ -481,7 +484,7 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
         core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs)
         if is_feasible(problem, core, plan):
             for (ping_pong, hand_over), exact_visits, (heads, cache_mb) in product(
-                ordering, (3, 1, 0), SECTIONS
+                ordering, (3, 1, 0), sections
             ):
                 yield replace(
                     core,

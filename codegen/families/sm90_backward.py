@@ -300,14 +300,19 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
     yield from _wider(problem)
 
 
-# heads_together and cache_mb
+# heads_together and cache_mb; more heads where all lists of visits are alike
 SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (4, SECTION_MB), (8, SECTION_MB), (0, 8), (0, 40))
+MORE_HEADS = ((16, SECTION_MB), (32, SECTION_MB))
 
 
 def _wider(problem: Problem) -> Iterator[Sm90Backward]:
-    """The rest of the space: all buffers and all values of the later knobs with each other, not deterministic."""
-    narrow = problem.head_dim <= 80
-    for lag, in_regs, of_q, of_dout, split, descending, loaders in product(
+    """The rest of the space: all buffers and all values of the later knobs with each other.
+
+    Deterministic ones only without lists: there they may be the fastest, since blocks that add first store their sums.
+    """
+    narrow, listed = problem.head_dim <= 80, problem.mask.listed
+    for deterministic, lag, in_regs, of_q, of_dout, split, descending, loaders in product(
+        (False,) if listed else (False, True),
         (True, False) if narrow else (False,),
         (2, 1) if narrow else (0, 1),
         (4, 3) if narrow else (4, 3, 2),
@@ -316,14 +321,12 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
         (False, True),
         (0, 1, 2),
     ):
-        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, False, descending, 0, loaders)
-        if is_feasible(problem, core, plan):
-            for heads, cache_mb in SECTIONS:
+        core = Sm90Backward(
+            64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending, 0, loaders
+        )
+        if is_feasible(problem, core, plan) and not (deterministic and descending):
+            for heads, cache_mb in SECTIONS if listed else (*SECTIONS, *MORE_HEADS):
                 yield replace(core, heads_together=heads, cache_mb=cache_mb)
-
-
-# Also more heads: blocks of one head wait for each other, those of several do not.
-DETERMINISTIC_SECTIONS = (*SECTIONS, (16, SECTION_MB), (32, SECTION_MB))
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
@@ -337,7 +340,7 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
     ):
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, False, 0, loaders)
         if is_feasible(problem, core, plan):
-            for heads, cache_mb in DETERMINISTIC_SECTIONS:
+            for heads, cache_mb in (*SECTIONS, *MORE_HEADS):
                 yield replace(core, heads_together=heads, cache_mb=cache_mb)
 
 

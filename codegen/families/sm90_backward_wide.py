@@ -301,7 +301,8 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     tunings = [*pairs, *single] if wide and masked else [*single, *pairs]
     yield from tunings
     yield from (replace(t, cache_mb=8) for t in tunings)
-    yield from _in_order(problem)
+    # They may be the fastest, since blocks that add first store their sums.
+    yield from (replace(t, cache_mb=cache_mb) for cache_mb in (SECTION_MB, 8) for t in _in_order(problem))
 
 
 def _in_order(problem: Problem) -> list[Sm90BackwardWide]:
@@ -329,8 +330,8 @@ def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Deterministic ones with other sections; `tunings` has them with one."""
-    yield from (replace(t, cache_mb=cache_mb) for cache_mb in (8, 40) for t in _in_order(problem))
+    """Deterministic ones with larger sections, which `tunings` leaves out."""
+    yield from (replace(t, cache_mb=40) for t in _in_order(problem))
 
 
 _NONE = "the wide sm90a backward takes none; sm90 takes this call"
