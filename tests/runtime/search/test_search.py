@@ -625,9 +625,6 @@ def test_a_deterministic_case_is_searched_and_saved_as_one(
     assert started.space == len(list(deterministic_candidates(loose.problem)))
     tried = [event.result.spec for event in measured if isinstance(event, Measured)]
     assert tried[0] == incumbent != loose
-    assert incumbent not in list(candidates(loose.problem)), (
-        "the plain space has no such deterministic kernel"
-    )
     assert all(make_plan(spec).deterministic for spec in tried)
     assert {json.loads(line)["case"] for line in logs.read_text().splitlines()} == {
         f"{plain.name} deterministic"
