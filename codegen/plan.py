@@ -67,6 +67,9 @@ class Plan:
         False  # needs the fp32 dk and dv workspace; a forward keeps the bf16 splits of k and v in it
     )
     dq_semaphore: bool = False  # needs this workspace, and dq_order in its schedule
+    tile_counter: bool = (
+        False  # a backward's persistent blocks take work tiles from one, which _preprocess clears
+    )
     split_blocks: int = 0  # of a multiprocessor, that ranges of keys should fill; 0: keys are not split
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
     row_groups: int = 1  # 64-row groups of a query tile, each with a flag in the lists and a kv_range

@@ -87,6 +87,7 @@ VARIANT: tuple[Field, ...] = (
         lambda s: s.plan.columns_v or s.plan.spec.problem.head_dim_v,
     ),
     _same("bool", "dq_semaphore", "needs this workspace, and dq_order in its schedule", "plan.dq_semaphore"),
+    _same("bool", "tile_counter", "needs one behind dq_accum", "plan.tile_counter"),
     _same(
         "int64_t",
         "split_blocks",

@@ -64,6 +64,12 @@ class Sm90Backward(Tuning):
     cache_mb: int = knob(
         "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
     )
+    persistent: int = knob(
+        "p",
+        "1: one block per multiprocessor takes work tiles from tile_counter; K and V have two buffers",
+        0,
+        quiet=True,
+    )
 
 
 # ---- Plan
@@ -107,6 +113,8 @@ def plan(spec: Spec) -> Plan:
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
     _require_knobs(t)
+    if t.persistent:
+        _require_persistent(p, t)
     return _plan(spec, t)
 
 
@@ -119,6 +127,20 @@ def _require_knobs(t: Sm90Backward) -> None:
     if t.loaders == _loaders(replace(t, loaders=0)):
         raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here; set it to 0")
     require_section(t.cache_mb)
+    if t.persistent not in (0, 1):
+        raise Infeasible(f"persistent {t.persistent}: must be 0 or 1")
+
+
+def _require_persistent(p: Problem, t: Sm90Backward) -> None:
+    """Infeasible for what blocks that walk several work tiles do not compute."""
+    if p.mask is Mask.DENSE or p.planes:
+        raise Infeasible("persistent: takes no planes of masks")
+    if p.mask.listed and _loaders(t) == 1:
+        raise Infeasible("persistent: one warp that loads has no registers for lists; set loaders to 2")
+    if p.score:
+        raise Infeasible("persistent: takes no score")
+    if t.split_heads:
+        raise Infeasible("persistent: needs a block per kv head; set split_heads to 0")
 
 
 def _loaders(t: Sm90Backward) -> int:
@@ -160,7 +182,8 @@ def live_registers(t: Sm90Backward, head_dim: int, slopes: bool = False) -> int:
 def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     d, mask = spec.problem.head_dim, spec.problem.mask
     words = slot_words(spec.problem, t.tile_n, t.tile_m)
-    shared = _shared_bytes(t, d, sum(read.held for read in spec.problem.score.reads), 16 if words else 8)
+    visit = 16 if words or t.persistent else 8  # bytes
+    shared = _shared_bytes(t, d, sum(read.held for read in spec.problem.score.reads), visit)
     require_shared(shared)
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
     live = live_registers(t, d, curved(spec.problem))
@@ -180,6 +203,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         dq_accum=True,
         dkv_accum=t.split_heads,
         dq_semaphore=t.deterministic,
+        tile_counter=bool(t.persistent),
         descending=descending,
         cut_lists=_cuts_lists(spec),
         deterministic=t.deterministic,
@@ -223,7 +247,10 @@ def _shared_bytes(t: Sm90Backward, head_dim: int, held: int, visit: int) -> int:
     dq_bytes = t.tile_m * head_dim * 4 * (CONSUMERS if t.lag else 1)
     stat_bytes = t.tile_m * ROW_STATS * 4 + visit  # of each row
     barriers = 3 + 2 * (t.stages + t.stages_dout) + (3 if _dq_by_step(t) else 2) * CONSUMERS
-    tiles = 2 * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
+    kv_buffers = 2 if t.persistent else 1
+    if t.persistent:  # more of K and V, dK and dV, two indices of work tiles and their barriers
+        barriers += 4 + 2 * CONSUMERS + 4 + 1
+    tiles = 2 * kv_buffers * kv_bytes + t.stages * q_bytes + t.stages_dout * q_bytes
     held_bytes = CONSUMERS * 128 * HELD * held
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + held_bytes + t.stages * stat_bytes + 8 * barriers
 
@@ -271,7 +298,9 @@ def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
     blocks = "blocks_n" if _cuts_lists(spec) else "tiles_n"
     launches = [
         Launch(f"{spec.symbol}_preprocess", queries, HELPER_THREADS),
-        Launch(spec.symbol, (blocks, "batch", heads), 128 * (CONSUMERS + 1), shared, overlaps=True),
+        Launch(
+            spec.symbol, (blocks, "batch", heads), 128 * (CONSUMERS + 1), shared, bool(t.persistent), True
+        ),
         Launch(f"{spec.symbol}_postprocess", queries, HELPER_THREADS, overlaps=True),
     ]
     if t.split_heads:
@@ -297,7 +326,28 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
     ):
         for descending in (False,) if deterministic else (False, True):
             yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending)
+    yield from _walks(problem)
     yield from _wider(problem)
+
+
+def _walks(problem: Problem) -> Iterator[Sm90Backward]:
+    """Persistent blocks, for narrow heads: beside two buffers of K and V, long rows leave no room for others."""
+    if problem.in_planes or problem.score or problem.head_dim > 96:
+        return
+    narrow = problem.head_dim <= 80
+    for deterministic, lag, in_regs, (of_q, of_dout), loaders, (heads, cache_mb) in product(
+        (False, True),
+        (True, False) if narrow else (False,),
+        (2, 1) if narrow else (1, 0),
+        ((4, 3), (3, 2), (2, 2)),
+        (0, 1, 2),
+        _sections(problem),
+    ):
+        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, False, deterministic, False)
+        chosen = replace(core, heads_together=heads, loaders=loaders, cache_mb=cache_mb, persistent=1)
+        spills = lag and deterministic and problem.head_dim > 64  # by a few bytes
+        if is_feasible(problem, chosen, plan) and not spills:
+            yield chosen
 
 
 # heads_together and cache_mb; more heads where all lists of visits are alike
@@ -305,14 +355,18 @@ SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (4, SECTION_MB), (8, SECTION_MB), 
 MORE_HEADS = ((16, SECTION_MB), (32, SECTION_MB))
 
 
+def _sections(problem: Problem) -> tuple[tuple[int, int], ...]:
+    return SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
+
+
 def _wider(problem: Problem) -> Iterator[Sm90Backward]:
     """The rest of the space: all buffers and all values of the later knobs with each other.
 
     Deterministic ones only without lists: there they may be the fastest, since blocks that add first store their sums.
     """
-    narrow, listed = problem.head_dim <= 80, problem.mask.listed
+    narrow = problem.head_dim <= 80
     for deterministic, lag, in_regs, of_q, of_dout, split, descending, loaders in product(
-        (False,) if listed else (False, True),
+        (False,) if problem.mask.listed else (False, True),
         (True, False) if narrow else (False,),
         (2, 1) if narrow else (0, 1),
         (4, 3) if narrow else (4, 3, 2),
@@ -325,7 +379,7 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
             64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending, 0, loaders
         )
         if is_feasible(problem, core, plan) and not (deterministic and descending):
-            for heads, cache_mb in SECTIONS if listed else (*SECTIONS, *MORE_HEADS):
+            for heads, cache_mb in _sections(problem):
                 yield replace(core, heads_together=heads, cache_mb=cache_mb)
 
 

@@ -43,8 +43,11 @@ inline BackwardResult differentiate_with(const Variant& variant, const Call& cal
     const Scratch dkv_accum = dkv_accum_of(k, variant, params);
     Scratch dq_accum, dq_semaphore;
     if (variant.dq_accum) {
-        dq_accum = Scratch(q, rows_q * variant.columns * 4);
+        dq_accum = Scratch(q, (rows_q * variant.columns + variant.tile_counter) * 4);
         params.dq_accum = dq_accum.data<float>();
+    }
+    if (variant.tile_counter) {
+        params.tile_counter = dq_accum.data<int>() + rows_q * variant.columns;
     }
     if (variant.dq_semaphore) {
         dq_semaphore = Scratch(q, q.size(0) * (q.size(1) * params.tiles_m + k.size(1) * params.tiles_n) * 4);

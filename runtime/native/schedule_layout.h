@@ -70,8 +70,9 @@ struct ScheduleLayout {
         p.tile_list = p.tile_order + order;
         p.dq_order = variant.dq_semaphore ? p.tile_list + tiles * p.list_stride : nullptr;
         p.visit_slots = p.tile_list + tiles * p.list_stride * (1 + variant.dq_semaphore);
-        p.tile_counter = memory + size() - counter;
-        p.slots_taken = p.tile_counter - taken;
+        int* const end = memory + size() - counter;
+        p.tile_counter = counter > 0 ? end : p.tile_counter;  // a backward has its own
+        p.slots_taken = end - taken;
     }
 };
 

@@ -149,3 +149,71 @@ SLOPES: dict[str, Break] = {
         "registers are read while a product writes them",
     ),
 }
+
+# Of persistent blocks.
+EMPTY_KV = "barrier_wait(base + kEmptyKv"
+EMPTY_INDEX = "barrier_wait(base + kEmptyIndex"
+AT_THE_LAST = "kConsumers + group) * 8, tiles / 2 & 1);"
+WALKING: dict[str, Break] = {
+    "K and V are loaded where dK and dV have not been stored": (
+        {EMPTY_KV: f"if (broken != n) {EMPTY_KV}"},
+        "something overwrites what a",
+    ),
+    "dK and dV are stored before they are there": (
+        {AT_THE_LAST: "kConsumers + group) * 8, tiles / 2 & 1 ^ (broken == n ? 1 : 0));"},
+        "what is stored is not dK or dV of these keys",
+    ),
+    "dK goes where K is still read": (PLAIN["dK goes where K is still read"][0], "overwrites"),
+    "an index is overwritten before it is read": (
+        {EMPTY_INDEX: f"if (broken != n) {EMPTY_INDEX}"},
+        "it hangs",
+    ),
+    "the next work tile has the K and V of this one": (
+        {"kv_ring.advance(2);": "if (broken != n) kv_ring.advance(2);"},
+        "keys of another work tile",
+    ),
+    "the mask of the work tile before": (
+        {"wait_v();\n            begin_tile();": "wait_v();\n            if (broken != n) begin_tile();"},
+        "keys of another work tile",
+    ),
+    "dS of all work tiles begins in the first buffer": (
+        {"begin += step": "begin += broken == n ? 0 : step"},
+        "it hangs",
+    ),
+    "work tiles are counted before the counter is cleared": (
+        {f"{WAIT}  // for row_stats": f"if (broken != n) {WAIT}  // for row_stats"},
+        "the kernel before has not ended",
+    ),
+    "dK and dV are not fenced": (
+        {"proxy_fence();  // TMA reads": "if (broken != n) proxy_fence();  // TMA reads"},
+        "an asynchronous read of what has not been fenced",
+    ),
+}
+WALKING_LAGGING: dict[str, Break] = {
+    "what is no dQ stays after an odd number of steps": (
+        {"% 2 == 1) {  // in": "% 2 == 1 && broken != n) {  // in"},
+        "what is added is not dQ of this tile",
+    ),
+    "the second step of a pair is taken to have come": (
+        {"if (steps % 2 == 1) {": "if (steps % 2 == 1 && broken != n) {"},
+        "it hangs",
+    ),
+}
+DKV_OF_TILE = "barrier_wait(base + kFullDkv + (tiles % 2 * kConsumers + group) * 8, tiles / 2 & 1);"
+# A warp that adds no dQ of a short work tile may be two of them behind the consumers.
+WALKING_ORDERED: dict[str, Break] = {
+    "dK and dV of both buffers share a barrier": (
+        {
+            "kv / kTileBytesN * kConsumers": "(broken == n ? 0 : kv / kTileBytesN) * kConsumers",
+            DKV_OF_TILE: f"if (broken == n) barrier_wait(base + kFullDkv + group * 8, tiles & 1); else {DKV_OF_TILE}",
+        },
+        "it hangs",
+    ),
+}
+WAIT_FOR_DS_OF_TILE = "barrier_wait(base + kFullDs, begin + step & 1);"
+WALKING_PLAIN: dict[str, Break] = {
+    "dV goes where V is still read": (
+        {WAIT_FOR_DS_OF_TILE: f"if (broken == n && next != kStep) stage_dv(); {WAIT_FOR_DS_OF_TILE}"},
+        "something overwrites what a product reads",
+    ),
+}

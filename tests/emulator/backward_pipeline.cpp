@@ -65,9 +65,10 @@ struct State {
     int reading = 0, storing = 0, adding = 0;  // on their way: bulk copies that still read, all of them, other sums
     const int* polled = nullptr;
     int seen = 0;
+    int work = -1;  // index of the work tile of a persistent block
 };
 struct Sum {
-    int block;
+    int block;  // or work tile of a persistent one
     std::vector<Rows> visits;
 };
 
@@ -93,6 +94,7 @@ static void sync_warp() {
     }
 }
 int block_number() { return here().number; }
+static int owner_of_sum() { return current->work >= 0 ? current->work : here().number; }
 void __syncwarp() { sync_warp(); }
 void __syncthreads() { meet(here().named[0], 1, fibers_of_block(), true); }
 void named_sync(int id, int threads) { meet(here().named[id], 16, threads, true); }
@@ -243,6 +245,13 @@ void add_release(int* address) {
     }
     ++*address;
 }
+int atomicAdd(int* counter, int x) {
+    give_way();
+    require_before_ended();
+    *counter += x;
+    return *counter - x;
+}
+int note_work(int index) { return current->work = index; }
 
 #include "backward_products.h"
 
@@ -278,7 +287,13 @@ const char* run_blocks(void (*kernel)(), const Shape& of_kernel, const Call& of_
     failure.clear();
     before_ended = false;
     const long time = random_bits() % (40 << random_bits() % 8);
-    events.push_back({now + time, [] { before_ended = true; }});
+    events.push_back({now + time, [] {
+        before_ended = true;
+        if (call.tile_counter != nullptr) {
+            *call.tile_counter = 0;
+        }
+    }});
+    gridDim.x = count;
     body = [=] {
         kernel();
         require(here().running > 1 || here().waited, "a block ends that has not waited for the kernel before");

@@ -7,7 +7,7 @@
 // What the machine has to know of a kernel, by the names of its constants where it has some,
 struct Shape {
     int consumers, tile_m, tile_n, head_dim;
-    int columns, swizzle_bytes, panels, tile_bytes_m;
+    int columns, swizzle_bytes, panels, tile_bytes_m, tile_bytes_n;
     int row_stats_bytes, ds_bytes, ds_row_bytes;
     int dq_columns, dq_bytes;  // dq_bytes: of a consumer
     unsigned offset_k, offset_v, offset_row_stats, offset_dq;
@@ -18,6 +18,7 @@ struct Shape {
 struct Call {
     int batch, heads_q, heads_kv, tiles_m, tiles_n, seq_k, padded_q, padded_k;
     const float *delta, *dq_accum, *dkv_accum;
+    int* tile_counter;  // of persistent blocks, or null
     const int* visits;  // (tiles_n, tiles_m): query tile * 2 + (1 if some pairs are hidden), or -1
 };
 
@@ -39,6 +40,9 @@ void bulk_reduce_wait();
 void __threadfence();
 int load_acquire(const int* address);
 void add_release(int* address);
+int atomicAdd(int* counter, int x);
+// A persistent block's warp goes on to this work tile.
+int note_work(int index);
 
 // ---- Products -------------------------------------------------------------------------------------------------------
 
@@ -62,7 +66,8 @@ void probabilities(const Params&, const void* s, const void* fragments, unsigned
                    int query0, int);
 void mask_pairs(const void* s, int query0);
 static inline void apply_mask(const void* s, int query0, const void*) { mask_pairs(s, query0); }
-static inline void apply_mask(const Params&, const void* s, int query0, int) { mask_pairs(s, query0); }
+void mask_pairs(const void* s, int query0, int key);  // of the keys from key - lane / 4 on
+static inline void apply_mask(const Params&, const void* s, int query0, int key) { mask_pairs(s, query0, key); }
 // The bits of a visit stand for the first of its 64 keys and the first query.
 unsigned bits_of(int key, int query0);
 void check_bits(const void* s, unsigned seen);
@@ -87,3 +92,4 @@ void add_dkv(const float* target, const void* sum);
 void stage_dkv(unsigned part, const void* sum, float);
 void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch);
 void store_no_dkv(const Params&, int key0, int head, int batch);
+void store_no_dkv(const Params& p, int key0, int head, int batch, int thread, int threads);

@@ -70,8 +70,13 @@ static std::vector<Range> own_rows(unsigned keys) {
     }
     return ranges;
 }
+// Where the tile of K or V starts that `keys` lies in.
+static unsigned tile_of(unsigned keys) {
+    const unsigned first = keys < shape.offset_v ? shape.offset_k : shape.offset_v;
+    return first + (keys - first) / shape.tile_bytes_n * shape.tile_bytes_n;
+}
 static Write own_keys(unsigned keys) {
-    return origin(own_rows(keys), keys < shape.offset_v ? shape.offset_k : shape.offset_v);
+    return origin(own_rows(keys), tile_of(keys));
 }
 static void set_scores(const void* s, const Write& keys, unsigned queries) {
     const Range range{queries, queries + shape.tile_bytes_m};
@@ -133,7 +138,7 @@ void start_dq(const void* dq, unsigned ds, unsigned k) {
     const unsigned panel = shape.tile_n * shape.swizzle_bytes;
     const unsigned first = shape.offset_k + (k - shape.offset_k) / panel * panel;
     const Range scores{ds, ds + shape.ds_bytes}, keys{first, first + panels * panel};
-    const Write a = origin({scores}, ds), b = origin({keys}, shape.offset_k);
+    const Write a = origin({scores}, ds), b = origin({keys}, tile_of(first));
     Value& value = issue(dq, &Value::written);
     require(b.kind == kTensorK, "dQ with a wrong tile of K");
     value.kind = a.kind == kDs && a.keys == b.keys ? kDq : kNothing;

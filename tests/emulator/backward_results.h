@@ -15,6 +15,11 @@ void mask_pairs(const void* s, int query0) {
     require(value.kind == kP && value.queries.row == query0 && !value.masked, "the mask of another tile");
     value.masked = true;
 }
+void mask_pairs(const void* s, int query0, int key) {
+    mask_pairs(s, query0);
+    const int own = use(s).keys.row + group_of() * 64 + warp() % 4 * 16 + lane() / 4;
+    require(key == own, "keys of another work tile");
+}
 unsigned bits_of(int key, int query0) { return key / 64 << 16 | query0 / shape.tile_m; }
 void check_bits(const void* s, unsigned seen) {
     const Value& value = define(s);
@@ -84,7 +89,7 @@ void store_dq(unsigned part, const void* dq, int) {
 }
 void bulk_reduce(const float* target, unsigned part, int bytes) {
     const int group = (part - shape.offset_dq) / shape.dq_bytes, of_tile = group % dq_parts();
-    const int tile = shape.tile_m * shape.head_dim, block = here().number;
+    const int tile = shape.tile_m * shape.head_dim, block = owner_of_sum();
     const long long at = target - call.dq_accum, plane = at / (call.padded_q * shape.head_dim);
     const int rest = at % (call.padded_q * shape.head_dim);
     const Rows rows = rows_of(rest / tile * shape.tile_m, plane, call.heads_q);
@@ -109,7 +114,7 @@ void add_dkv(const float* target, const void* sum) {
     const long long at = target - call.dkv_accum, plane = at / (call.padded_k * shape.head_dim);
     const long long planes = call.batch * call.heads_kv;
     const int row = at % (call.padded_k * shape.head_dim) / shape.head_dim;
-    const int part = threadIdx.x % 128 / 16, block = here().number;
+    const int part = threadIdx.x % 128 / 16, block = owner_of_sum();
     const Rows rows = rows_of(row, plane % planes, call.heads_kv);
     const Rows own{value.keys.row + group_of() * 64, value.keys.head, value.keys.batch};
     require(value.kind == (plane < planes ? kDk : kDv) && rows == own, "dK or dV goes to a wrong place");
@@ -145,7 +150,7 @@ void stage_dkv(unsigned part, const void* sum, float) {
     }
 }
 void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
-    const int kind = map.words[0] == kTensorDk ? kDk : kDv, block = here().number;
+    const int kind = map.words[0] == kTensorDk ? kDk : kDv, block = owner_of_sum();
     const Rows rows{row, head, batch};
     for (int i = 0; i < 8; ++i) {
         const std::vector<Range> ranges = staged_rows(part, i / 2, i % 2);
@@ -158,8 +163,9 @@ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batc
 void store_no_dkv(const Params&, int key0, int head, int batch) {
     require_before_ended();
     for (int i = 0; threadIdx.x == 0 && i < 16 * shape.consumers; ++i) {
-        dkv_sums[{i % 2 ? kDk : kDv, {key0 + i / 16 * 64, head, batch}, i / 2 % 8}].push_back({here().number, {}});
+        dkv_sums[{i % 2 ? kDk : kDv, {key0 + i / 16 * 64, head, batch}, i / 2 % 8}].push_back({owner_of_sum(), {}});
     }
 }
+void store_no_dkv(const Params& p, int key0, int head, int batch, int, int) { store_no_dkv(p, key0, head, batch); }
 
 #include "backward_sums.h"

@@ -35,8 +35,8 @@ def translate(source: Source) -> str:
     return PRELUDE + text + runs(item for item in source.plan.launches if item.symbol != source.spec.symbol)
 
 
-def make_spec(head_dim: int, *, split: bool = True, deterministic: bool = False) -> Spec:
-    tuning = Sm90Backward(64, 128, 3, 2, head_dim < 96, 0, split, deterministic, False)
+def make_spec(head_dim: int, *, split: bool = True, deterministic: bool = False, persistent: int = 0) -> Spec:
+    tuning = Sm90Backward(64, 128, 3, 2, head_dim < 96, 0, split, deterministic, False, persistent=persistent)
     return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.CAUSAL), tuning)
 
 
@@ -82,6 +82,8 @@ class Ends:
         )
         p.lse, p.delta, p.dq_accum = self.lse.data_ptr(), self.stats.data_ptr(), self.sums.data_ptr()
         p.dlse = self.dlse.data_ptr()
+        self.counter = torch.tensor([77], dtype=torch.int32)
+        p.tile_counter = self.counter.data_ptr()
         p.dkv_accum, p.dq_semaphore = self.sums_kv.data_ptr(), self.turns.data_ptr()
 
     def run(self, name: str) -> None:
@@ -94,6 +96,7 @@ class Ends:
         make_spec(64),
         make_spec(72, split=False),
         make_spec(128, deterministic=True),
+        make_spec(96, split=False, persistent=1),
     ],
     ids=lambda spec: spec.slug,
 )
@@ -129,6 +132,7 @@ def test_before(ends: Ends) -> None:
         assert not used.any()
     else:
         assert not ends.sums.any()
+    assert (ends.counter.item() == 0) == plan.tile_counter
     assert plan.dkv_accum != bool(ends.sums_kv.isnan().any())
     assert ends.sums_kv.nan_to_num(nan=0.0).eq(0).all()
 

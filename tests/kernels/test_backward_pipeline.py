@@ -17,7 +17,20 @@ from typing import Any
 
 import gxx
 import pytest
-from backward_breaks import BITS, BREAKS, BY_TURNS, LAGGING, ORDERED, PLAIN, SLOPES, Break
+from backward_breaks import (
+    BITS,
+    BREAKS,
+    BY_TURNS,
+    LAGGING,
+    ORDERED,
+    PLAIN,
+    SLOPES,
+    WALKING,
+    WALKING_LAGGING,
+    WALKING_ORDERED,
+    WALKING_PLAIN,
+    Break,
+)
 from cpu_kernel import Params, full_params
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
@@ -43,6 +56,9 @@ SIZES: list[Sizes] = [
     (1, 2, 1, 8, 3),
 ]
 SEEDS = 4
+MULTIPROCESSORS = (2, 3, 1, 5)  # more than kResident: some blocks start when others have ended
+# Work tiles that share blocks: of one visit and of many, heads in groups, more key tiles than query tiles; no queries.
+WALKS: list[Sizes] = [*SIZES, (2, 3, 3, 1, 4), (3, 4, 2, 5, 3), (1, 2, 2, 16, 6), (2, 2, 1, 0, 2)]
 ASM = {
     r'asm volatile\("setmaxnreg[^;]*;"\);': "",
     r'asm volatile\("" : [^;]*;': "",
@@ -61,6 +77,7 @@ extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, c
     const Shape shape = {
         .consumers = kConsumers, .tile_m = kTileM, .tile_n = kTileN, .head_dim = kHeadDim,
         .columns = kColumns, .swizzle_bytes = kSwizzleBytes, .panels = kPanels, .tile_bytes_m = kTileBytesM,
+        .tile_bytes_n = kTileBytesN,
         .row_stats_bytes = kRowStatsBytes, .ds_bytes = kDsBytes, .ds_row_bytes = kDsRowBytes,
         .dq_columns = kDqColumns, .dq_bytes = kDqBytes,
         .offset_k = kOffsetK, .offset_v = kOffsetV, .offset_row_stats = kOffsetRowStats, .offset_dq = kOffsetDq,
@@ -69,7 +86,8 @@ extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, c
     const Call call = {
         .batch = p->batch, .heads_q = p->heads_q, .heads_kv = p->heads_kv, .tiles_m = p->tiles_m,
         .tiles_n = p->tiles_n, .seq_k = p->seq_k, .padded_q = p->padded_q, .padded_k = p->padded_k,
-        .delta = p->delta, .dq_accum = p->dq_accum, .dkv_accum = p->dkv_accum, .visits = visits,
+        .delta = p->delta, .dq_accum = p->dq_accum, .dkv_accum = p->dkv_accum,
+        .tile_counter = p->tile_counter, .visits = visits,
     };
     return run_blocks([] { SYMBOL(*params, *tensor_maps); }, shape, call, count, seed);
 }
@@ -98,6 +116,8 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
         full_params(source.text)
         .replace("#pragma unroll", "//")
         .replace("work_of(p, blockIdx.x)", "work_of(p, block_number())")
+        .replace("= blockIdx.x;", "= block_number();")
+        .replace("work_of(p, index)", "work_of(p, note_work(index))")
     )
     text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = nullptr;", text)
     text = text.replace('extern "C" __global__', "static")
@@ -187,6 +207,7 @@ class Simulated:
 
     def __init__(self, source: Source, directory: Path, breaks: dict[str, Break]) -> None:
         self.plan = source.plan
+        self.sizes = WALKS if source.plan.tile_counter else SIZES
         path = directory / "kernel.cpp"
         path.write_text(translate(source, breaks))
         self.library = gxx.library(path, *FLAGS, parts=("backward_pipeline.cpp",), for_parts=("-O2",))
@@ -204,7 +225,7 @@ class Simulated:
         p.batch, p.heads_q, p.heads_kv, p.tiles_m, p.tiles_n = sizes
         p.padded_q, p.padded_k, p.list_stride = p.tiles_m * 64, p.tiles_n * 128, p.tiles_m
         p.blocks_n = p.tiles_n * 3
-        p.seq_q, p.seq_k, p.scale = p.padded_q - seed, p.padded_k - seed % 4 * 32, 1.0
+        p.seq_q, p.seq_k, p.scale = max(0, p.padded_q - seed), p.padded_k - seed % 4 * 32, 1.0
         p.delta = p.dq_accum = FAKE
         p.dkv_accum = FAKE if plan.dkv_accum else None
         visits = list_visits(plan.spec.problem.mask, p, seed)
@@ -221,6 +242,8 @@ class Simulated:
             "dq_order": table(*number_turns(visits, starts), width=p.tiles_m),
             "dq_semaphore": table([0] * (p.batch * (p.heads_q * p.tiles_m + p.heads_kv * p.tiles_n))),
         }
+        if plan.tile_counter:
+            held["tile_counter"] = table([99])  # until _preprocess has ended
         if plan.slot_words:
             slots, bits = give_slots(visits, seed)
             held |= {"visit_slots": table(*slots, width=p.tiles_m), "visit_bits": table(bits)}
@@ -229,13 +252,15 @@ class Simulated:
             setattr(p, name, ctypes.addressof(values))
         blocks = p.blocks_n if plan.cut_lists else p.tiles_n
         count = blocks * p.batch * (p.heads_q if plan.dkv_accum else p.heads_kv)
+        if plan.tile_counter:
+            count = min(count, MULTIPROCESSORS[seed % len(MULTIPROCESSORS)])
         seen = [{entry // 2: entry for entry in entries} for entries in visits]
         expected = table(*([row.get(m, -1) for m in range(p.tiles_m)] for row in seen))
         return str(self.library.run(ctypes.byref(p), self.maps, count, expected, seed, change).decode())
 
     def require_sound(self) -> None:
         """Nothing is wrong in any of the runs."""
-        for sizes in SIZES:
+        for sizes in self.sizes:
             for seed in range(SEEDS):
                 assert self.run(sizes, seed) == "", (sizes, seed)
 
@@ -264,6 +289,19 @@ class Simulated:
         hopper(64, Mask.CAUSAL, 4, 2, 0, 0, 1, 0, 0, score=CURVED),
         hopper(64, Mask.DENSE, 4, 3, 1, 2, 1, 1, 0, mask_mod=PAIRS),
         hopper(128, Mask.DENSE, 3, 2, 0, 0, 1, 0, 1, mask_mod=PAIRS),
+        hopper(96, Mask.CAUSAL, 3, 2, 0, 1, 0, 0, 0, persistent=1),
+        hopper(96, Mask.FULL, 2, 1, 0, 0, 0, 0, 0, persistent=1),
+        hopper(96, Mask.CAUSAL, 3, 2, 0, 1, 0, 1, 0, persistent=1),
+        hopper(72, Mask.FULL, 4, 2, 0, 1, 0, 0, 0, persistent=1, loaders=2),
+        hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 0, 0, persistent=1),
+        hopper(64, Mask.FULL, 2, 2, 1, 1, 0, 0, 0, persistent=1, loaders=1),
+        hopper(64, Mask.CAUSAL, 3, 2, 1, 0, 0, 0, 1, persistent=1),
+        hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 1, 0, persistent=1),
+        hopper(64, Mask.FULL, 4, 3, 1, 2, 0, 1, 0, persistent=1),
+        hopper(96, Mask.SPANS, 3, 2, 0, 1, 0, 0, 0, persistent=1, loaders=2),
+        hopper(64, Mask.SPANS, 4, 3, 1, 2, 0, 0, 0, persistent=1),
+        hopper(72, Mask.SPANS, 4, 3, 0, 1, 0, 1, 0, persistent=1),
+        hopper(64, Mask.SPANS, 4, 3, 1, 1, 0, 1, 0, persistent=1),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -278,6 +316,9 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1, 0), BREAKS | LAGGING | ORDERED),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 1, 0), BREAKS | ORDERED | BY_TURNS),
         (hopper(128, Mask.SPANS, 2, 1, 0, 0, 0, 0, 0), BREAKS | PLAIN),
+        (hopper(96, Mask.CAUSAL, 3, 2, 0, 1, 0, 0, 0, persistent=1), WALKING | WALKING_PLAIN),
+        (hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 0, 0, persistent=1), WALKING | WALKING_LAGGING),
+        (hopper(96, Mask.CAUSAL, 3, 2, 0, 1, 0, 1, 0, persistent=1), ORDERED | WALKING_ORDERED),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, score=CURVED), SLOPES),
         (hopper(128, Mask.DENSE, 3, 2, 0, 0, 1, 0, 0, mask_mod=PAIRS), BITS),
         (hopper(64, Mask.DENSE, 4, 4, 1, 2, 1, 0, 0, mask_mod=PAIRS), BITS),
@@ -287,6 +328,9 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         "lagging deterministic",
         "deterministic",
         "plain",
+        "persistent",
+        "lagging persistent",
+        "deterministic persistent",
         "curved score",
         "bits",
         "lagging bits",
@@ -296,5 +340,5 @@ def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tm
     kernel = Simulated(source, tmp_path, breaks)
     kernel.require_sound()
     for n, (name, (_, said)) in enumerate(breaks.items(), 1):
-        runs = (kernel.run(sizes, seed, n) for seed in range(4 * SEEDS) for sizes in SIZES)
+        runs = (kernel.run(sizes, seed, n) for seed in range(4 * SEEDS) for sizes in kernel.sizes)
         assert any(said in one for one in runs), name

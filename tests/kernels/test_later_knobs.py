@@ -49,6 +49,18 @@ VARIANTS = [
     ("bwd", Mask.SPANS, {"cache_mb": 40}),
     ("bwd", Mask.FULL, {"cache_mb": 4}),
 ]
+# (head_dim, mask, knobs) of persistent blocks
+WALKS = [
+    (96, Mask.CAUSAL, {"in_regs": 1}),
+    (96, Mask.FULL, {"in_regs": 1, "deterministic": 1}),
+    (72, Mask.FULL, {"stages": 4, "stages_dout": 3, "in_regs": 1}),
+    (72, Mask.CAUSAL, {"stages": 2, "in_regs": 1, "lag": 1}),
+    (64, Mask.CAUSAL, {"stages": 4, "stages_dout": 3, "in_regs": 2, "lag": 1}),
+    (64, Mask.FULL, {"stages": 4, "stages_dout": 3, "in_regs": 2, "lag": 1, "deterministic": 1}),
+    (96, Mask.SPANS, {"in_regs": 1, "loaders": 2}),
+    (64, Mask.SPANS, {"stages": 4, "stages_dout": 3, "in_regs": 2, "lag": 1}),
+    (64, Mask.SPANS, {"stages": 4, "stages_dout": 3, "in_regs": 2, "lag": 1, "deterministic": 1}),
+]
 PACKS = {Mask.SPANS: "finetune/0", Mask.FULL: "full/2x1000", Mask.CAUSAL: "causal/2x1000/1100"}
 variants = pytest.mark.parametrize(("direction", "mask", "values"), VARIANTS, ids=str)
 
@@ -66,6 +78,37 @@ def test_they_compile_cleanly(direction: str, nvcc: None, tmp_path: Path) -> Non
     log, resources = compile_strictly([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
     assert not any(used["spill_bytes"] for used in resources.values()), resources
+
+
+def walk_of(head_dim: int, mask: Mask, values: dict[str, int]) -> Spec:
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
+    return Spec(problem, make_tuning(problem, BACKWARD | {"split_heads": 0, "persistent": 1} | values))
+
+
+@pytest.mark.nvcc
+def test_persistent_backwards_compile_cleanly(nvcc: None, tmp_path: Path) -> None:
+    log, resources = compile_strictly([render(walk_of(*walk)) for walk in WALKS], tmp_path)
+    assert not SERIALISED.search(log), log
+    assert not any(used["spill_bytes"] for used in resources.values()), resources
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "mask", "values"), WALKS, ids=str)
+@pytest.mark.parametrize("heads", ["4/4", "6/2"])
+@pytest.mark.parametrize("pack", ["2x1000", "3x77", "40x300", "1x65", "finetune/0", "documents/3"])
+def test_results_of_persistent_backwards(
+    head_dim: int, mask: Mask, values: dict[str, int], heads: str, pack: str
+) -> None:
+    """Work tiles that fill the multiprocessors many times, or not once; lengths that fill no tile."""
+    device, spec = torch.device("cuda"), walk_of(head_dim, mask, values)
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("runs on Hopper only")
+    if ("/" in pack) != mask.listed:
+        pytest.skip("a pack is for spans")
+    name = pack if mask.listed else f"{mask.value}/{pack}"
+    case = make_case(name, f"{heads}/{head_dim}", DType.BFLOAT16, device)
+    bench = Bench(case, Direction.BACKWARD)
+    assert len(list(bench.verify(kernels.load(spec, device)))) == 2
 
 
 @pytest.mark.gpu
@@ -86,6 +129,11 @@ def test_results(direction: str, mask: Mask, values: dict[str, int]) -> None:
         ("bwd", Mask.SPANS, {"loaders": 1}, "is what 0 chooses here"),
         ("fwd", Mask.SPANS, {"cache_mb": 2}, "must be 4 to 64"),
         ("bwd", Mask.SPANS, {"cache_mb": 65}, "must be 4 to 64"),
+        ("bwd", Mask.DENSE, {"persistent": 1}, "takes no planes of masks"),
+        ("bwd", Mask.SPANS, {"persistent": 1}, "set loaders to 2"),
+        ("bwd", Mask.FULL, {"persistent": 1}, "needs a block per kv head; set split_heads to 0"),
+        ("bwd", Mask.FULL, {"persistent": 2}, "must be 0 or 1"),
+        ("bwd", Mask.FULL, {"persistent": 1, "split_heads": 0}, "shared memory"),
     ],
     ids=str,
 )

@@ -26,11 +26,20 @@ VARIANTS = [
     (128, Mask.SPANS, Sm90Backward(64, 128, 3, 2, False, 0, False, False, False)),
     (128, Mask.DENSE, Sm90Backward(64, 128, 3, 2, False, 0, True, True, False)),
     (128, Mask.FULL, Sm90Backward(64, 128, 3, 2, False, 0, True, False, False)),
+    (96, Mask.CAUSAL, Sm90Backward(64, 128, 3, 2, False, 1, False, False, False, persistent=1)),
+    (96, Mask.FULL, Sm90Backward(64, 128, 3, 2, False, 1, False, True, False, persistent=1)),
+    (64, Mask.CAUSAL, Sm90Backward(64, 128, 4, 3, True, 2, False, False, False, persistent=1)),
+    (64, Mask.SPANS, Sm90Backward(64, 128, 4, 3, True, 2, False, False, False, persistent=1)),
+    (64, Mask.SPANS, Sm90Backward(64, 128, 4, 3, True, 2, False, True, False, persistent=1)),
+    (72, Mask.SPANS, Sm90Backward(64, 128, 4, 3, False, 1, False, False, False, loaders=2, persistent=1)),
 ]
 variants = pytest.mark.parametrize(
     ("head_dim", "mask", "tuning"),
     VARIANTS,
-    ids=[f"{d}-{m.value}-{t.tile_m}-h{t.split_heads:d}-o{t.deterministic:d}" for d, m, t in VARIANTS],
+    ids=[
+        f"{d}-{m.value}-{t.tile_m}-h{t.split_heads:d}-o{t.deterministic:d}-p{t.persistent}"
+        for d, m, t in VARIANTS
+    ],
 )
 # Short ones: all blocks of a launch run at once, and the next launches' beside them. The last takes several rounds.
 SHAPES = [
