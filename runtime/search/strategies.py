@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,10 +75,19 @@ class _FromList:
         leaders = [number for number, ms in measured if ms < math.inf][:LEADERS] or [0]
         # A changed knob counts 1; to be near the second or third best instead of the best counts half as much each.
         far = np.min([self.distances(number) + rank / 2 for rank, number in enumerate(leaders)], axis=0)
+        # A value that nothing tried has may go only with other changes; they count as one.
+        for number in self.nearest_of_new_values(far):
+            far[number] = min(far[number], 1.0)
         # At the same distance a random one is taken: the knobs of the list's next one vary slowly.
         noise = np.array([self.random.random() for _ in self.space]) / 4
         chosen = np.argsort(np.where(self.left, far + noise, math.inf), kind="stable")
         return [int(number) for number in chosen[:count]]
+
+    def nearest_of_new_values(self, far: Numbers) -> Iterator[int]:
+        """For each value of a knob that no spec taken so far has: the number of the spec with it that is least `far`."""
+        for column in self.knobs.T:
+            for value in np.setdiff1d(column, column[~self.left]):
+                yield int(np.argmin(np.where(column == value, far, math.inf)))
 
 
 class Exhaustive(_FromList):

@@ -98,6 +98,21 @@ def test_guided_strategies_need_a_tenth(name: str) -> None:
     assert evaluations("exhaustive", 0) > len(SPACE) / 2
 
 
+def test_a_value_that_takes_other_changes_is_tried_early() -> None:
+    """Like persistent blocks, which have room for fewer buffers: none differs from a leader in that knob alone."""
+    space = [
+        spec
+        for spec in SPACE
+        if not spec.tuning.to_json()["ping_pong"]
+        or (spec.tuning.to_json()["stages"], spec.tuning.to_json()["tile_n"]) == (4, 144)
+    ]
+    chosen, times = STRATEGIES["greedy"](space, 0), dict[Spec, float]()
+    for _ in range(3):
+        times |= {spec: 1.0 + spec.tuning.to_json()["tile_n"] / 1000 for spec in chosen.suggest(times, FIRST)}
+    assert not any(spec.tuning.to_json()["ping_pong"] for spec in space[:FIRST])
+    assert any(spec.tuning.to_json()["ping_pong"] for spec in times)
+
+
 def test_seeds_change_random_choices() -> None:
     orders = {tuple(STRATEGIES["random"](SPACE, seed).suggest({}, 5)) for seed in range(3)}
     assert len(orders) == 3
