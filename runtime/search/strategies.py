@@ -84,7 +84,7 @@ class _FromList:
         return [int(number) for number in chosen[:count]]
 
     def nearest_of_new_values(self, far: Numbers) -> Iterator[int]:
-        """For each value of a knob that no spec taken so far has: the number of the spec with it and the least `far`."""
+        """For each value of a knob that no spec taken so far has: the number of that spec with it that is nearest."""
         for column in self.knobs.T:
             for value in np.setdiff1d(column, column[~self.left]):
                 yield int(np.argmin(np.where(column == value, far, math.inf)))
