@@ -74,7 +74,8 @@ class _FromList:
         """Numbers of the `count` specs left that are nearest to the fastest ones, or to the first of the list."""
         leaders = [number for number, ms in measured if ms < math.inf][:LEADERS] or [0]
         # A changed knob counts 1; to be near the second or third best instead of the best counts half as much each.
-        far = np.min([self.distances(number) + rank / 2 for rank, number in enumerate(leaders)], axis=0)
+        distances = [self.distances(number) + rank / 2 for rank, number in enumerate(leaders)]
+        far: Numbers = np.asarray(np.min(distances, axis=0), dtype=float)
         # A value that nothing tried has may go only with other changes; they count as one.
         for number in self.nearest_of_new_values(far):
             far[number] = min(far[number], 1.0)
