@@ -41,7 +41,7 @@ DRIFT = 1.25  # how far all of them may move together
 class Budget:
     """When to stop: after this many seconds of this run, or this many variants, including resumed ones.
 
-    The time that a new measuring process takes to start does not count.
+    The time that the measuring process takes to start and to prepare the case does not count.
     """
 
     seconds: float | None = None
@@ -243,7 +243,7 @@ class _Run:
                 yield Measured(result, resumed=False)
 
     def await_worker(self) -> None:
-        """Wait for a process that starts. Its start does not take from the budget."""
+        """Wait for a process that starts or prepares the case. That does not take from the budget."""
         if self.expired():
             return
         begin = time.monotonic()

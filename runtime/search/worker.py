@@ -69,10 +69,17 @@ class Worker:
             theirs.close()
 
     def ready_at(self) -> float:
-        """When the process became ready (`time.monotonic`); waits for it. Raises RuntimeError if it does not start."""
+        """When the process could measure the problem (`time.monotonic`); waits for that.
+
+        Raises RuntimeError if it does not start, or if the problem cannot be measured.
+        """
+        if self._connection is None:
+            self._prepare()
+        self._await_prepared()
+        return self._await_start()
+
+    def _await_start(self) -> float:
         if self._ready_at is None:
-            if self._connection is None:
-                self._prepare()
             ready_at, problem = self._first_reply()
             if problem:
                 self.close()
@@ -150,8 +157,8 @@ class Worker:
         """Raises RuntimeError if the problem cannot be measured."""
         if not self._preparing:
             return
-        self.ready_at()
-        problem = self._first_reply()
+        self._await_start()
+        self._ready_at, problem = self._first_reply()
         self._preparing = False
         if problem:
             self.close()
@@ -298,7 +305,7 @@ class Bench:
 def _serve(connection: Connection, device: torch.device) -> None:
     """Body of the process: say when it is ready, then answer requests until the pipe closes.
 
-    The answer to "prepare" is "" or the problem.
+    What it says then, and the answer to "prepare", is the time and "" or what is wrong.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     try:
@@ -322,7 +329,7 @@ def _answer(connection: Connection) -> None:
                 torch.cuda.empty_cache()
         if what == "prepare":
             bench, problem = _bench(*arguments)
-            connection.send(problem)
+            connection.send((time.monotonic(), problem))
         elif what == "trial":
             assert bench is not None
             connection.send(bench.trial(*arguments))

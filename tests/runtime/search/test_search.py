@@ -499,8 +499,8 @@ def test_one_process_measures_one_problem_after_another() -> None:
         first, ready_at = worker._process.pid, worker.ready_at()
         assert before < ready_at < time.monotonic()
         worker.prepare(small_case(), FORWARD)
+        assert worker.ready_at() > ready_at, "the case is prepared, too"
         assert worker.trial(spec, 0.0).status == "ok"
-        assert worker.ready_at() == ready_at
         worker.release()
         worker.prepare(replace(small_case(), name="another", batch=1), FORWARD)
         assert worker.trial(spec, 0.0).status == "ok"
@@ -522,9 +522,10 @@ def test_a_reply_that_nobody_waited_for_is_not_taken_for_another() -> None:
 
 def test_a_problem_that_cannot_be_measured_is_said() -> None:
     with contextlib.closing(Worker()) as worker:
-        worker.prepare(replace(small_case(), heads_q=3, heads_kv=2), FORWARD)
-        with pytest.raises(RuntimeError, match="cannot prepare the measurement"):
-            worker.trial(a_spec(), 0.0)
+        for ask in (lambda: worker.trial(a_spec(), 0.0), worker.ready_at):
+            worker.prepare(replace(small_case(), heads_q=3, heads_kv=2), FORWARD)
+            with pytest.raises(RuntimeError, match="cannot prepare the measurement"):
+                ask()
         worker.prepare(small_case(), FORWARD)
         assert worker.trial(a_spec(), 0.0).status == "ok"
 
