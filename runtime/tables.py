@@ -39,11 +39,11 @@ _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near"
 # Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0, or 1 and more for
 # another one.
 # "shape" is the sum of the lengths' and the visible keys' distances, and of CONVERTED if the call is deterministic and
-# the entry was not searched for such calls.
+# the entry's kernel is not, or was found for another GQA ratio.
 DISTANCES = (*_NEAR, "score", "long lists", "shape", "length", "GQA ratio", "device", "speed")
 _NUMBER = re.compile(r"\b\d+(\.\d*)?(e[+-]?\d+)?")  # in a score's text
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
-# Octaves that count for an entry that was not searched for deterministic gradients: its deterministic variant may lose
+# Octaves that count for an entry whose kernel is not deterministic where a call is: its deterministic variant may lose
 # 40 %, more than an entry of a length nearby. 6 is a factor of 8 in the length of a full or causal call, whose visible
 # keys change with it.
 CONVERTED = 6
@@ -237,9 +237,10 @@ def choose(
     all that do not.
 
     `deterministic`: the call wants gradients that sum in a fixed order. Only then entries of searches for such calls
-    count. The others count, too, though their spec may have to be converted (`dispatch.choose_for`): they, and entries
-    for such calls with another GQA ratio, are CONVERTED octaves of shape farther away. So an entry for such calls
-    comes before the others of its mask, dtype and score if it has the call's GQA ratio and is nearer than that.
+    count. The others count, too. Those whose spec would have to be converted (`dispatch.choose_for`), and all with
+    another GQA ratio, are CONVERTED octaves of shape farther away. So a deterministic kernel comes before the others of
+    its mask, dtype and score if it was found for the call's GQA ratio and is nearer than that; of two as near, which a
+    search for such calls and another one found, the faster one.
     """
     found = offers(problem, group, size, name, places, visible_keys=visible_keys, deterministic=deterministic)
     for offer in found:
@@ -355,7 +356,8 @@ def _distance(
 ) -> tuple[float, ...]:
     """The parts of the distance that are 0 for an entry of the call's own class."""
     tuned = entry.spec.problem
-    converted = deterministic and not (entry.deterministic and entry.group == group)
+    fixed = entry.deterministic or getattr(entry.spec.tuning, "deterministic", False)
+    converted = deterministic and not (fixed and entry.group == group)
     length = abs(entry.size.bit_length() - size.bit_length())
     seen = _octaves(
         _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)

@@ -76,7 +76,7 @@ class _FromList:
         # A changed knob counts 1; to be near the second or third best instead of the best counts half as much each.
         distances = [self.distances(number) + rank / 2 for rank, number in enumerate(leaders)]
         far: Numbers = np.asarray(np.min(distances, axis=0), dtype=float)
-        # A value that nothing tried has may go only with other changes: together they count like one of the second best.
+        # A value that nothing tried has may go only with other changes. They count like one to the second best.
         for number in self.nearest_of_new_values(far):
             far[number] = min(far[number], 1.5)
         # At the same distance a random one is taken: the knobs of the list's next one vary slowly.

@@ -438,6 +438,24 @@ def test_a_deterministic_entry_wins_if_it_is_near(
         assert choice.reason.endswith("; with deterministic sums")
 
 
+@pytest.mark.parametrize("faster", [80.0, 100.0])
+def test_of_two_deterministic_kernels_the_faster_one_is_taken(
+    faster: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever search found it: the fastest of all kernels of a class may be deterministic."""
+    only_tables_of(tmp_path, monkeypatch)
+    entries = [
+        Tuned(FIRST, 7, 1024, 1.0, 90.0, deterministic=True),
+        Tuned(SECOND, 7, 1024, 1.0, faster),
+        Tuned(LOOSE, 7, 2048, 1.0, 400.0),
+    ]
+    tables.save(H200, entries, tmp_path)
+    target = dispatch.Target(H200, (Arch.SM90A,))
+    strict = dispatch.choose_for(STRICT, 7, 1024, target, deterministic=True)
+    assert strict.spec.tuning == (SECOND if faster > 90 else FIRST).tuning
+    assert dispatch.choose_for(STRICT, 7, 1024, target).spec.tuning == SECOND.tuning
+
+
 def test_a_deterministic_entry_counts_where_visible_keys_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
