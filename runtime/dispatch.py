@@ -164,11 +164,12 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
 
     Under a mask a block for all q heads of a kv head would wait too often, so there is one for each q head.
     """
-    knobs = spec.to_json()["tuning"]
+    knobs = spec.tuning.to_json()
     if "deterministic" not in knobs:
         return None
     if "split_heads" in knobs and group > 1 and spec.problem.mask is not Mask.FULL:
         knobs |= {"split_heads": 1}
+        knobs |= {"persistent": 0} if "persistent" in knobs else {}  # needs a block for all q heads
     if "descending" in knobs:
         knobs |= {"descending": 0}  # deterministic blocks always are
     strict = Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1}))
@@ -181,7 +182,7 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
 
 
 def _differing(spec: Spec, knobs: dict[str, int]) -> int:
-    return sum(value != knobs[name] for name, value in spec.to_json()["tuning"].items())
+    return sum(value != knobs[name] for name, value in spec.tuning.to_json().items())
 
 
 def check_dtype(problem: Problem) -> None:

@@ -62,9 +62,8 @@ def explain(
 
 def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic: bool) -> str:
     """The first thing that puts an entry behind the one that was taken, or why it cannot be taken at all."""
-    spec = Spec(problem, offer.entry.spec.tuning)
     try:
-        plan = make_plan(spec)
+        plan = make_plan(tables.replanned(problem, offer.entry))
     except Infeasible as reason:
         return f"infeasible here: {reason}"
     if deterministic and not plan.deterministic and taken is None:

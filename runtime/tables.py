@@ -24,10 +24,10 @@ from filelock import FileLock
 
 from attnforge.codegen import host
 from attnforge.codegen.cost_model import bytes_per_flop
-from attnforge.codegen.families import make_plan, spec_from_json
+from attnforge.codegen.families import make_plan, make_tuning, spec_from_json
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Mask, Problem, Spec
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, Mask, Problem, Spec
 from attnforge.runtime.build.atomic import replace_file
 from attnforge.runtime.build.settings import TABLES, settings
 
@@ -223,9 +223,9 @@ def choose(
     places: folders of tables, `folders()` if not given.
 
     An entry counts if its element size and all fields of its problem but mask, dtype, score and alignment are the
-    call's; its tuning is then re-planned for the call. Nearest means, in this order: measured before modelled, same
-    mask, same dtype, nearest score (the same, then the same formula with other numbers, none, another one), nearest
-    length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
+    call's; its tuning is then planned for the call (`replanned`). Nearest means, in this order: measured before
+    modelled, same mask, same dtype, nearest score (the same, then the same formula with other numbers, none, another
+    one), nearest length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
     device before another of the same architecture, of others the one whose bytes of memory a FLOP are nearest by the
     data sheets (`cost_model.HOPPER`), and the faster. Length determines how many blocks there are, visible
     keys how long each works; those of full and causal masks follow from the length. The device comes last, since
@@ -244,12 +244,29 @@ def choose(
     """
     found = offers(problem, group, size, name, places, visible_keys=visible_keys, deterministic=deterministic)
     for offer in found:
-        spec = Spec(problem, offer.entry.spec.tuning)
         try:
-            make_plan(spec)
+            spec = replanned(problem, offer.entry)
         except Infeasible:
             continue
-        yield spec, offer.reason
+        dropped = spec.tuning != offer.entry.spec.tuning
+        yield spec, f"{offer.reason}; without persistent blocks" if dropped else offer.reason
+
+
+def replanned(problem: Problem, entry: Tuned) -> Spec:
+    """The spec of a call by the tuning of an entry, or `Infeasible`.
+
+    Persistent blocks of a backward take no score and no planes. There each work tile has a block of its own.
+    """
+    spec = Spec(problem, entry.spec.tuning)
+    try:
+        make_plan(spec)
+    except Infeasible:
+        if problem.direction is Direction.FORWARD or not getattr(spec.tuning, "persistent", 0):
+            raise
+        knobs = spec.tuning.to_json() | {"persistent": 0}
+        spec = Spec(problem, make_tuning(problem, knobs))
+        make_plan(spec)
+    return spec
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,10 @@ def _require_persistent(p: Problem, t: Sm90Backward) -> None:
         raise Infeasible("persistent: takes no score")
     if t.split_heads:
         raise Infeasible("persistent: needs a block per kv head; set split_heads to 0")
+    if t.lag and t.deterministic and p.head_dim > 64:
+        raise Infeasible(
+            f"persistent: spills at head_dim {p.head_dim} with lag and deterministic; set lag to 0"
+        )
 
 
 def _loaders(t: Sm90Backward) -> int:
@@ -345,8 +349,7 @@ def _walks(problem: Problem) -> Iterator[Sm90Backward]:
     ):
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, False, deterministic, False)
         chosen = replace(core, heads_together=heads, loaders=loaders, cache_mb=cache_mb, persistent=1)
-        spills = lag and deterministic and problem.head_dim > 64  # by a few bytes
-        if is_feasible(problem, chosen, plan) and not spills:
+        if is_feasible(problem, chosen, plan):
             yield chosen
 
 

@@ -390,9 +390,9 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
         first = [next(offers, (specs[0], ""))[0]]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:
-        twin = Spec(
-            first[0].problem, make_tuning(first[0].problem, knobs | {"split_heads": 1 - knobs["split_heads"]})
-        )
+        knobs |= {"split_heads": 1 - knobs["split_heads"]}
+        knobs |= {"persistent": 0} if "persistent" in knobs else {}  # needs a block for all q heads
+        twin = Spec(first[0].problem, make_tuning(first[0].problem, knobs))
         first += [spec for spec in specs if spec == twin]
     return first + [spec for spec in specs if spec not in first]
 

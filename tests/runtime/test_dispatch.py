@@ -15,7 +15,9 @@ import torch
 
 import attnforge
 from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import dispatch, kernels, tables
@@ -360,6 +362,78 @@ def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch)
         "deterministic": 1,
         "split_heads": 0,
     }
+
+
+WALKING = Sm90Backward(64, 128, 4, 3, True, 2, False, False, False, persistent=1)
+IN_ORDER = {"deterministic": 1, "descending": 0}
+
+
+@pytest.mark.parametrize(
+    ("tuning", "group", "changed"),
+    [
+        (WALKING, 1, {}),
+        (WALKING, 7, {"split_heads": 1, "persistent": 0}),  # a block for each q head
+        # Two warps load in any deterministic kernel: 0 is the only value for it.
+        (replace(WALKING, lag=False, loaders=2), 1, {"loaders": 0}),
+        (Sm90Backward(64, 128, 4, 3, False, 2, True, False, True, loaders=2), 4, {"loaders": 0}),
+    ],
+    ids=["persistent", "persistent of a group", "persistent, two loaders", "two loaders"],
+)
+def test_quiet_knobs_of_a_deterministic_variant(
+    monkeypatch: pytest.MonkeyPatch, tuning: Sm90Backward, group: int, changed: dict[str, int]
+) -> None:
+    """Entries of tables name no knobs at their defaults, of which variants nearby have others."""
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
+    loose = Spec(problem, tuning)
+    make_plan(loose)
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    strict = dispatch.choose_for(problem, group, 1024, dispatch.Target("", (Arch.SM90A,)), deterministic=True)
+    assert strict.spec.tuning.to_json() == tuning.to_json() | IN_ORDER | changed
+
+
+def test_no_packaged_entry_is_without_a_deterministic_variant() -> None:
+    """Each entry of a Hopper backward converts to some kernel that sums in a fixed order."""
+    for name in (H200, "NVIDIA H100 80GB HBM3"):
+        for entry in tables.load(name, tables.PACKAGED):
+            problem = entry.spec.problem
+            if problem.arch is Arch.SM90A and problem.direction is Direction.BACKWARD:
+                strict = dispatch._deterministic(entry.spec, entry.group)
+                assert problem.score.wanted or strict is not None, entry.spec.slug
+
+
+def test_deterministic_persistent_blocks_with_lag_spill() -> None:
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=72, mask=Mask.FULL)
+    loose = Spec(problem, replace(WALKING, stages=2, stages_dout=2, in_regs=1))
+    make_plan(loose)
+    with pytest.raises(Infeasible, match="persistent: spills at head_dim 72 with lag and determ"):
+        make_plan(replace(loose, tuning=replace(loose.tuning, deterministic=True)))
+    strict = dispatch._deterministic(loose, 1)
+    assert strict is not None
+    assert make_plan(strict).deterministic
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"score": ScoreMod("softcap: 30.0 * tanh(score / 30.0)")}, {"mask": Mask.SPANS}],
+    ids=["score", "spans"],
+)
+def test_an_entry_of_persistent_blocks_counts_where_there_are_none(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same knobs with a block for each work tile, not an entry that is farther away."""
+    monkeypatch.setenv(TABLES, str(tmp_path))
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path)
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
+    plain = Sm90Backward(64, 128, 3, 2, False, 1, False, False, False)
+    near = Tuned(Spec(problem, replace(plain, persistent=1)), 7, 1024, 1.0, 100.0)
+    far = Tuned(Spec(problem, replace(plain, stages=4)), 7, 4096, 1.0, 900.0)
+    tables.save(H200, [near, far], tmp_path)
+    call, target = replace(problem, **changes), dispatch.Target(H200, (Arch.SM90A,))
+    assert dispatch.choose_for(problem, 7, 1024, target).spec == near.spec
+    choice = dispatch.choose_for(call, 7, 1024, target, visible_keys=512)
+    assert choice.spec == Spec(call, plain)
+    assert choice.reason.startswith(f"tuned as {near.spec.slug} for")
+    assert choice.reason.endswith("; without persistent blocks")
 
 
 STRICT = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
