@@ -69,6 +69,14 @@ PROBLEMS = (
     Problem("causal", 64, 32, 32, 321, 4),
     Problem("full", 72, 4, 2, 333, 5),
     Problem("causal", 128, 4, 2, 3000, 1, torch.float16),
+    Problem("causal", 96, 24, 24, 1000, 4),
+    Problem("full", 96, 6, 2, 1025, 3),
+    Problem("spans", 96, 4, 4, 1500, 2),
+    Problem("causal", 64, 8, 8, 1024, 16),
+    Problem("causal", 192, 8, 2, 1500),
+    Problem("full", 256, 4, 4, 1025, 2),
+    Problem("causal", 256, 8, 8, 2048),
+    Problem("spans", 256, 4, 2, 1300),
 )
 
 

@@ -166,6 +166,12 @@ void store_no_dkv(const Params&, int key0, int head, int batch) {
         dkv_sums[{i % 2 ? kDk : kDv, {key0 + i / 16 * 64, head, batch}, i / 2 % 8}].push_back({owner_of_sum(), {}});
     }
 }
-void store_no_dkv(const Params& p, int key0, int head, int batch, int, int) { store_no_dkv(p, key0, head, batch); }
+// By a warp, or by the block.
+void store_no_dkv(const Params& p, int key0, int head, int batch, int thread, int threads) {
+    const bool alone = threads == 32;
+    require(thread == (alone ? lane() : static_cast<int>(threadIdx.x)), "zeros by wrong threads");
+    require(alone || threads == 128 * (1 + shape.consumers), "zeros by wrong threads");
+    store_no_dkv(p, key0, head, batch);
+}
 
 #include "backward_sums.h"

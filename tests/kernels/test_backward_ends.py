@@ -13,7 +13,8 @@ from emulator import Emulated, runs
 from torch import Tensor
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
-from attnforge.codegen.render import Source
+from attnforge.codegen.plan import Launch
+from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 NEEDED = ("Specialisation", "Preprocess")
@@ -25,14 +26,37 @@ static float2 unpack(unsigned x) { return {widen(x & 0xffff), widen(x >> 16)}; }
 """
 
 
+# A launch of what the main kernel calls for key tiles that no query sees: a warp each, or a block.
+UNSEEN = """
+{function}
+extern "C" __global__ void {symbol}_unseen(const __grid_constant__ Params p) {{
+    const int tile = blockIdx.x % p.tiles_n, plane = blockIdx.x / p.tiles_n;
+    store_no_dkv(p, tile * kTileN, plane % p.heads_kv, plane / p.heads_kv{threads});
+}}
+"""
+
+
+def unseen(source: Source) -> Launch:
+    threads = 32 if source.plan.tile_counter else source.plan.launches[1].threads
+    return Launch(f"{source.spec.symbol}_unseen", ("tiles_n", "batch", "heads_kv"), threads)
+
+
+def zeros(source: Source) -> str:
+    """C++ of the kernel `unseen`."""
+    found = re.search(r"^__device__ [^;{]* store_no_dkv\(.*?^}$", source.text, re.MULTILINE | re.DOTALL)
+    threads = ", threadIdx.x, 32" if source.plan.tile_counter else ""
+    return UNSEEN.format(function=found[0], symbol=source.spec.symbol, threads=threads) if found else ""
+
+
 def translate(source: Source) -> str:
-    """C++ of all launches but the main one."""
+    """C++ of all launches but the main one, and of `unseen`."""
     first, *sections = re.split(r"(?=^// ---- )", full_params(source.text), flags=re.MULTILINE)
     kept = [section for section in sections if section.removeprefix("// ---- ").startswith(NEEDED)]
-    text = "".join((first, *kept)).replace("#pragma unroll", "//")
+    text = "".join((first, *kept, zeros(source))).replace("#pragma unroll", "//")
     text = text.replace("__align__(16)", "__attribute__((aligned(16)))")
     assert "asm" not in text
-    return PRELUDE + text + runs(item for item in source.plan.launches if item.symbol != source.spec.symbol)
+    helpers = [item for item in source.plan.launches if item.symbol != source.spec.symbol]
+    return PRELUDE + text + runs([*helpers, *([] if source.plan.dkv_accum else [unseen(source)])])
 
 
 def make_spec(head_dim: int, *, split: bool = True, deterministic: bool = False, persistent: int = 0) -> Spec:
@@ -61,10 +85,12 @@ class Ends:
     def __init__(self, spec: Spec, directory: Path) -> None:
         self.emulated = Emulated(spec, directory, translate)
         plan, d = self.emulated.plan, spec.problem.head_dim
-        self.launches = {launch.symbol.removeprefix(spec.symbol): launch for launch in plan.launches}
+        launches = (*plan.launches, unseen(render(spec)))
+        self.launches = {launch.symbol.removeprefix(spec.symbol): launch for launch in launches}
         self.out, self.dout = packed(HEADS_Q, SEQ_Q, d), packed(HEADS_Q, SEQ_Q, d)
         self.dq = torch.full_like(self.out, math.nan)
-        self.dk, self.dv = (torch.full_like(packed(HEADS_KV, SEQ_K, d), math.nan) for _ in range(2))
+        self.rows = [torch.full_like(packed(HEADS_KV, 256, d), math.nan) for _ in range(2)]
+        self.dk, self.dv = (rows[:, :, :SEQ_K] for rows in self.rows)
         self.lse = torch.randn(BATCH, HEADS_Q, SEQ_Q)
         self.lse[0, 1, 70:90] = -math.inf
         self.lse[1, 0, 20:23] = torch.tensor([4.2e6, -1e30, math.inf])  # too large for gradients
@@ -135,6 +161,18 @@ def test_before(ends: Ends) -> None:
     assert (ends.counter.item() == 0) == plan.tile_counter
     assert plan.dkv_accum != bool(ends.sums_kv.isnan().any())
     assert ends.sums_kv.nan_to_num(nan=0.0).eq(0).all()
+
+
+def test_key_tiles_that_no_query_sees(ends: Ends) -> None:
+    """Zeros in dK and dV, up to the last key and not past it."""
+    if ends.emulated.plan.dkv_accum:
+        pytest.skip("zeros are in dkv_accum")
+    ends.dk.fill_(math.nan)
+    ends.dv.fill_(math.nan)
+    ends.run("_unseen")
+    for rows in ends.rows:
+        assert not rows[:, :, :SEQ_K].any()  # nor NaN
+        assert rows[:, :, SEQ_K:].isnan().all()
 
 
 def test_statistics_at_the_smallest_scale(ends: Ends) -> None:
