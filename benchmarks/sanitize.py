@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 import attnforge
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -39,6 +40,7 @@ from attnforge.runtime.search.winners import tuned_specs
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 LENGTH = 400  # long enough that buffers are reused; no tile size divides it
+WALKS = 24  # sequences for persistent blocks: more work tiles than an H200 has multiprocessors
 SHORT = 40, 6 * LENGTH  # queries and keys of kernels that split the keys: several ranges of several tiles
 HANGS = 240  # seconds after which a process is ended
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
@@ -79,8 +81,9 @@ def run_kernel(slug: str, listed: Path | None) -> None:
     dtype, generator = kernels.TORCH_DTYPES[problem.dtype], torch.Generator().manual_seed(0)
     seq_q, seq_k = SHORT if getattr(spec.tuning, "splits", 0) else (LENGTH, LENGTH)
     dim, dim_v = problem.head_dim, problem.head_dim_v
+    batch = WALKS if any(launch.persistent for launch in make_plan(spec).launches) else 1
     q, k, v, dout = (
-        torch.randn(1, length, heads, width, generator=generator).to(dtype).cuda().transpose(1, 2)
+        torch.randn(batch, length, heads, width, generator=generator).to(dtype).cuda().transpose(1, 2)
         for length, heads, width in ((seq_q, 4, dim), (seq_k, 2, dim), (seq_k, 2, dim_v), (seq_q, 4, dim_v))
     )
     mask = mask_of(problem.mask, seq_q, seq_k)

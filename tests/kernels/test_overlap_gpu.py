@@ -41,12 +41,13 @@ variants = pytest.mark.parametrize(
         for d, m, t in VARIANTS
     ],
 )
-# Short ones: all blocks of a launch run at once, and the next launches' beside them. The last takes several rounds.
+# Short ones: all blocks of a launch run at once, and the next launches' beside them. The last takes several rounds,
+# or several work tiles of a persistent block.
 SHAPES = [
     Shape(seq_q=64, seq_k=64, heads_kv=1),
     Shape(seq_q=300, seq_k=190, heads_kv=2, group=3),
     Shape(seq_q=129, seq_k=640, heads_kv=1, group=7),
-    Shape(seq_q=700, seq_k=700, heads_kv=4, group=2, batch=5),
+    Shape(seq_q=700, seq_k=700, heads_kv=4, group=2, batch=12),
 ]
 Grads = tuple[Tensor, ...]
 
