@@ -139,9 +139,10 @@ static std::vector<Range> staged_rows(unsigned part, int warp, int half) {
     }
     return ranges;
 }
-void stage_dkv(unsigned part, const void* sum, float) {
+void stage_dkv(unsigned part, const void* sum, float factor) {
     sync_warp();
     const Value& value = use(sum);
+    require(factor == (value.kind == kDk ? call.scale : 1.0f), "dK without the scale, or dV with it");
     const Rows own{value.keys.row + group_of() * 64, value.keys.head, value.keys.batch};
     const int write = new_write({value.kind, {}, own, false});
     staged[write] = value.sum;

@@ -163,6 +163,17 @@ def test_before(ends: Ends) -> None:
     assert ends.sums_kv.nan_to_num(nan=0.0).eq(0).all()
 
 
+def test_the_smallest_call_clears_the_counter(ends: Ends) -> None:
+    """Of one block."""
+    p = ends.params
+    sizes = p.batch, p.heads_q, p.tiles_m
+    p.batch, p.heads_q, p.tiles_m = 1, 1, 1
+    ends.counter.fill_(77)
+    ends.run("_preprocess")
+    p.batch, p.heads_q, p.tiles_m = sizes
+    assert (ends.counter.item() == 0) == ends.emulated.plan.tile_counter
+
+
 def test_key_tiles_that_no_query_sees(ends: Ends) -> None:
     """Zeros in dK and dV, up to the last key and not past it."""
     if ends.emulated.plan.dkv_accum:

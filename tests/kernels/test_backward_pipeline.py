@@ -87,7 +87,7 @@ extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, c
         .batch = p->batch, .heads_q = p->heads_q, .heads_kv = p->heads_kv, .tiles_m = p->tiles_m,
         .tiles_n = p->tiles_n, .seq_k = p->seq_k, .padded_q = p->padded_q, .padded_k = p->padded_k,
         .delta = p->delta, .dq_accum = p->dq_accum, .dkv_accum = p->dkv_accum,
-        .tile_counter = p->tile_counter, .visits = visits,
+        .tile_counter = p->tile_counter, .scale = p->scale, .visits = visits,
     };
     return run_blocks([] { SYMBOL(*params, *tensor_maps); }, shape, call, count, seed);
 }
@@ -225,7 +225,7 @@ class Simulated:
         p.batch, p.heads_q, p.heads_kv, p.tiles_m, p.tiles_n = sizes
         p.padded_q, p.padded_k, p.list_stride = p.tiles_m * 64, p.tiles_n * 128, p.tiles_m
         p.blocks_n = p.tiles_n * 3
-        p.seq_q, p.seq_k, p.scale = max(0, p.padded_q - seed), p.padded_k - seed % 4 * 32, 1.0
+        p.seq_q, p.seq_k, p.scale = max(0, p.padded_q - seed), p.padded_k - seed % 4 * 32, 0.5
         p.delta = p.dq_accum = FAKE
         p.dkv_accum = FAKE if plan.dkv_accum else None
         visits = list_visits(plan.spec.problem.mask, p, seed)
