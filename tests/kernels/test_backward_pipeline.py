@@ -295,6 +295,8 @@ class Simulated:
         hopper(72, Mask.FULL, 4, 2, 0, 1, 0, 0, 0, persistent=1, loaders=2),
         hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 0, 0, persistent=1),
         hopper(64, Mask.FULL, 2, 2, 1, 1, 0, 0, 0, persistent=1, loaders=1),
+        hopper(72, Mask.CAUSAL, 2, 2, 1, 1, 0, 0, 0, persistent=1),
+        hopper(72, Mask.FULL, 2, 2, 1, 0, 0, 0, 0, persistent=1),
         hopper(64, Mask.CAUSAL, 3, 2, 1, 0, 0, 0, 1, persistent=1),
         hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 1, 0, persistent=1),
         hopper(64, Mask.FULL, 4, 3, 1, 2, 0, 1, 0, persistent=1),
