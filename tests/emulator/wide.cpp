@@ -39,7 +39,9 @@ struct Fiber {
     bool done = false;
     std::vector<Product> open;
     std::deque<std::vector<Product>> groups;
-    std::vector<std::function<void()>> reads, writes;  // of its additions and stores by TMA
+    std::vector<std::function<void()>> started, reads, writes;  // of its additions and stores by TMA; committed
+    long fenced = 0;      // stores to shared memory before its last proxy_fence
+    bool waited = false;  // for the kernel before
 };
 struct Warp {
     int arrived = 0;
@@ -63,6 +65,7 @@ struct Cluster {
 };
 struct Block {
     std::vector<unsigned char> memory;
+    std::map<unsigned, long> stores;  // by address, of 16 bytes: the number of the last one
     std::map<unsigned, Barrier> barriers;
     std::multimap<unsigned, Landing> copies;  // by barrier
     struct {
@@ -113,6 +116,7 @@ static void call_all(std::vector<std::function<void()>>& actions) {
 }
 static void run_fiber() {
     call_kernel(called);
+    tma_store_commit();
     tma_store_wait();
     current->done = true;
     ++progress;
@@ -170,6 +174,7 @@ static void start(int number, int first) {
     for (int i = 0; i < blocks_of_cluster; ++i) {
         Block& block = blocks[number * blocks_of_cluster + i];
         std::fill(block.memory.begin(), block.memory.end(), 0xff);
+        block.stores.clear();
         block.barriers.clear();
         block.copies.clear();
         for (auto& named : block.named) {
@@ -487,12 +492,23 @@ void finish_products(int pending) {
 
 // ---- Additions by TMA, and their order ------------------------------------------------------------------------------
 
+static long stores;  // in all
+void note_store(unsigned address) { blocks[current->block].stores[address] = ++stores; }
+void proxy_fence() { current->fenced = stores; }
+void griddepcontrol_wait() { current->waited = true; }
+
 template <typename Move>
 static void bulk_write(float* target, unsigned src, int bytes, Move move) {
     if (target < sums_begin || target + bytes / 4 > sums_end) {
         stop("added to other memory, bytes", bytes);
     }
-    current->reads.push_back([=] {
+    const auto& stored = blocks[current->block].stores;
+    for (auto at = stored.lower_bound(src); at != stored.end() && at->first < src + bytes; ++at) {
+        if (at->second > current->fenced) {
+            stop("TMA reads what has not been fenced at", at->first);
+        }
+    }
+    current->started.push_back([=] {
         const auto* from = reinterpret_cast<const float*>(shared_at(src, 16));
         current->writes.push_back([=, parts = std::vector<float>(from, from + bytes / 4)] {
             for (size_t i = 0; i < parts.size(); ++i) {
@@ -507,12 +523,19 @@ void bulk_reduce(float* target, unsigned src, int bytes) {
 void bulk_store(float* target, unsigned src, int bytes) {
     bulk_write(target, src, bytes, [](float& sum, float part) { sum = part; });
 }
+void tma_store_commit() {
+    current->reads.insert(current->reads.end(), current->started.begin(), current->started.end());
+    current->started.clear();
+}
 void tma_store_wait() { call_all(current->reads); }
 void bulk_reduce_wait() {
     tma_store_wait();
     call_all(current->writes);
 }
 void semaphore_wait(const int* semaphore, int value) {
+    if (!current->waited) {
+        stop("a semaphore before the kernel before has ended, value", value);
+    }
     while (*semaphore < value) {
         give_way();
     }

@@ -37,9 +37,11 @@ static inline float load_float(unsigned address) { return read_shared<float>(add
 static inline float2 load_pair(unsigned address) { return read_shared<float2>(address); }
 static inline float4 load_quad(unsigned address) { return read_shared<float4>(address); }
 static inline int2 load_span(unsigned address) { return read_shared<int2>(address); }
+void note_store(unsigned address);  // of 16 bytes, which TMA may read after a proxy_fence only
 static inline void store_quad(unsigned address, float x, float y, float z, float w) {
     const float4 quad = {x, y, z, w};
     std::memcpy(shared_at(address, 16), &quad, 16);
+    note_store(address);
 }
 unsigned pack(float low, float high);
 static inline float2 unpack(unsigned packed) { return {widen(packed & 0xffff), widen(packed >> 16)}; }
@@ -63,11 +65,11 @@ void cluster_sync();
 void named_sync(int id, int threads);
 void named_arrive(int id, int threads);
 static inline void prefetch_map(const void*) {}
-static inline void proxy_fence() {}
-static inline void griddepcontrol_wait() {}
+void proxy_fence();
+void griddepcontrol_wait();  // before semaphores
 static inline void griddepcontrol_launch_dependents() {}
-static inline void tma_store_commit() {}
-void tma_store_wait();  // what this thread adds or stores is read, as late as this
+void tma_store_commit();
+void tma_store_wait();  // what this thread has committed of additions and stores is read, as late as this
 void bulk_reduce_wait();  // and written, by now; without a wait at some time
 void bulk_reduce(float* target, unsigned src, int bytes);
 void bulk_store(float* target, unsigned src, int bytes);

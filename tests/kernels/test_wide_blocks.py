@@ -30,6 +30,9 @@ ORDERED = {
     "dQ not waited for": "tma_store_wait();  // all have been read",
     "dQ added before that of other blocks": "semaphore_wait(dq_semaphore(p, plane, tile), order);",
     "other blocks add before dQ has arrived": "bulk_reduce_wait();\n",
+    "dQ not committed": "tma_store_commit();\n                    ",
+    "dQ not fenced": "proxy_fence();\n    if (first)",
+    "semaphores before they are 0": "griddepcontrol_wait();  // for semaphores",
 }
 
 
