@@ -2,6 +2,7 @@
 // warps in random order. Copies land, and products are done, as late as the waits for them allow.
 #include "wide.h"
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <map>
@@ -302,7 +303,16 @@ void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1) {
     store_matrices<2, true>(address, {r0, r1, 0, 0});
 }
 int rank() { return current->block % blocks_of_cluster; }
-static int block_of_rank(unsigned rank) { return current->block - current->block % blocks_of_cluster + rank; }
+// Stops if it has left: its shared memory is another block's.
+static int block_of_rank(unsigned rank) {
+    const int block = current->block - current->block % blocks_of_cluster + rank;
+    const int threads = threads_of_cluster / blocks_of_cluster;
+    const auto first = fibers.begin() + block * threads;
+    if (std::all_of(first, first + threads, [](const Fiber& fiber) { return fiber.done; })) {
+        stop("sends or arrives at a block that has left, rank", rank);
+    }
+    return block;
+}
 
 // ---- Barriers and copies --------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ BREAKS = {
     "P over dQ that has not been added": "barrier_wait(base + kEmptyDq + 8, step & 1);",
     "dQ added before it is there": "barrier_wait(base + kFullDq + kGroup * 8, step & 1);",
     "P overwritten before it has been added": "tma_store_wait();  // it has been read",
+    "a block leaves while the other one arrives there": "cluster_sync();  // until now",
 }
 # Likewise of deterministic pairs, which also may give other bits in another order of the warps.
 ORDERED = {
