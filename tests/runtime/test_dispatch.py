@@ -403,10 +403,11 @@ def test_no_packaged_entry_is_without_a_deterministic_variant() -> None:
 
 def test_deterministic_persistent_blocks_with_lag_spill() -> None:
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=72, mask=Mask.FULL)
-    loose = Spec(problem, replace(WALKING, stages=2, stages_dout=2, in_regs=1))
+    tuning = replace(WALKING, stages=2, stages_dout=2, in_regs=1)
+    loose = Spec(problem, tuning)
     make_plan(loose)
     with pytest.raises(Infeasible, match="persistent: spills at head_dim 72 with lag and determ"):
-        make_plan(replace(loose, tuning=replace(loose.tuning, deterministic=True)))
+        make_plan(Spec(problem, replace(tuning, deterministic=True)))
     strict = dispatch._deterministic(loose, 1)
     assert strict is not None
     assert make_plan(strict).deterministic
