@@ -122,7 +122,7 @@ def _shape(case: Case, plan: Plan, gpu: Gpu | None, registers: int) -> tuple[flo
     if gpu is not None and not isinstance(case.mask, DenseMask):
         persistent = any(launch.persistent for launch in plan.launches)
         resident = 1 if persistent else max(1, occupancy(plan, gpu, registers))
-        fixed = persistent and not getattr(t, "dynamic", False)
+        fixed = persistent and not getattr(t, "dynamic", False) and not plan.tile_counter
         split = bool(getattr(t, "split_heads", True))
         key = (t.tile_m, t.tile_n, "static" if fixed else "dynamic", split, gpu.multiprocessors * resident)
         use, balance = _simulated(case, direction, *key, plan.row_groups, Sections.of(plan))

@@ -20,6 +20,7 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.report.bounds import bounds, case_of, memory_ms
 from attnforge.bagel.report.masks import hidden_colour, picture_of
 from attnforge.bagel.report.read import PAUSE, Peer, Run, Subject, Variant, read
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
@@ -219,6 +220,17 @@ def test_bounds_of_a_full_mask_on_an_h200() -> None:
     bytes_once = 2 * 16 * 1536 * 4 * 128 * 2
     assert memory_ms(case, roof, FORWARD) == pytest.approx(bytes_once / 4.8e12 * 1e3)
     assert memory_ms(case, roof, Direction.BACKWARD) == pytest.approx(2 * bytes_once / 4.8e12 * 1e3)
+
+
+def test_persistent_blocks_of_a_backward_take_work_tiles_as_they_end() -> None:
+    """So their balance is that of a block for each work tile, not that of fixed shares."""
+    case = make_case("causal/4x1536", "12/12/64", DType.BFLOAT16, CPU)
+    plain = Sm90Backward(64, 128, 4, 3, True, 2, False, False, False)
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.CAUSAL)
+    specs = [Spec(problem, tuning) for tuning in (plain, replace(plain, persistent=1))]
+    _, limits = bounds(case, run_of("NVIDIA H200", *(variant(spec, 200.0) for spec in specs)))
+    first, second = (bound for _, bound in limits)
+    assert first.balance == second.balance
 
 
 def test_the_roof_of_an_unknown_device_is_measured() -> None:
