@@ -122,7 +122,9 @@ FIELDS: tuple[Field, ...] = (
         "(batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: sums done so far",
     ),
     Field(
-        "int*", "tile_counter", "(2) work tiles handed out, blocks that found none left; 0 between launches"
+        "int*",
+        "tile_counter",
+        "work tiles handed out; of a forward also blocks that found none left, both 0 between launches",
     ),
     Field("int", "batch", ""),
     Field("int", "heads_q", ""),

@@ -47,7 +47,7 @@ struct Params {
     int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
-    int* tile_counter;  // (2) work tiles handed out, blocks that found none left; 0 between launches
+    int* tile_counter;  // work tiles handed out; of a forward also blocks that found none left, both 0 between launches
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
