@@ -169,11 +169,10 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
         return None
     if "split_heads" in knobs and group > 1 and spec.problem.mask is not Mask.FULL:
         knobs |= {"split_heads": 1}
-        knobs |= {"persistent": 0} if "persistent" in knobs else {}  # needs a block for all q heads
     if "descending" in knobs:
         knobs |= {"descending": 0}  # deterministic blocks always are
-    strict = Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1}))
     try:
+        strict = tables.planned(Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1})))
         return strict if make_plan(strict).deterministic else None
     except Infeasible:
         space = candidates(spec.problem, lambda tuning: bool(getattr(tuning, "deterministic", False)))

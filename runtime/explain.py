@@ -74,7 +74,7 @@ def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic:
         return f"{RANKS[offer.rank]} ({offer.path.name})"
     for name, mine, best in zip(DISTANCES, offer.distance, taken.distance, strict=True):
         if mine != best:
-            return _farther(name, offer, taken)
+            return _farther(name, offer, taken, deterministic)
     return "as near and as fast: the chosen one comes first by name"
 
 
@@ -86,17 +86,18 @@ def _shape(entry: Tuned) -> str:
     )
 
 
-def _farther(name: str, offer: Offer, taken: Offer) -> str:
+def _farther(name: str, offer: Offer, taken: Offer, deterministic: bool) -> str:
     """Why an entry that differs from the taken one in the part `name` of its distance comes after it."""
     mine, best = offer.entry, taken.entry
     if name == "device":
         return f"{RANKS[offer.rank]} ({offer.path.name})"
     if name == "long lists":
         return "does not divide the work of keys that nearly all queries see, and the mask may have such keys"
-    if name == "shape" and best.deterministic and not mine.deterministic:
-        return "searched for calls that do not ask for deterministic gradients"
-    if name == "shape" and mine.deterministic and mine.group != best.group:
-        name = "GQA ratio"
+    if name == "shape" and deterministic and best.fixed_order:
+        if not mine.fixed_order:
+            return "searched for calls that do not ask for deterministic gradients"
+        if mine.group != best.group:
+            name = "GQA ratio"
     if name == "shape":
         return f"for {_shape(mine)}; the chosen one is nearer: {_shape(best)}"
     if name == "speed":

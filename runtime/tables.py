@@ -77,6 +77,11 @@ class Tuned:
             **({"deterministic": 1} if self.deterministic else {}),
         }
 
+    @property
+    def fixed_order(self) -> bool:
+        """Is its kernel deterministic by a knob? A search among all kernels may find such a one, too."""
+        return self.deterministic or bool(getattr(self.spec.tuning, "deterministic", False))
+
     @cached_property
     def key(self) -> str:
         """`cls` as text; each choice of a kernel compares those of all entries."""
@@ -253,18 +258,22 @@ def choose(
 
 
 def replanned(problem: Problem, entry: Tuned) -> Spec:
-    """The spec of a call by the tuning of an entry, or `Infeasible`.
+    """The spec of a call by the tuning of an entry, as `planned` changes it."""
+    return planned(Spec(problem, entry.spec.tuning))
 
-    Persistent blocks of a backward take no score and no planes. There each work tile has a block of its own.
+
+def planned(spec: Spec) -> Spec:
+    """A spec, or the same without persistent blocks of a backward where these cannot compute it; else `Infeasible`.
+
+    They take no score, no planes and no `split_heads`. Without them each work tile has a block of its own.
     """
-    spec = Spec(problem, entry.spec.tuning)
     try:
         make_plan(spec)
     except Infeasible:
-        if problem.direction is Direction.FORWARD or not getattr(spec.tuning, "persistent", 0):
+        if spec.problem.direction is Direction.FORWARD or not getattr(spec.tuning, "persistent", 0):
             raise
         knobs = spec.tuning.to_json() | {"persistent": 0}
-        spec = Spec(problem, make_tuning(problem, knobs))
+        spec = Spec(spec.problem, make_tuning(spec.problem, knobs))
         make_plan(spec)
     return spec
 
@@ -373,8 +382,7 @@ def _distance(
 ) -> tuple[float, ...]:
     """The parts of the distance that are 0 for an entry of the call's own class."""
     tuned = entry.spec.problem
-    fixed = entry.deterministic or getattr(entry.spec.tuning, "deterministic", False)
-    converted = deterministic and not (fixed and entry.group == group)
+    converted = deterministic and not (entry.fixed_order and entry.group == group)
     length = abs(entry.size.bit_length() - size.bit_length())
     seen = _octaves(
         _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)

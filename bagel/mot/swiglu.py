@@ -8,15 +8,13 @@ sees as one call.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from attnforge.bagel.mot.triton_kernels import fit, triton_kernels
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -35,26 +33,14 @@ def _back(dout: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((torch.ops.aten.silu_backward(dout * up, gate), dout * F.silu(gate)), 1)
 
 
-@cache
-def _kernels() -> ModuleType | None:
-    """swiglu_triton.py, where there is a Triton."""
-    found = importlib.util.find_spec("triton") is not None
-    return importlib.import_module("attnforge.bagel.mot.swiglu_triton") if found else None
-
-
-def _fit(*tensors: Tensor) -> bool:
-    """Whether the kernels take them; others take torch's."""
-    return all(x.is_cuda and x.numel() and x.is_contiguous() and x.dtype.itemsize < 8 for x in tensors)
-
-
 def _forward(gate_up: Tensor) -> Tensor:
-    kernels = _kernels() if _fit(gate_up) else None
+    kernels = triton_kernels("swiglu_triton") if fit(gate_up) else None
     result: Tensor = (_ahead if kernels is None else kernels.forward)(gate_up)
     return result
 
 
 def _backward(dout: Tensor, gate_up: Tensor) -> Tensor:
-    kernels = _kernels() if _fit(dout, gate_up) else None
+    kernels = triton_kernels("swiglu_triton") if fit(dout, gate_up) else None
     result: Tensor = (_back if kernels is None else kernels.backward)(dout, gate_up)
     return result
 

@@ -339,18 +339,16 @@ def _walks(problem: Problem) -> Iterator[Sm90Backward]:
     if problem.in_planes or problem.score or problem.head_dim > 96:
         return
     narrow = problem.head_dim <= 80
-    for deterministic, lag, in_regs, (of_q, of_dout), loaders, (heads, cache_mb) in product(
+    for deterministic, lag, in_regs, (of_q, of_dout), loaders in product(
         (False, True),
         (True, False) if narrow else (False,),
         (2, 1) if narrow else (1, 0),
         ((4, 3), (3, 2), (2, 2)),
         (0, 1, 2),
-        _sections(problem),
     ):
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, False, deterministic, False)
-        chosen = replace(core, heads_together=heads, loaders=loaders, cache_mb=cache_mb, persistent=1)
-        if is_feasible(problem, chosen, plan):
-            yield chosen
+        chosen = replace(core, loaders=loaders, persistent=1)
+        yield from _in_sections(problem, chosen, _sections(problem))
 
 
 # heads_together and cache_mb; more heads where all lists of visits are alike
@@ -360,6 +358,15 @@ MORE_HEADS = ((16, SECTION_MB), (32, SECTION_MB))
 
 def _sections(problem: Problem) -> tuple[tuple[int, int], ...]:
     return SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
+
+
+def _in_sections(
+    problem: Problem, core: Sm90Backward, sections: tuple[tuple[int, int], ...]
+) -> Iterator[Sm90Backward]:
+    """A tuning with each of `sections`, if it is feasible; that does not depend on them."""
+    if is_feasible(problem, core, plan):
+        for heads, cache_mb in sections:
+            yield replace(core, heads_together=heads, cache_mb=cache_mb)
 
 
 def _wider(problem: Problem) -> Iterator[Sm90Backward]:
@@ -378,12 +385,12 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
         (False, True),
         (0, 1, 2),
     ):
+        if deterministic and descending:
+            continue  # deterministic blocks always are
         core = Sm90Backward(
             64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending, 0, loaders
         )
-        if is_feasible(problem, core, plan) and not (deterministic and descending):
-            for heads, cache_mb in _sections(problem):
-                yield replace(core, heads_together=heads, cache_mb=cache_mb)
+        yield from _in_sections(problem, core, _sections(problem))
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
@@ -396,9 +403,7 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
         (0, 1, 2),
     ):
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, False, 0, loaders)
-        if is_feasible(problem, core, plan):
-            for heads, cache_mb in (*SECTIONS, *MORE_HEADS):
-                yield replace(core, heads_together=heads, cache_mb=cache_mb)
+        yield from _in_sections(problem, core, (*SECTIONS, *MORE_HEADS))
 
 
 BACKWARD = Family(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -391,9 +392,9 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:
         knobs |= {"split_heads": 1 - knobs["split_heads"]}
-        knobs |= {"persistent": 0} if "persistent" in knobs else {}  # needs a block for all q heads
-        twin = Spec(first[0].problem, make_tuning(first[0].problem, knobs))
-        first += [spec for spec in specs if spec == twin]
+        with contextlib.suppress(Infeasible):
+            twin = tables.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs)))
+            first += [spec for spec in specs if spec == twin]
     return first + [spec for spec in specs if spec not in first]
 
 
