@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ def triton_peer(case: Case) -> Attention:
 
 def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
     """(goal, pack, model) in the order of the run."""
-    goals = [goal for suite in args.suite or SUITES for goal in GOALS[suite] if args.only in goal.label]
+    goals = [goal for suite in args.suite or SUITES for goal in GOALS[suite] if re.search(args.only, goal.label)]
     rows = [
         (goal, *goal.cases[seed]) for seed in range(args.seeds) for goal in goals if seed < len(goal.cases)
     ]
@@ -175,7 +176,7 @@ def one_case(goal: Goal, case: Case, args: argparse.Namespace, alone: bool) -> L
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure all performance goals in one run.")
     parser.add_argument("--suite", action="append", choices=list(GOALS))
-    parser.add_argument("--only", default="", help="only goals whose label contains this")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only goals whose label matches")
     parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="of N shares by heads")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--seconds", type=float, default=0.6, help="seconds of timed calls per case")
