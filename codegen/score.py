@@ -420,6 +420,17 @@ class ScoreMod(Formula):
             moved.append(node.value == "score" if node.op == "leaf" else any(moved[i] for i in node.args))
         return tuple(node for node, moves in zip(nodes, moved, strict=True) if moves)
 
+    @cached_property
+    def reads_by_pair(self) -> bool:
+        """Does it depend on the query or the key which element of a captured tensor is read?"""
+        by_pair: list[bool] = []
+        for node in self.parsed[0].nodes if self else ():
+            leaf = node.op == "leaf" and node.value in ("q_idx", "kv_idx")
+            by_pair.append(leaf or any(by_pair[i] for i in node.args))
+            if by_pair[-1] and node.op.startswith("load:"):
+                return True
+        return False
+
     @property
     def adds(self) -> bool:
         """Is it the score plus something that does not depend on it?"""

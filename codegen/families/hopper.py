@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attnforge.codegen.families.limits import SHARED_LIMIT
+from attnforge.codegen.families.limits import SHARED_LIMIT, require_any_order
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, DType, Problem
+from attnforge.codegen.spec import Arch, DType, Problem, Spec
 
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
 # 65536 / threads (rounded down to 8) each; setmaxnreg moves what the producer frees to the consumers.
@@ -18,6 +18,7 @@ REGISTERS_BESIDES = 28
 # (docs/experiments.md, 89).
 SECTION_MB = 16
 SECTIONS_MB = (4, 64)  # least and most
+HELD = 16  # bytes of a sum of the gradient of a captured tensor, and of its place there
 HELPER_THREADS = 256  # of a block of a backward's _preprocess and _postprocess
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
 SWIZZLE_CODE = {128: 1, 64: 2, 32: 3}
@@ -53,6 +54,16 @@ def require_hopper(p: Problem, name: str, limit: int) -> None:
             raise Infeasible(
                 f"{tensors} {dim}: the sm90a {name} kernel takes multiples of 8 from 16 to {limit}"
             )
+
+
+def require_score_gradients(spec: Spec, deterministic: bool) -> None:
+    """Infeasible if a backward cannot compute the gradients of the tensors that a score captures."""
+    require_any_order(spec, deterministic)
+    if spec.problem.score.wanted and not spec.problem.score.adds:
+        raise Infeasible(
+            "score: the sm90a backward has gradients of captured tensors only of a score plus what does not depend on "
+            "it; sm90 takes this call"
+        )
 
 
 def require_section(cache_mb: int) -> None:

@@ -8,6 +8,7 @@ from itertools import product
 
 from attnforge.codegen.families.family import Family, is_feasible
 from attnforge.codegen.families.hopper import (
+    HELD,
     HELPER_THREADS,
     REASONS,
     REGISTERS,
@@ -16,19 +17,19 @@ from attnforge.codegen.families.hopper import (
     SWIZZLE_CODE,
     require_hopper,
     require_registers,
+    require_score_gradients,
     require_section,
     require_shared,
     require_tiles,
     slot_words,
     wgmma_type,
 )
-from attnforge.codegen.families.limits import curved, require_any_order
+from attnforge.codegen.families.limits import curved
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 CONSUMERS = 2  # warpgroups, 64 keys each
-HELD = 16  # bytes of a sum of the gradient of a captured tensor, and of its place there
 ROW_STATS = 8  # floats of row_stats: lse and delta, as 8 bf16 each
 
 
@@ -86,12 +87,7 @@ def plan(spec: Spec) -> Plan:
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
     require_hopper(p, "backward", 128)
-    require_any_order(spec, t.deterministic)
-    if p.score.wanted and not p.score.adds:
-        raise Infeasible(
-            "score: the sm90a backward has gradients of captured tensors only of a score plus what does not depend on "
-            "it; sm90 takes this call"
-        )
+    require_score_gradients(spec, t.deterministic)
     if p.in_planes and not t.split_heads:
         what = "dense mask" if p.mask is Mask.DENSE else "planes of spans"
         raise Infeasible(f"{what}: needs split_heads, because q heads of a group may visit different tiles")
@@ -289,6 +285,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "bulk_dq": True,  # dQ is added by bulk copies from shared memory
         "adds_quads": t.split_heads,  # threads add fragments to sums
         "keys_in_regs": t.in_regs > 0,
+        "scores_by_query": False,  # rows of S are keys
         "arrives_named": False,
         "roles_meet": False,
         "columns_of_out": "kHeadDim",

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
+    HELD,
     HELPER_THREADS,
     REASONS,
     REGISTERS,
@@ -26,11 +27,12 @@ from attnforge.codegen.families.hopper import (
     SECTION_MB,
     SWIZZLE_CODE,
     require_hopper,
+    require_score_gradients,
     require_section,
     require_shared,
     wgmma_type,
 )
-from attnforge.codegen.families.limits import HEAD_DIM_LIMIT, SHARED_LIMIT
+from attnforge.codegen.families.limits import HEAD_DIM_LIMIT, SHARED_LIMIT, curved
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
@@ -41,6 +43,8 @@ ROW_STATS = 2  # floats of row_stats: lse and delta
 # Registers of a consumer thread beyond its tiles: addresses, counters, row_stats. An estimate; the tests compile the
 # first guesses and assert that none spills.
 REGISTERS_BESIDES = 28
+# More of them for the addresses of what a score reads for each pair, and for sums of gradients by kv_idx - q_idx.
+SCORE_REGISTERS = 8
 # Columns of dQ that a deterministic consumer may stage at a time.
 PIECES = (COLUMNS, COLUMNS // 2, COLUMNS // 4)
 PAIR = 2  # blocks of a cluster that share a key tile
@@ -94,6 +98,7 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(
             f"{p.mask.value} mask in planes: the wide sm90a backward takes one mask for all heads; sm90 takes this call"
         )
+    require_score_gradients(spec, t.deterministic)
     _require_tuning(p, t)
     shared = _shared_bytes(p, t, staged_columns(p, t))
     require_shared(shared)
@@ -144,6 +149,7 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "bulk_dq": False,
         "adds_quads": True,
         "keys_in_regs": False,
+        "scores_by_query": True,  # rows of S are queries
         "columns_of_out": "kHeadDimV",
         "row_lanes": 1 << (p.head_dim_v // 8 - 1).bit_length(),
         "helper_threads": HELPER_THREADS,
@@ -201,6 +207,8 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
 
 
 def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
+    if p.score:
+        raise Infeasible("score: pairs of blocks take none; set pair to 0")
     if t.tile_n != PAIR * PAIR_KEYS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
     if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
@@ -214,7 +222,16 @@ def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
     if t.pair:  # scores in fp32 and packed, and dQ
         return max(p.head_dim, p.head_dim_v) // 2 + t.tile_m // 2 + t.tile_m // 4 + COLUMNS // 2
     scores = t.tile_n // 4
-    return _sums(p, t) + max(2 * scores, COLUMNS // 2, scores + COLUMNS // 2 if s_early(p, t) else 0)
+    packed = scores // 2 if curved(p) else 0  # P, since P f' takes its place
+    most = max(2 * scores + packed, COLUMNS // 2, scores + COLUMNS // 2 if s_early(p, t) else 0)
+    return _sums(p, t) + most + _score_registers(p)
+
+
+def _score_registers(p: Problem) -> int:
+    """Registers of a consumer thread for what a score reads for each pair, and for sums of gradients by distance."""
+    reads = p.score.reads_by_pair and not p.score.steps
+    sums = any(read.by_distance for read in p.score.reads)
+    return SCORE_REGISTERS * (reads + sums)
 
 
 def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
@@ -256,8 +273,10 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
     elif staged:  # and which unit is there, or other barriers for odd steps
         dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
-    stats = t.stages * (t.tile_m * ROW_STATS * 4 + 8)  # the visit, too
-    return tiles + scores + dq + spans + stats + 8 * barriers
+    held = CONSUMERS * 128 * HELD * sum(read.held for read in p.score.reads)
+    visit = 16 if p.score else 8  # with the q head and the batch entry
+    stats = t.stages * (t.tile_m * ROW_STATS * 4 + visit)
+    return tiles + scores + dq + spans + held + stats + 8 * barriers
 
 
 def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:
@@ -295,7 +314,10 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99)."""
+    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99).
+
+    With a score these are single blocks; the plan leaves out tiles that it has no registers for.
+    """
     single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
     wide, masked = problem.largest_dim > 192, problem.mask is not Mask.FULL
     tunings = [*pairs, *single] if wide and masked else [*single, *pairs]
@@ -323,7 +345,9 @@ def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Pairs of blocks."""
+    """Pairs of blocks, which take no score."""
+    if problem.score:
+        return
     for stages, stages_dout in ((2, 2), (2, 1), (3, 2)):
         for descending in (False, True):
             yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True)
@@ -340,7 +364,7 @@ BACKWARD = Family(
     Sm90BackwardWide,
     plan,
     tunings,
-    honours=frozenset({"intervals", "dim_v"}),
-    reasons=REASONS | dict.fromkeys(("score", "mask_mod"), _NONE),
+    honours=frozenset({"intervals", "dim_v", "score"}),
+    reasons=REASONS | {"mask_mod": _NONE},
     deterministic_space=deterministic_tunings,
 )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import gxx
 import torch
-from cpu_kernel import Params, TensorRef, full_params
+from cpu_kernel import Params, ScoreRef, TensorRef, full_params
 from oracle import Shape, draw, make_mask
+from score_oracle import Function, learned_oracle, oracle
 from torch import Tensor
 
 import attnforge
@@ -19,7 +21,6 @@ from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.ops import Mask
-from attnforge.runtime.search.reference import reference
 
 FLAGS = (
     "-std=c++17",
@@ -92,6 +93,8 @@ class EmulatedWide:
         path.write_text(translate(render(spec), breaks or {}))
         self.library = gxx.library(path, *FLAGS, parts=("wide.cpp",))
         self.library.run_main.restype = ctypes.c_char_p
+        self.score_tensors: tuple[Tensor, ...] = ()
+        self.score_gradients: dict[int, Tensor] = {}  # of those that the score wants, after a backward
 
     def backward(
         self,
@@ -117,6 +120,11 @@ class EmulatedWide:
         rows = p.batch * p.heads_q * p.padded_q
         sums = [torch.full((rows * width,), math.nan) for width in (self.plan.row_stats, head_dim)]
         p.delta, p.dq_accum, p.lse = sums[0].data_ptr(), sums[1].data_ptr(), lse.data_ptr()
+        for i, x in enumerate(self.score_tensors):
+            setattr(p, f"score{i}", ScoreRef.of(x))
+        for i in self.plan.spec.problem.score.wanted:
+            self.score_gradients[i] = torch.zeros(self.score_tensors[i].shape)
+            setattr(p, f"dscore{i}", ScoreRef.of(self.score_gradients[i]))
         lists = list_tiles(mask, p, tuning.tile_n) if isinstance(mask, attnforge.Spans) else []
         semaphores = torch.full((rows // tuning.tile_m,), -1, dtype=torch.int32)
         p.dq_semaphore = semaphores.data_ptr()
@@ -131,25 +139,37 @@ class EmulatedWide:
         del lists, maps
         return said, list(grads.values())
 
-    def failure(self, shape: Shape, seed: int, change: int = 0) -> str:
-        """What is wrong with the gradients of a call, or why there are none."""
+    def failure(
+        self,
+        shape: Shape,
+        seed: int,
+        change: int = 0,
+        formula: Function = lambda s, *at: s,
+        learned: Sequence[Tensor] = (),
+    ) -> str:
+        """What is wrong with the gradients of a call, or why there are none.
+
+        `formula`: that of the score, in torch; of tensors whose gradients are computed, too, if `learned` has them.
+        """
         problem = self.plan.spec.problem
         sizes = replace(shape, head_dim=problem.head_dim, dim_v=problem.head_dim_v)
         x = draw(sizes, torch.bfloat16, "cpu", seed=seed)
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
         visible = make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
-        exact = reference(q, k, v, visible, None, x.dout)
-        tensors = {"q": q, "k": k, "v": v, "out": exact.out.to(q.dtype), "dout": x.dout}
-        lse = exact.lse.float().contiguous()
+        values = [t.detach().double() for t in learned]
+        out, lse, *exact = oracle(q, k, v, visible, lambda *at: formula(*at, *values), x.dout)
+        if learned:
+            exact = learned_oracle(q, k, v, visible, formula, list(learned), x.dout, out.to(q.dtype))
+        tensors = {"q": q, "k": k, "v": v, "out": out.to(q.dtype), "dout": x.dout}
+        lse = lse.float().contiguous()
         said, grads = self.backward(tensors, lse, visible, seed, change)
         if not said and self.plan.deterministic:
             said, again = self.backward(tensors, lse, visible, seed + 1, change)
             if not said and not all(map(torch.equal, grads, again)):
                 said = "other bits in another order of the warps"
-        for name, got, expected in zip(
-            ("dq", "dk", "dv"), grads, (exact.dq, exact.dk, exact.dv), strict=True
-        ):
-            assert expected is not None
+        grads += [self.score_gradients[i] for i in sorted(self.score_gradients)]
+        names = ("dq", "dk", "dv", *(f"gradient of t{i}" for i in self.score_gradients))
+        for name, got, expected in zip(names, grads, exact, strict=True):
             error = ((got - expected).pow(2).mean() / expected.pow(2).mean()).sqrt().item()
             if not said and not error <= LIMIT:  # NaN, too
                 said = f"{name}: rms error {error:.3g}"
