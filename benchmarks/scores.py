@@ -1,11 +1,12 @@
 """The cost of scores: plain attention, softcap, ALiBi, biases and sinks, forward and backward, in one interleaved run.
 
-    python benchmarks/scores.py [--pack pretrain/0 causal/4x8192] [--peers flex fa3] [--markdown FILE]
+    python benchmarks/scores.py [--pack pretrain/0 causal/4x8192] [--peers flex fa3 mma] [--markdown FILE]
 
 "softcap 50" has all scores of standard normal inputs within the cap, where tanh is a polynomial; "softcap 0.5" has
 tiles beyond it, which take the general tanh; "approximate" takes the hardware's. "learned" also computes the gradient
 of the table. "share" is the time of plain attention over the line's. `--peers` adds FlexAttention with the same scores,
-compiled for each, and FlashAttention-3 with its softcap. The error is that of out, or the largest of dq, dk and dv,
+compiled for each, FlashAttention-3 with its softcap, and our own mma.sync kernels ("mma"), which Hopper takes where
+`sm90a` has none. The error is that of out, or the largest of dq, dk and dv,
 relative to their RMS, against the same formula in float64 on 64 queries in the middle and all keys of one head; of the
 backward with a dout of zeros elsewhere.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from attnforge.bagel.measure.agreement import relative
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.fa4 import Unavailable
-from attnforge.codegen.spec import Direction, DType
+from attnforge.codegen.spec import Arch, Direction, DType
+from attnforge.runtime import dispatch, kernels, ops, tables
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.reference import visible_rows
 from attnforge.runtime.search.timing import Effort, measure_interleaved, rotate
@@ -36,7 +38,9 @@ from attnforge.runtime.search.timing import Effort, measure_interleaved, rotate
 REACH = 128  # distances of the relative bias
 ROWS = 64  # queries of the check
 Function = Callable[..., Tensor]
-HEAD = ("case, pass", "score", "ms", "TFLOP/s", "share of plain", "of FlexAttention", "of FA3", "error")
+HEAD = (
+    "case, pass", "score", "ms", "TFLOP/s", "share of plain", "of FlexAttention", "of FA3", "of mma.sync", "error"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,47 @@ def flash(case: Case, one: Contestant, direction: Direction, sets: list[Inputs])
         return call(x.q, x.k, x.v)
 
     return _timed(forward, direction, sets, ())
+
+
+def mma(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
+    """Ours by the mma.sync kernels of Hopper. Raises Unavailable for sinks, and for gradients of tensors."""
+    if one.sinks is not None or one.learned:
+        raise Unavailable("is not compared")
+    scored = replace(case, score=one.score)
+    target = dispatch.Target(tables.device_name(case.device), (Arch.SM90,))
+
+    def handle(of: Direction) -> int:
+        problem, group = scored.problem(of, Arch.SM90), case.heads_q // case.heads_kv
+        choice = dispatch.choose_for(problem, group, case.seq_q, target, visible_keys=case.visible_keys)
+        return kernels.load(choice.spec, case.device)
+
+    plain = [Inputs(*(t.detach() for t in x)) for x in sets]
+    variants = {of: handle(of) for of in (Direction.FORWARD, direction)}
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        return ops.forward(
+            x.q, x.k, x.v, case.mask, variant=variants[Direction.FORWARD], score=one.score, check=False
+        )
+
+    if direction is Direction.FORWARD:
+        return lambda index: forward(plain[index])
+    saved = [forward(x) for x in plain]
+
+    def backward(index: int) -> Any:
+        x = plain[index]
+        return ops.backward(
+            x.dout,
+            x.q,
+            x.k,
+            x.v,
+            *saved[index],
+            case.mask,
+            variant=variants[direction],
+            score=one.score,
+            check=False,
+        )
+
+    return backward
 
 
 def _timed(
@@ -212,7 +257,7 @@ def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[
     return found
 
 
-PEERS = {"flex": flex, "fa3": flash}
+PEERS = {"flex": flex, "fa3": flash, "mma": mma}
 
 
 def arguments() -> argparse.Namespace:

@@ -43,7 +43,7 @@ ROW_STATS = 2  # floats of row_stats: lse and delta
 # Registers of a consumer thread beyond its tiles: addresses, counters, row_stats. An estimate; the tests compile the
 # first guesses and assert that none spills.
 REGISTERS_BESIDES = 28
-# More of them for the addresses of what a score reads for each pair, and for sums of gradients by kv_idx - q_idx.
+# More of them for the addresses of what a score reads for each pair, and for gradients of elements that differ.
 SCORE_REGISTERS = 8
 # Columns of dQ that a deterministic consumer may stage at a time.
 PIECES = (COLUMNS, COLUMNS // 2, COLUMNS // 4)
@@ -94,10 +94,7 @@ def plan(spec: Spec) -> Plan:
                 f"{name} {dim}: the wide sm90a backward takes multiples of {COLUMNS} up to {HEAD_DIM_LIMIT}; "
                 "sm90 takes this call"
             )
-    if p.in_planes:
-        raise Infeasible(
-            f"{p.mask.value} mask in planes: the wide sm90a backward takes one mask for all heads; sm90 takes this call"
-        )
+    _require_mask(p)
     require_score_gradients(spec, t.deterministic)
     _require_tuning(p, t)
     shared = _shared_bytes(p, t, staged_columns(p, t))
@@ -190,6 +187,15 @@ def _peer_panels(p: Problem) -> int:
     return -(-p.head_dim // PAIR // COLUMNS)
 
 
+def _require_mask(p: Problem) -> None:
+    """Infeasible if the q heads of a block may visit different tiles."""
+    if p.mask_mod.reads("h") if p.mask_mod else p.in_planes:
+        what = "mask_mod that reads h" if p.mask_mod else f"{p.mask.value} mask in planes"
+        raise Infeasible(
+            f"{what}: the wide sm90a backward takes one mask for all heads; sm90 takes this call"
+        )
+
+
 def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
     if t.tile_m != 64:
         raise Infeasible(f"tile_m {t.tile_m}: must be 64, the queries that a warpgroup multiplies for dQ")
@@ -207,8 +213,9 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
 
 
 def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
-    if p.score:
-        raise Infeasible("score: pairs of blocks take none; set pair to 0")
+    for name, value in (("score", p.score), ("mask_mod", p.mask_mod)):
+        if value:
+            raise Infeasible(f"{name}: pairs of blocks take none; set pair to 0")
     if t.tile_n != PAIR * PAIR_KEYS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
     if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
@@ -228,9 +235,9 @@ def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
 
 
 def _score_registers(p: Problem) -> int:
-    """Registers of a consumer thread for what a score reads for each pair, and for sums of gradients by distance."""
+    """Registers of a consumer thread for what a score reads for each pair, and for gradients of several elements."""
     reads = p.score.reads_by_pair and not p.score.steps
-    sums = any(read.by_distance for read in p.score.reads)
+    sums = any(not read.shared for read in p.score.reads)
     return SCORE_REGISTERS * (reads + sums)
 
 
@@ -274,7 +281,7 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
         dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
     held = CONSUMERS * 128 * HELD * sum(read.held for read in p.score.reads)
-    visit = 16 if p.score else 8  # with the q head and the batch entry
+    visit = 16 if p.score or p.mask_mod else 8  # with the q head, the batch entry and the mask's plane
     stats = t.stages * (t.tile_m * ROW_STATS * 4 + visit)
     return tiles + scores + dq + spans + held + stats + 8 * barriers
 
@@ -316,7 +323,7 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99).
 
-    With a score these are single blocks; the plan leaves out tiles that it has no registers for.
+    With a score or a mask_mod these are single blocks; the plan leaves out tiles that it has no registers for.
     """
     single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
     wide, masked = problem.largest_dim > 192, problem.mask is not Mask.FULL
@@ -345,8 +352,8 @@ def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Pairs of blocks, which take no score."""
-    if problem.score:
+    """Pairs of blocks, which take no functions."""
+    if problem.score or problem.mask_mod:
         return
     for stages, stages_dout in ((2, 2), (2, 1), (3, 2)):
         for descending in (False, True):
@@ -358,13 +365,11 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     yield from (replace(t, cache_mb=40) for t in _in_order(problem))
 
 
-_NONE = "the wide sm90a backward takes none; sm90 takes this call"
-
 BACKWARD = Family(
     Sm90BackwardWide,
     plan,
     tunings,
-    honours=frozenset({"intervals", "dim_v", "score"}),
-    reasons=REASONS | {"mask_mod": _NONE},
+    honours=frozenset({"intervals", "dim_v", "mask_mod", "score"}),
+    reasons=REASONS,
     deterministic_space=deterministic_tunings,
 )

@@ -20,6 +20,7 @@ import attnforge
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Spec
+from attnforge.runtime.masks import FunctionMask
 from attnforge.runtime.ops import Mask
 
 FLAGS = (
@@ -120,12 +121,13 @@ class EmulatedWide:
         rows = p.batch * p.heads_q * p.padded_q
         sums = [torch.full((rows * width,), math.nan) for width in (self.plan.row_stats, head_dim)]
         p.delta, p.dq_accum, p.lse = sums[0].data_ptr(), sums[1].data_ptr(), lse.data_ptr()
-        for i, x in enumerate(self.score_tensors):
+        captured = (*self.score_tensors, *(mask.tensors if isinstance(mask, FunctionMask) else ()))
+        for i, x in enumerate(captured):
             setattr(p, f"score{i}", ScoreRef.of(x))
         for i in self.plan.spec.problem.score.wanted:
             self.score_gradients[i] = torch.zeros(self.score_tensors[i].shape)
             setattr(p, f"dscore{i}", ScoreRef.of(self.score_gradients[i]))
-        lists = list_tiles(mask, p, tuning.tile_n) if isinstance(mask, attnforge.Spans) else []
+        lists = list_tiles(mask, p, tuning.tile_n) if isinstance(mask, attnforge.Spans | FunctionMask) else []
         semaphores = torch.full((rows // tuning.tile_m,), -1, dtype=torch.int32)
         p.dq_semaphore = semaphores.data_ptr()
         dq_accum = ctypes.c_void_p(p.dq_accum)
@@ -146,16 +148,18 @@ class EmulatedWide:
         change: int = 0,
         formula: Function = lambda s, *at: s,
         learned: Sequence[Tensor] = (),
+        mask: FunctionMask | None = None,
     ) -> str:
         """What is wrong with the gradients of a call, or why there are none.
 
         `formula`: that of the score, in torch; of tensors whose gradients are computed, too, if `learned` has them.
+        `mask`: of a problem whose mask is a function.
         """
         problem = self.plan.spec.problem
         sizes = replace(shape, head_dim=problem.head_dim, dim_v=problem.head_dim_v)
         x = draw(sizes, torch.bfloat16, "cpu", seed=seed)
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
-        visible = make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
+        visible = mask or make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
         values = [t.detach().double() for t in learned]
         out, lse, *exact = oracle(q, k, v, visible, lambda *at: formula(*at, *values), x.dout)
         if learned:
@@ -188,10 +192,23 @@ class EmulatedWide:
         return words, ctypes.addressof(words) + first * 8
 
 
-def list_tiles(mask: attnforge.Spans, p: Params, tile_n: int) -> list[Tensor]:
+def list_tiles(mask: attnforge.Spans | FunctionMask, p: Params, tile_n: int) -> list[Tensor]:
     """Sets the schedule of `p`, each visit marked as one of which some pairs are hidden; returns what holds it."""
-    queries = torch.arange(p.seq_q)[:, None]
-    seen = (queries >= mask.data[0]) & (queries < mask.data[1])
+    batches = {"batch": p.batch} if isinstance(mask, FunctionMask) else {}
+    seen = mask.visible(p.seq_q, p.seq_k, **batches).reshape(-1, p.seq_q, p.seq_k)  # by plane
+    p.mask_batches, p.mask_heads, p.mask_planes = len(seen), 1, len(seen)
+    counts, orders, lists, ranks = (
+        torch.cat(x) for x in zip(*(lists_of(plane, p, tile_n) for plane in seen), strict=True)
+    )
+    p.tile_count, p.tile_order, p.tile_list = counts.data_ptr(), orders.data_ptr(), lists.data_ptr()
+    p.list_stride, p.dq_order = p.tiles_m, ranks.data_ptr()
+    if isinstance(mask, attnforge.Spans):
+        p.starts, p.ends = mask.data[0].data_ptr(), mask.data[1].data_ptr()
+    return [counts, orders, lists, ranks]
+
+
+def lists_of(seen: Tensor, p: Params, tile_n: int) -> list[Tensor]:
+    """Of a plane: how long the lists are, the tiles with the longest first, the lists, the order of additions to dQ."""
     visits = [
         [
             m * 2 + 1
@@ -201,13 +218,8 @@ def list_tiles(mask: attnforge.Spans, p: Params, tile_n: int) -> list[Tensor]:
         for n in range(p.tiles_n)
     ]
     counts = torch.tensor([len(x) for x in visits], dtype=torch.int32)
-    order = counts.argsort(descending=True).int()
     lists = torch.tensor([x + [-1] * (p.tiles_m - len(x)) for x in visits], dtype=torch.int32)
-    p.tile_count, p.tile_order, p.tile_list = counts.data_ptr(), order.data_ptr(), lists.data_ptr()
-    p.list_stride = p.tiles_m
     # Deterministic blocks start with the last key tile, and add in this order.
     later = [[sum(m in other for other in visits[n + 1 :]) for m in visits[n]] for n in range(p.tiles_n)]
     ranks = torch.tensor([x + [-1] * (p.tiles_m - len(x)) for x in later], dtype=torch.int32)
-    p.dq_order = ranks.data_ptr()
-    p.starts, p.ends = mask.data[0].data_ptr(), mask.data[1].data_ptr()
-    return [counts, order, lists, ranks]
+    return [counts, counts.argsort(descending=True).int(), lists, ranks]

@@ -1,0 +1,378 @@
+"""Functions of scores and of masks in the Hopper backward for wide heads: on the CPU, by nvcc, and on a GPU."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import mask_functions
+import pytest
+import torch
+from emulated_wide import EmulatedWide
+from oracle import Shape, draw, make_mask
+from score_oracle import compare, functions, learned, learned_oracle, oracle
+from strict_nvcc import SERIALISED, check_resources
+from torch import Tensor
+
+from attnforge import masks, scores
+from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
+from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.render import render
+from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import kernels, ops
+from attnforge.runtime.masks import FunctionMask
+
+DIMS = [(256, 256), (192, 192), (192, 128)]
+MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
+TORCH = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
+LIMIT = {DType.BFLOAT16: 2e-2, DType.FLOAT16: 3e-3}  # of the largest error, as a share of the largest value
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and dout
+ON_CPU = [Shape(20, 40, 0, 2), Shape(200, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2)]
+ON_GPU = [
+    Shape(64, 64, 0, 1, 2),
+    Shape(300, 190, 0, 2, 3),
+    Shape(129, 640, 0, 1, 7),
+    Shape(700, 700, 0, 4, 2, 3),
+]
+# Texts of scores by name: of one element, of one for each head, of one for most tiles, of one for each pair, of many.
+TEXTS = {
+    "softcap": scores.softcap(50.0).text,
+    "approximate": scores.softcap(50.0, approximate=True).text,
+    "alibi": "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)",
+    "relative": "relative(t0: float32[2]): score + t0[h, minimum(maximum(kv_idx - q_idx, -128), 128) + 128]",
+    "bias": "bias(t0: float32[4]): score + t0[b, h, q_idx, kv_idx]",
+    "mixed": functions(2, 2, 64, 64)["mixed"][0].text,
+}
+WANTED = {
+    "slopes": TEXTS["alibi"],
+    "table": TEXTS["relative"],
+    "bias": TEXTS["bias"],
+    "buckets": "buckets(t0: float32[2]): score + t0[h, int(2 * log(1 + float(abs(q_idx - kv_idx))))]",
+}
+TREE = "tree(t0: int32[2], t1: int32[2]): (t0[b, kv_idx] <= t0[b, q_idx]) & (t0[b, q_idx] < t1[b, kv_idx])"
+
+
+def wanted(text: str) -> ScoreMod:
+    """The same with gradients of all its tensors."""
+    return ScoreMod(re.sub(r"(t\d: \w+\[\d\])", r"\1 grad", text))
+
+
+def problem(dims: tuple[int, int], mask: Mask, score: str = "", mask_mod: str = "") -> Problem:
+    head_dim, head_dim_v = dims
+    dim_v = 0 if head_dim == head_dim_v else head_dim_v
+    plain = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, dim_v=dim_v)
+    return replace(plain, score=ScoreMod(score), mask_mod=MaskMod(mask_mod))
+
+
+def first(of: Problem, deterministic: bool = False) -> Spec:
+    """The first guess."""
+    found = candidates(of, lambda t: isinstance(t, Sm90BackwardWide) and t.deterministic == deterministic)
+    return next(found)
+
+
+# ---- What the plan takes
+
+
+@pytest.mark.parametrize(
+    ("dims", "score", "tile_n"),
+    [
+        ((256, 256), TEXTS["softcap"], 80),
+        ((256, 256), TEXTS["alibi"], 80),
+        ((256, 256), TEXTS["relative"], 80),
+        ((256, 256), TEXTS["bias"], 64),
+        ((256, 256), wanted(WANTED["table"]), 64),
+        ((192, 192), TEXTS["mixed"], 96),
+        ((192, 128), wanted(WANTED["buckets"]), 80),
+    ],
+)
+def test_first_guess(dims: tuple[int, int], score: str, tile_n: int) -> None:
+    """Single blocks, with fewer keys where a score takes registers; dispatch finds the mma.sync family, too."""
+    guess = first(problem(dims, Mask.CAUSAL, score)).tuning
+    assert isinstance(guess, Sm90BackwardWide)
+    assert (guess.tile_n, guess.pair) == (tile_n, False)
+    assert list(candidates(replace(problem(dims, Mask.CAUSAL, score), arch=Arch.SM90)))
+
+
+def test_refusals() -> None:
+    """Pairs take no functions; gradients of tensors need a score that adds, and are summed in any order."""
+    softcap, table = problem(DIMS[0], Mask.CAUSAL, TEXTS["softcap"]), wanted(WANTED["table"])
+    pair = Sm90BackwardWide(64, 128, 2, 1, False, False, True)
+    by_function = problem(DIMS[0], Mask.DENSE, mask_mod=TREE)
+    for refused, name in ((softcap, "score"), (by_function, "mask_mod")):
+        with pytest.raises(Infeasible, match=f"{name}: pairs of blocks take none; set pair to 0"):
+            make_plan(Spec(refused, pair))
+    spec = first(problem(DIMS[0], Mask.CAUSAL, table))
+    with pytest.raises(Infeasible, match="are added in any order"):
+        make_plan(Spec(spec.problem, replace(spec.tuning, deterministic=True)))  # type: ignore[call-arg]
+    curved = wanted("a(t0: float32[1]): 30.0 * tanh(score * t0[h] / 30.0)")
+    assert "only of a score plus what does not depend on it" in why_infeasible(
+        problem(DIMS[0], Mask.CAUSAL, curved)
+    )
+    by_head = problem(DIMS[0], Mask.DENSE, mask_mod="a(t0: int32[1]): kv_idx <= q_idx + t0[h]")
+    assert "mask_mod that reads h: the wide sm90a backward takes one mask for all heads" in why_infeasible(
+        by_head
+    )
+
+
+# ---- On the CPU
+
+
+on_cpu = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+
+
+def emulated(of: Problem, knobs: tuple[int, ...], directory: Path) -> EmulatedWide:
+    """`knobs`: keys of a tile, buffers of Q, of dO, whether deterministic."""
+    tile_n, stages, stages_dout, deterministic = *knobs, *(0,) * (4 - len(knobs))
+    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, bool(deterministic), False)
+    return EmulatedWide(Spec(of, tuning), directory)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("dims", "mask", "knobs", "name"),
+    [
+        ((256, 256), Mask.CAUSAL, (80, 2, 1), "softcap"),
+        ((192, 128), Mask.SPANS, (96, 2, 2, 1), "softcap"),
+        ((256, 256), Mask.FULL, (64, 2, 1), "wide softcap"),
+        ((192, 192), Mask.FULL, (96, 2, 2), "alibi"),
+        ((192, 128), Mask.SPANS, (96, 2, 2, 1), "relative"),
+        ((256, 256), Mask.CAUSAL, (64, 2, 1), "bias"),
+        ((256, 256), Mask.SPANS, (64, 2, 1, 1), "mixed"),
+        ((64, 128), Mask.CAUSAL, (128, 2, 1), "stepped"),
+    ],
+    ids=str,
+)
+def test_scores_on_the_cpu(
+    dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], name: str, tmp_path: Path
+) -> None:
+    kernel = None
+    for seed, shape in enumerate(ON_CPU):
+        score, formula = functions(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
+        kernel = kernel or emulated(problem(dims, mask, score.text), knobs, tmp_path)
+        kernel.score_tensors = score.tensors
+        assert kernel.failure(shape, seed, formula=formula) == ""
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("dims", "mask", "knobs", "name"),
+    [
+        ((256, 256), Mask.CAUSAL, (64, 2, 1), "slopes"),
+        ((192, 128), Mask.SPANS, (64, 2, 1), "plane"),
+        ((256, 256), Mask.SPANS, (48, 2, 1), "table"),
+        ((192, 192), Mask.FULL, (96, 2, 1), "table"),
+        ((64, 128), Mask.CAUSAL, (128, 2, 1), "buckets"),
+        ((192, 128), Mask.CAUSAL, (64, 2, 2), "keys"),
+    ],
+    ids=str,
+)
+def test_gradients_of_tensors_on_the_cpu(
+    dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], name: str, tmp_path: Path
+) -> None:
+    shape = Shape(130, 300, 0, 1, 2, 2)
+    score, formula, tensors = learned(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
+    found = score(*tensors)
+    kernel = emulated(problem(dims, mask, wanted(found.text)), knobs, tmp_path)
+    kernel.score_tensors = tuple(x.detach() for x in found.tensors)
+    assert kernel.failure(shape, 0, formula=formula, learned=tensors) == ""
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("dims", "name", "knobs", "score"),
+    [
+        ((256, 256), "documents", (80, 2, 1), ""),
+        ((192, 128), "documents", (96, 2, 2, 1), "softcap"),
+        ((192, 192), "blocks", (80, 2, 2), "alibi"),
+        ((64, 128), "window", (128, 2, 1, 1), "relative"),
+    ],
+    ids=str,
+)
+def test_masks_by_functions_on_the_cpu(
+    dims: tuple[int, int], name: str, knobs: tuple[int, ...], score: str, tmp_path: Path
+) -> None:
+    """Also of a function that differs between batch entries."""
+    shape = Shape(200, 190, 0, 1, 2, 2)
+    known = functions(shape.batch, 2, shape.seq_q, shape.seq_k) | {"": (scores.Score(""), lambda s, *at: s)}
+    applied, formula = known[score]
+    mask = function_mask(name, shape, "cpu")
+    kernel = emulated(problem(dims, Mask.DENSE, applied.text, mask.text), knobs, tmp_path)
+    kernel.score_tensors = applied.tensors
+    assert kernel.failure(shape, 0, formula=formula, mask=mask) == ""
+
+
+def function_mask(name: str, shape: Shape, device: str) -> FunctionMask:
+    function = mask_functions.functions(shape, device)[name]
+    traced = masks.mask_mod(function, shape.seq_q, shape.seq_k, device)
+    return FunctionMask(traced.text, traced.tensors, shape.seq_q, shape.seq_k, device, batch=shape.batch)
+
+
+# ---- nvcc
+
+
+def first_guesses() -> Iterator[Spec]:
+    """Those of all scores and dims, with masks in turn; then of masks by functions."""
+    turn = (Mask.CAUSAL, Mask.SPANS, Mask.FULL)
+    every = [*TEXTS.values(), *map(wanted, WANTED.values())]
+    for number, (dims, score) in enumerate(product(DIMS, every)):
+        mask = turn[(number + number // len(every)) % 3]
+        yield first(problem(dims, mask, score))
+        if not ScoreMod(score).wanted:
+            yield first(problem(dims, mask, score), deterministic=True)
+    for dims, score in product(DIMS, ("", TEXTS["softcap"], TEXTS["alibi"])):
+        yield first(problem(dims, Mask.DENSE, score, TREE))
+
+
+@pytest.mark.nvcc
+def test_first_guesses_do_not_spill(nvcc: None, tmp_path: Path) -> None:
+    log = check_resources([render(spec) for spec in first_guesses()], tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+# ---- On a GPU
+
+
+def gradients(
+    spec: Spec,
+    x: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor,
+    mask: ops.Mask,
+    score: scores.Score,
+) -> tuple[Tensor, ...]:
+    """Those of a call by this kernel. `x`: q, k, v and dout."""
+    q, k, v, dout = x
+    handle = kernels.load(spec, torch.device("cuda"))
+    strict = spec.tuning.deterministic  # type: ignore[attr-defined]
+    rounded, given = out.to(q.dtype), score if spec.problem.score else None
+    return ops.backward(
+        dout, q, k, v, rounded, lse.float(), mask, None, strict, handle, dlse=dlse, score=given
+    )
+
+
+def drawn(spec: Spec, shape: Shape, seed: int) -> Inputs:
+    """q, k, v and dout of a call."""
+    if kernels.target(torch.device("cuda")) is not Arch.SM90A:
+        pytest.skip("wgmma is Hopper's")
+    of = spec.problem
+    sizes = replace(shape, head_dim=of.head_dim, dim_v=of.head_dim_v)
+    x = draw(sizes, TORCH[of.dtype], "cuda", seed=seed)
+    return x.q.detach(), x.k.detach(), x.v.detach(), x.dout
+
+
+def check(spec: Spec, name: str, limit: float, mask_name: str = "") -> None:
+    """The kernel of a spec against float64, on all shapes; deterministic ones give the same bits again."""
+    of = spec.problem
+    for seed, shape in enumerate(ON_GPU):
+        x = q, k, v, dout = drawn(spec, shape, seed)
+        heads = shape.heads_kv * shape.group
+        known = functions(shape.batch, heads, shape.seq_q, shape.seq_k, "cuda")
+        score, formula = known[name] if name else (scores.Score(""), lambda s, *at: s)
+        of = replace(of, score=ScoreMod(score.text))
+        mask: ops.Mask
+        if mask_name:
+            mask = function_mask(mask_name, shape, "cuda")
+            of = replace(of, mask_mod=MaskMod(mask.text))
+        else:
+            mask = make_mask(of.mask.value, shape.seq_q, shape.seq_k, "cuda", seed)
+        dlse = torch.rand(shape.batch, heads, shape.seq_q, device="cuda")
+        out, lse, *exact = oracle(q, k, v, mask, formula, dout, dlse)
+        call = Spec(of, spec.tuning), x, out, lse, dlse, mask, score
+        grads = gradients(*call)
+        compare([out, lse, *grads], [out, lse, *exact], limit)
+        if spec.tuning.deterministic:  # type: ignore[attr-defined]
+            assert all(map(torch.equal, grads, gradients(*call)))
+
+
+# Dims, a score and a mask: all masks for one score, and masks in turn for the others.
+NAMES = ("softcap", "approximate", "alibi", "aligned", "bias", "relative", "mixed", "stepped")
+CASES = [(dims, "wide softcap", mask) for dims in DIMS for mask in MASKS] + [
+    (dims, name, MASKS[(i + j) % 3]) for i, dims in enumerate(DIMS) for j, name in enumerate(NAMES)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "name", "mask", "deterministic"),
+    [(*case, False) for case in CASES]
+    + [(*case, True) for case in CASES if case[1] in ("softcap", "relative")],
+    ids=str,
+)
+def test_scores_on_a_gpu(dims: tuple[int, int], name: str, mask: Mask, deterministic: bool) -> None:
+    text = functions(1, 2, 64, 64)[name][0].text
+    check(first(problem(dims, mask, text), deterministic), name, LIMIT[DType.BFLOAT16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dims", "name"), zip(DIMS, ("softcap", "alibi", "mixed"), strict=True), ids=str)
+def test_scores_in_fp16_on_a_gpu(dims: tuple[int, int], name: str) -> None:
+    text = functions(1, 2, 64, 64)[name][0].text
+    of = replace(problem(dims, Mask.CAUSAL, text), dtype=DType.FLOAT16)
+    check(first(of), name, LIMIT[DType.FLOAT16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_n", [48, 64, 80, 96, 112, 128])
+def test_all_tiles_of_a_softcap_on_a_gpu(tile_n: int) -> None:
+    of = problem((64, 128), Mask.CAUSAL, TEXTS["softcap"])
+    tuning = Sm90BackwardWide(64, tile_n, 2, 1, False, True)
+    check(Spec(of, tuning), "wide softcap", LIMIT[DType.BFLOAT16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "score", "deterministic"),
+    [
+        ("documents", "", False),
+        ("documents", "wide softcap", True),
+        ("blocks", "alibi", False),
+        ("window", "wide softcap", False),
+        ("everything", "", True),
+    ],
+)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_masks_by_functions_on_a_gpu(
+    dims: tuple[int, int], name: str, score: str, deterministic: bool
+) -> None:
+    text = functions(1, 2, 64, 64)[score][0].text if score else ""
+    spec = first(problem(dims, Mask.DENSE, text, TREE), deterministic)
+    check(spec, score, LIMIT[DType.BFLOAT16], name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "name", "mask"),
+    [
+        (dims, name, MASKS[(i + j) % 3])
+        for i, dims in enumerate(DIMS)
+        for j, name in enumerate(("slopes", "plane", "table", "buckets", "keys"))
+    ],
+    ids=str,
+)
+def test_gradients_of_tensors_on_a_gpu(dims: tuple[int, int], name: str, mask: Mask) -> None:
+    """Against float64 with the rounding of the output that the kernel gets."""
+    for seed, shape in enumerate(ON_GPU[1:]):
+        heads = shape.heads_kv * shape.group
+        score, formula, tensors = learned(shape.batch, heads, shape.seq_q, shape.seq_k, "cuda")[name]
+        found = score(*tensors)
+        spec = first(problem(dims, mask, wanted(found.text)))
+        x = q, k, v, dout = drawn(spec, shape, seed)
+        seen = make_mask(mask.value, shape.seq_q, shape.seq_k, "cuda", seed)
+        values = [t.detach().double() for t in tensors]
+        out, lse, *_ = oracle(q, k, v, seen, lambda *at, f=formula, more=values: f(*at, *more), dout)
+        exact = learned_oracle(q, k, v, seen, formula, tensors, dout, out.to(q.dtype))
+        given = scores.Score(str(spec.problem.score), tuple(t.detach() for t in found.tensors))
+        grads = gradients(spec, x, out, lse, torch.zeros_like(lse).float(), seen, given)
+        for got, answer in zip(grads, exact, strict=True):
+            size = answer.pow(2).mean().sqrt().item()
+            error = (got.double() - answer.reshape(got.shape)).pow(2).mean().sqrt().item()
+            assert error <= 2e-2 * max(size, 1e-3), f"rms error {error:.3g} of {size:.3g}"
