@@ -148,12 +148,12 @@ class EmulatedWide:
         change: int = 0,
         formula: Function = lambda s, *at: s,
         learned: Sequence[Tensor] = (),
-        mask: FunctionMask | None = None,
+        mask: attnforge.Spans | FunctionMask | None = None,
     ) -> str:
         """What is wrong with the gradients of a call, or why there are none.
 
         `formula`: that of the score, in torch; of tensors whose gradients are computed, too, if `learned` has them.
-        `mask`: of a problem whose mask is a function.
+        `mask`: in place of a random one.
         """
         problem = self.plan.spec.problem
         sizes = replace(shape, head_dim=problem.head_dim, dim_v=problem.head_dim_v)
@@ -203,7 +203,8 @@ def list_tiles(mask: attnforge.Spans | FunctionMask, p: Params, tile_n: int) -> 
     p.tile_count, p.tile_order, p.tile_list = counts.data_ptr(), orders.data_ptr(), lists.data_ptr()
     p.list_stride, p.dq_order = p.tiles_m, ranks.data_ptr()
     if isinstance(mask, attnforge.Spans):
-        p.starts, p.ends = mask.data[0].data_ptr(), mask.data[1].data_ptr()
+        p.spans = mask.data.data_ptr()  # where there are several intervals
+        p.starts, p.ends = mask.data[0].data_ptr(), mask.data[-1].data_ptr()
     return [counts, orders, lists, ranks]
 
 

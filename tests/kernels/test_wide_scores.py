@@ -18,6 +18,7 @@ from score_oracle import compare, functions, learned, learned_oracle, oracle
 from strict_nvcc import SERIALISED, check_resources
 from torch import Tensor
 
+import attnforge
 from attnforge import masks, scores
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
@@ -217,6 +218,20 @@ def test_masks_by_functions_on_the_cpu(
     kernel = emulated(problem(dims, Mask.DENSE, applied.text, mask.text), knobs, tmp_path)
     kernel.score_tensors = applied.tensors
     assert kernel.failure(shape, 0, formula=formula, mask=mask) == ""
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["softcap", "alibi"])
+def test_several_intervals_on_the_cpu(name: str, tmp_path: Path) -> None:
+    """Keys whose queries are two intervals, and keys that nobody sees."""
+    shape = Shape(200, 190, 0, 1, 2)
+    score, formula = functions(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
+    starts, ends = (torch.zeros(2, shape.seq_k, dtype=torch.int32) for _ in range(2))
+    ends[0, :150], starts[1, :150], ends[1, :150] = 50, 90, shape.seq_q
+    of = replace(problem((192, 128), Mask.SPANS, score.text), intervals=2)
+    kernel = emulated(of, (96, 2, 2), tmp_path)
+    kernel.score_tensors = score.tensors
+    assert kernel.failure(shape, 0, formula=formula, mask=attnforge.Spans(starts, ends)) == ""
 
 
 def function_mask(name: str, shape: Shape, device: str) -> FunctionMask:
