@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, product
 
-from attnforge.codegen.families.family import Family
+from attnforge.codegen.families.family import Family, is_feasible
 from attnforge.codegen.families.hopper import (
     HELD,
     HELPER_THREADS,
@@ -71,15 +72,24 @@ class Sm90BackwardWide(Tuning):
     cache_mb: int = knob(
         "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
     )
+    heads_together: int = knob("g", "heads in work at least; 0: as many as fit the L2 cache", 0, quiet=True)
+    loaders: int = knob("w", "warps that load, 1 or 2: the second one loads dO", 1, quiet=True)
+    dq_of_second: int = knob(
+        "u", "times 64 columns of dQ that the consumer of dK computes; 0: as balances both", 0, quiet=True
+    )
+    dq_behind_dv: bool = knob("v", "dQ is issued while dV of the same step may run", False, quiet=True)
+    s_late: bool = knob(
+        "l", "in pairs: S of the next step is issued behind dQ, not before dQ is added", False, quiet=True
+    )
 
 
 # ---- Plan
 
 
-def dq_units(p: Problem) -> tuple[int, int]:
-    """Units of 64 columns of dQ that each consumer computes, so that both have about the same work in a step."""
+def dq_units(p: Problem, of_second: int = 0) -> tuple[int, int]:
+    """Units of 64 columns of dQ that each consumer computes; by default both have about the same work in a step."""
     units, units_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
-    first = min(units, max(0, (2 * units - units_v + 1) // 2))
+    first = units - of_second if of_second else min(units, max(0, (2 * units - units_v + 1) // 2))
     return first, units - first
 
 
@@ -155,7 +165,7 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
 
 
 def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
-    first, second = dq_units(p)
+    first, second = dq_units(p, t.dq_of_second)
     return {
         "s_early": s_early(p, t),
         "staged_columns": staged_columns(p, t),
@@ -210,12 +220,35 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
     require_section(t.cache_mb)
+    if not 0 <= t.heads_together <= 64:
+        raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
+    if t.loaders not in (1, 2):
+        raise Infeasible(f"loaders {t.loaders}: must be 1 or 2")
+    if not t.pair:
+        _require_order(p, t)
+
+
+def _require_order(p: Problem, t: Sm90BackwardWide) -> None:
+    """Infeasible for shares of dQ and orders of products that single blocks do not have."""
+    if t.s_late:
+        raise Infeasible("s_late: needs a pair of blocks; set it to 0 for single ones")
+    units, balanced = p.head_dim // COLUMNS, dq_units(p)[1]
+    if not 0 <= t.dq_of_second <= units:
+        raise Infeasible(f"dq_of_second {t.dq_of_second}: must be 0 to {units}")
+    if t.dq_of_second and t.dq_of_second == balanced:
+        raise Infeasible(f"dq_of_second {t.dq_of_second}: is what 0 chooses here; set it to 0")
+    if t.dq_behind_dv and not dq_units(p, t.dq_of_second)[0]:
+        raise Infeasible("dq_behind_dv: the consumer of dV computes no dQ here; set it to 0")
 
 
 def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
     for name, value in (("score", p.score), ("mask_mod", p.mask_mod)):
         if value:
             raise Infeasible(f"{name}: pairs of blocks take none; set pair to 0")
+    if t.loaders > 1 or t.dq_of_second or t.dq_behind_dv:
+        raise Infeasible(
+            "loaders, dq_of_second, dq_behind_dv: knobs of single blocks; leave them out for a pair"
+        )
     if t.tile_n != PAIR * PAIR_KEYS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
     if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
@@ -231,14 +264,17 @@ def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
     scores = t.tile_n // 4
     packed = scores // 2 if curved(p) else 0  # P, since P f' takes its place
     most = max(2 * scores + packed, COLUMNS // 2, scores + COLUMNS // 2 if s_early(p, t) else 0)
-    return _sums(p, t) + most + _score_registers(p)
+    return _sums(p, t) + most + _score_registers(p, t)
 
 
-def _score_registers(p: Problem) -> int:
-    """Registers of a consumer thread for what a score reads for each pair, and for gradients of several elements."""
+def _score_registers(p: Problem, t: Sm90BackwardWide) -> int:
+    """Registers of a consumer thread for what a score reads for each pair, for gradients of several elements, and for
+    more of dQ than balances the consumers.
+    """
     reads = p.score.reads_by_pair and not p.score.steps
     sums = any(not read.shared for read in p.score.reads)
-    return SCORE_REGISTERS * (reads + sums)
+    more_dq = bool(p.score) and t.dq_of_second > dq_units(p)[1]
+    return SCORE_REGISTERS * (reads + sums + more_dq)
 
 
 def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
@@ -321,7 +357,7 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first, as measured on an H200 (docs/experiments.md, 74 and 99).
+    """What a search tries, best guess first, as measured on an H200 and an H100 (docs/experiments.md, 74 and 99).
 
     With a score or a mask_mod these are single blocks; the plan leaves out tiles that it has no registers for.
     """
@@ -332,6 +368,9 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     yield from (replace(t, cache_mb=8) for t in tunings)
     # They may be the fastest, since blocks that add first store their sums.
     yield from (replace(t, cache_mb=cache_mb) for cache_mb in (SECTION_MB, 8) for t in _in_order(problem))
+    yield from _wider(problem, False)
+    if not problem.mask.listed:
+        yield from _wider(problem, True)
 
 
 def _in_order(problem: Problem) -> list[Sm90BackwardWide]:
@@ -345,24 +384,64 @@ def _in_order(problem: Problem) -> list[Sm90BackwardWide]:
 def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
     wide = problem.largest_dim > 192
     tiles, buffers = ((80, 64, 48), (1, 2)) if wide else ((96, 80, 64, 112, 128), (2, 1))
-    for tile_n in tiles:
-        for stages_dout in buffers:
-            for descending in (False, True):
-                yield Sm90BackwardWide(64, tile_n, 2, stages_dout, False, descending)
+    behind = (False,) if wide or problem.dim_v else (True, False)  # the rest of the space has both
+    for tile_n, stages_dout, descending, dq_behind_dv in product(tiles, buffers, EITHER, behind):
+        yield Sm90BackwardWide(64, tile_n, 2, stages_dout, False, descending, dq_behind_dv=dq_behind_dv)
 
 
 def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
     """Pairs of blocks, which take no functions."""
     if problem.score or problem.mask_mod:
         return
-    for stages, stages_dout in ((2, 2), (2, 1), (3, 2)):
-        for descending in (False, True):
-            yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True)
+    late = (True, False) if problem.largest_dim > 192 else (False, True)
+    for (stages, stages_dout), descending, s_late in product(((2, 2), (2, 1), (3, 2)), EITHER, late):
+        yield Sm90BackwardWide(
+            64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True, s_late=s_late
+        )
+
+
+# heads_together and cache_mb; more heads where all lists of visits are alike
+SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (4, SECTION_MB), (0, 8), (0, 24), (0, 40))
+MORE_HEADS = ((16, SECTION_MB),)
+EITHER = (False, True)
+
+
+def _wider(problem: Problem, deterministic: bool) -> Iterator[Sm90BackwardWide]:
+    """The rest of the space: all tiles and buffers, shares of dQ, loads and sections with each other."""
+    sections = SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
+    for core in chain(_wider_single_blocks(problem), _wider_pairs(problem)):
+        core = replace(core, deterministic=deterministic)
+        if not (deterministic and core.descending) and is_feasible(problem, core, plan):
+            for heads, cache_mb in sections:
+                yield replace(core, heads_together=heads, cache_mb=cache_mb)
+
+
+def _wider_single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
+    tiles = (80, 64, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
+    balanced = dq_units(problem)[1]
+    shares = [0, *(n for n in (balanced + 1, balanced - 1) if 0 < n <= problem.head_dim // COLUMNS)]
+    for tile_n, stages, stages_dout, dq_behind_dv, of_second, loaders, descending in product(
+        tiles, (2, 3), (1, 2), (True, False), shares, (1, 2), EITHER
+    ):
+        core = Sm90BackwardWide(64, tile_n, stages, stages_dout, False, descending)
+        yield replace(core, dq_behind_dv=dq_behind_dv, dq_of_second=of_second, loaders=loaders)
+
+
+def _wider_pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
+    if problem.score or problem.mask_mod:
+        return
+    buffers = (2, 2), (2, 1), (3, 2), (3, 1), (2, 3)
+    for (stages, stages_dout), s_late, descending in product(buffers, (True, False), EITHER):
+        yield Sm90BackwardWide(
+            64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True, s_late=s_late
+        )
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Deterministic ones with larger sections, which `tunings` leaves out."""
+    """Deterministic ones with larger sections and, for masks with lists, the rest of the space."""
     yield from (replace(t, cache_mb=40) for t in _in_order(problem))
+    if problem.mask.listed:
+        yield from _wider(problem, True)
 
 
 BACKWARD = Family(

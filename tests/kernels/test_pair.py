@@ -60,6 +60,9 @@ def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -
         ((256, 256), Mask.CAUSAL, {"deterministic": True}),
         ((192, 128), Mask.SPANS, {"deterministic": True, "stages_dout": 2}),
         ((192, 256), Mask.FULL, {"deterministic": True}),
+        ((256, 256), Mask.CAUSAL, {"s_late": True}),
+        ((192, 192), Mask.SPANS, {"s_late": True, "stages_dout": 2}),
+        ((192, 128), Mask.FULL, {"s_late": True, "deterministic": True}),
     ],
 )
 def test_gradients_on_the_cpu(

@@ -194,12 +194,68 @@ def test_refusals(changed: dict[str, object], reason: str) -> None:
         ((256, 256), {"stages_dout": 2}, "shared memory"),
         ((128, 192), {}, "pairs of blocks take 192 and 256"),
         ((256, 64), {}, "128 and more of v"),
+        ((256, 256), {"loaders": 2}, "knobs of single blocks; leave them out for a pair"),
+        ((256, 256), {"dq_of_second": 1}, "knobs of single blocks"),
+        ((256, 256), {"dq_behind_dv": True}, "knobs of single blocks"),
     ],
 )
 def test_refusals_of_pairs(dims: tuple[int, int], changed: dict[str, int], reason: str) -> None:
     tuning = replace(first((256, 256), Mask.FULL, pair=True).tuning, **changed)
     with pytest.raises(Infeasible, match=reason):
         make_plan(Spec(problem(dims, Mask.FULL), tuning))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"dq_of_second": 2}, "dq_of_second 2: is what 0 chooses here"),
+        ({"dq_of_second": 5}, "dq_of_second 5: must be 0 to 4"),
+        ({"dq_of_second": 4, "dq_behind_dv": True}, "dq_behind_dv: the consumer of dV computes no dQ"),
+        ({"s_late": True}, "s_late: needs a pair of blocks"),
+        ({"heads_together": 65}, "heads_together 65: must be 0 to 64"),
+        ({"loaders": 3}, "loaders 3: must be 1 or 2"),
+    ],
+    ids=str,
+)
+def test_refusals_of_orders(changed: dict[str, int], reason: str) -> None:
+    """Of values that mean nothing here, or the same as another."""
+    tuning = replace(Sm90BackwardWide(64, 80, 2, 1, False, False), **changed)  # type: ignore[arg-type]
+    with pytest.raises(Infeasible, match=reason):
+        make_plan(Spec(problem((256, 256), Mask.CAUSAL), tuning))
+
+
+BLOCK = {"tile_n": 80, "stages_dout": 1}  # at 256
+PAIR = {"tile_n": 128, "stages_dout": 1, "pair": True}
+# (head_dims, mask, knobs) of other orders of products, loads and shares of dQ
+ORDERS: list[tuple[tuple[int, int], Mask, dict[str, int]]] = [
+    ((192, 192), Mask.FULL, {"dq_behind_dv": True, "dq_of_second": 2, "loaders": 2}),
+    ((192, 192), Mask.CAUSAL, {"dq_behind_dv": True, "heads_together": 2}),
+    ((192, 192), Mask.SPANS, {"stages_dout": 1, "dq_behind_dv": True, "deterministic": True}),
+    ((192, 128), Mask.SPANS, {"dq_behind_dv": True, "dq_of_second": 2}),
+    ((192, 128), Mask.CAUSAL, {"dq_of_second": 2, "loaders": 2, "deterministic": True}),
+    ((256, 256), Mask.CAUSAL, {**BLOCK, "dq_behind_dv": True, "loaders": 2}),
+    ((256, 256), Mask.FULL, {**BLOCK, "tile_n": 64, "dq_behind_dv": True, "dq_of_second": 3}),
+    ((256, 256), Mask.CAUSAL, {**PAIR, "s_late": True}),
+    ((192, 192), Mask.FULL, {**PAIR, "s_late": True, "stages_dout": 2, "deterministic": True}),
+    ((192, 128), Mask.SPANS, {**PAIR, "s_late": True, "stages": 3, "stages_dout": 2}),
+]
+
+
+def ordered(dims: tuple[int, int], mask: Mask, changed: dict[str, int]) -> Spec:
+    tuning = Sm90BackwardWide(64, 96, 2, 2, False, False)
+    return Spec(problem(dims, mask), replace(tuning, **changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.nvcc
+def test_orders_do_not_spill(nvcc: None, tmp_path: Path) -> None:
+    log = check_resources([render(ordered(*order)) for order in ORDERS], tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dims", "mask", "changed"), ORDERS, ids=str)
+def test_gradients_of_orders(dims: tuple[int, int], mask: Mask, changed: dict[str, int]) -> None:
+    check_gradients(ordered(dims, mask, changed))
 
 
 @pytest.mark.nvcc

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 from emulated_wide import EmulatedWide
@@ -34,14 +35,23 @@ ORDERED = {
     "dQ not fenced": "proxy_fence();\n    if (first)",
     "semaphores before they are 0": "griddepcontrol_wait();  // for semaphores",
 }
+# Likewise of blocks whose dV runs beside dQ, and where a warp of its own loads dO.
+IN_FLIGHT = {
+    "P overwritten before dV has read it": "named_sync(kPRead, kConsumers * 128);",
+    "nobody says that P has been read": "named_arrive(kPRead, kConsumers * 128);",
+    "dO released before dV has read it": "wgmma_wait<1>();\n        arrive(base + kEmptyDo",
+    "dV before dO": "barrier_wait(base + kFullDo + do_ring.stage * 8, do_ring.phase);",
+    "dO over dO": "barrier_wait(base + kEmptyDo + do_ring.stage * 8, do_ring.phase);",
+}
 
 
-def spec(dims: tuple[int, int], mask: Mask, *knobs: int) -> Spec:
+def spec(dims: tuple[int, int], mask: Mask, *knobs: int, **more: Any) -> Spec:
     """`knobs`: keys of a tile, buffers of Q, of dO, whether the last tile comes first, whether deterministic."""
     dim_v = 0 if dims[0] == dims[1] else dims[1]
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, dims[0], mask, dim_v=dim_v)
     tile_n, stages, stages_dout, descending, deterministic = *knobs, *(0,) * (5 - len(knobs))
-    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, bool(deterministic), bool(descending))
+    flags = bool(deterministic), bool(descending)
+    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, *flags, **more)
     return Spec(problem, tuning)
 
 
@@ -74,6 +84,39 @@ def test_gradients_on_the_cpu(
         (Shape(20, 40, 0, 1), Shape(200, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2))
     ):
         assert kernel.failure(shape, seed) == ""
+
+
+@pytest.mark.parametrize(
+    ("dims", "mask", "knobs", "more"),
+    [
+        ((192, 192), Mask.CAUSAL, (96, 2, 2), {"dq_behind_dv": True}),
+        ((192, 128), Mask.SPANS, (96, 2, 2), {"dq_behind_dv": True, "dq_of_second": 2}),
+        ((256, 256), Mask.CAUSAL, (80, 2, 1), {"dq_behind_dv": True, "loaders": 2}),
+        ((256, 256), Mask.FULL, (64, 2, 1), {"dq_of_second": 3}),
+        ((192, 192), Mask.CAUSAL, (96, 2, 2), {"loaders": 2, "dq_of_second": 2}),
+        ((64, 128), Mask.CAUSAL, (128, 2, 1), {"loaders": 2}),
+        ((192, 192), Mask.CAUSAL, (80, 3, 1, 0, 1), {"loaders": 2, "dq_behind_dv": True, "dq_of_second": 2}),
+        ((128, 64), Mask.FULL, (128, 2, 1), {"dq_of_second": 1, "dq_behind_dv": True}),
+    ],
+    ids=str,
+)
+def test_orders_of_products(
+    dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], more: dict[str, int], tmp_path: Path
+) -> None:
+    kernel = EmulatedWide(spec(dims, mask, *knobs, **more), tmp_path)
+    for seed, shape in enumerate(
+        (Shape(20, 40, 0, 1), Shape(200, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2), Shape(700, 96, 0, 1))
+    ):
+        assert kernel.failure(shape, seed) == ""
+
+
+def test_breaks_of_what_is_in_flight_are_noticed(tmp_path: Path) -> None:
+    chosen = spec((192, 128), Mask.FULL, 96, 2, 2, dq_behind_dv=True, loaders=2)
+    kernel = EmulatedWide(chosen, tmp_path, IN_FLIGHT)
+    shapes = Shape(128, 96, 0, 1), Shape(900, 96, 0, 1)
+    assert all(kernel.failure(shape, 0) == "" for shape in shapes)
+    for number, name in enumerate(IN_FLIGHT, 1):
+        assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
 
 
 def test_breaks_are_noticed(tmp_path: Path) -> None:

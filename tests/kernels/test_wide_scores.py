@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import mask_functions
 import pytest
@@ -21,7 +22,8 @@ from torch import Tensor
 import attnforge
 from attnforge import masks, scores
 from attnforge.codegen.families import make_plan
-from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
+from attnforge.codegen.families.family import is_feasible
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide, dq_units, plan
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
@@ -139,10 +141,10 @@ def test_refusals() -> None:
 on_cpu = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
 
-def emulated(of: Problem, knobs: tuple[int, ...], directory: Path) -> EmulatedWide:
-    """`knobs`: keys of a tile, buffers of Q, of dO, whether deterministic."""
+def emulated(of: Problem, knobs: tuple[int, ...], directory: Path, **more: Any) -> EmulatedWide:
+    """`knobs`: keys of a tile, buffers of Q, of dO, whether deterministic. `more`: others by name."""
     tile_n, stages, stages_dout, deterministic = *knobs, *(0,) * (4 - len(knobs))
-    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, bool(deterministic), False)
+    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, bool(deterministic), False, **more)
     return EmulatedWide(Spec(of, tuning), directory)
 
 
@@ -170,6 +172,20 @@ def test_scores_on_the_cpu(
         kernel = kernel or emulated(problem(dims, mask, score.text), knobs, tmp_path)
         kernel.score_tensors = score.tensors
         assert kernel.failure(shape, seed, formula=formula) == ""
+
+
+ORDER = {"dq_behind_dv": True, "loaders": 2}
+
+
+@on_cpu
+def test_another_order_of_products_on_the_cpu(tmp_path: Path) -> None:
+    """P, which a curved score packs, is stored once dV has read that of the step before."""
+    shape = Shape(200, 190, 0, 1, 2)
+    score, formula = functions(shape.batch, 2, shape.seq_q, shape.seq_k)["softcap"]
+    of = problem((192, 128), Mask.SPANS, score.text)
+    kernel = emulated(of, (96, 2, 2), tmp_path, dq_of_second=2, **ORDER)
+    kernel.score_tensors = score.tensors
+    assert kernel.failure(shape, 0, formula=formula) == ""
 
 
 @on_cpu
@@ -256,9 +272,23 @@ def first_guesses() -> Iterator[Spec]:
         yield first(problem(dims, Mask.DENSE, score, TREE))
 
 
+def in_another_order(spec: Spec) -> Spec:
+    """Also with another share of dQ, where it has registers for it."""
+    tuning = replace(spec.tuning, **ORDER)
+    more = replace(tuning, dq_of_second=dq_units(spec.problem)[1] + 1)  # type: ignore[call-arg]
+    return Spec(spec.problem, more if is_feasible(spec.problem, more, plan) else tuning)
+
+
 @pytest.mark.nvcc
 def test_first_guesses_do_not_spill(nvcc: None, tmp_path: Path) -> None:
     log = check_resources([render(spec) for spec in first_guesses()], tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.nvcc
+def test_other_orders_do_not_spill(nvcc: None, tmp_path: Path) -> None:
+    specs = [in_another_order(spec) for spec in list(first_guesses())[::3]]
+    log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
 
 
@@ -335,6 +365,14 @@ CASES = [(dims, "wide softcap", mask) for dims in DIMS for mask in MASKS] + [
 def test_scores_on_a_gpu(dims: tuple[int, int], name: str, mask: Mask, deterministic: bool) -> None:
     text = functions(1, 2, 64, 64)[name][0].text
     check(first(problem(dims, mask, text), deterministic), name, LIMIT[DType.BFLOAT16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["softcap", "relative"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_another_order_of_products_on_a_gpu(dims: tuple[int, int], name: str) -> None:
+    text = functions(1, 2, 64, 64)[name][0].text
+    check(in_another_order(first(problem(dims, Mask.CAUSAL, text))), name, LIMIT[DType.BFLOAT16])
 
 
 @pytest.mark.gpu
