@@ -5,7 +5,7 @@ Knob `splits` chooses the kernel for short queries, whose blocks share the keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -69,6 +69,10 @@ class Sm90Forward(Tuning):
     cache_mb: int = knob(
         "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
     )
+    stages_v: int = knob("v", "shared-memory buffers for V, more than for K; 0: as many", 0, quiet=True)
+    k_ahead: bool = knob(
+        "a", "K of the next visit is loaded before V of this one, not behind it", False, quiet=True
+    )
     splits: int = knob(
         "t",
         "1: for short queries; blocks share the keys, and all q heads of a kv head share tiles",
@@ -116,6 +120,10 @@ def _require_knobs(t: Sm90Forward) -> None:
         raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
     if not 0 <= t.heads_together <= 64:
         raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
+    if t.stages_v and not t.stages < t.stages_v <= 4:
+        raise Infeasible(f"stages_v {t.stages_v}: must be more than stages, up to 4, or 0 for as many")
+    if t.k_ahead and t.stages < 2:
+        raise Infeasible("k_ahead: needs two buffers of K")
     if not 0 <= t.splits <= 1:
         raise Infeasible(f"splits {t.splits}: must be 0 or 1")
     require_section(t.cache_mb)
@@ -246,7 +254,8 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, roomy: bool) -> tuple[i
     q_bytes, k_bytes, v_bytes = t.tile_m * max(row, row_v), t.tile_n * row, t.tile_n * row_v
     require_tiles(64 * row, k_bytes, v_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
-    shared = t.stages * (k_bytes + v_bytes + 4 * 8) + bounds  # four barriers
+    # Two barriers a buffer.
+    shared = t.stages * (k_bytes + 2 * 8) + (t.stages_v or t.stages) * (v_bytes + 2 * 8) + bounds
     # Q of the next work tile should arrive before O of this one is stored. Two buffers of Q allow that, or else a
     # buffer for as many panels of O as fit, which is written 16 columns at a time. 16 bytes are left to broadcast work
     # tiles.
@@ -476,12 +485,26 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     """The rest of the space: tiles that may win, persistent, with all buffers and the values of the later knobs."""
     wide = LONG_TILES if problem.largest_dim > 128 else WIDE_TILES
     tiles = NARROW_TILES if problem.head_dim <= 96 else wide
+    yield from _later_knobs(problem, tiles, ((3, 0, False), (2, 0, False), (4, 0, False)))
+    if problem.largest_dim > 128:
+        # Buffers of K, more of V than of K, and K loaded a visit ahead.
+        others = (2, 3, False), (3, 4, False), (3, 0, True), (2, 0, True)
+        yield from _later_knobs(problem, tiles, others)
+    if problem.largest_dim > 128 and not problem.mask.listed:  # with lists it spills
+        narrow = (3, 0, False), (2, 0, False), (3, 0, True), (2, 0, True), (3, 4, False), (2, 3, False)
+        yield from _later_knobs(problem, [(192, 48)], narrow)
+
+
+def _later_knobs(
+    problem: Problem, tiles: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int, bool]]
+) -> Iterator[Sm90Forward]:
+    """All `tiles`, `loads` (stages, stages_v, k_ahead) and values of the other knobs with each other."""
     sections = SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
     ordering = ((True, 0), (True, 1), (True, 2), (False, 0))  # ping_pong, hand_over
-    for (tile_m, tile_n), stages, dynamic, q_in_regs in product(
-        tiles, (3, 2, 4), (True, False), (False, True)
+    for tile, (stages, stages_v, k_ahead), dynamic, q_in_regs in product(
+        tiles, loads, (True, False), (False, True)
     ):
-        core = Sm90Forward(tile_m, tile_n, stages, False, True, dynamic, q_in_regs)
+        core = Sm90Forward(*tile, stages, False, True, dynamic, q_in_regs, stages_v=stages_v, k_ahead=k_ahead)
         if is_feasible(problem, core, plan):
             for (ping_pong, hand_over), exact_visits, (heads, cache_mb) in product(
                 ordering, (3, 1, 0), sections

@@ -13,7 +13,7 @@ from spaces import sample
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.limits import SHARED_LIMIT
 from attnforge.codegen.families.sm90 import Sm90Forward
-from attnforge.codegen.plan import Plan
+from attnforge.codegen.plan import Infeasible, Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -30,6 +30,7 @@ def kind(plan: Plan) -> tuple[object, ...]:
     assert isinstance(tuning, Sm90Forward)
     knobs = tuning.ping_pong, tuning.persistent, tuning.dynamic, tuning.q_in_regs
     later = tuning.hand_over, tuning.exact_visits > 0, tuning.heads_together
+    loads = tuning.stages_v > 0, tuning.k_ahead
     orders = (
         plan.row_groups,
         plan.short_last,
@@ -38,7 +39,7 @@ def kind(plan: Plan) -> tuple[object, ...]:
     )
     constants = (plan.constants[name] for name in ("consumers", "q_buffers", "broadcast", "out_panels"))
     columns = bool(plan.constants["tail"]), bool(plan.spec.problem.dim_v), plan.constants["copies"] > 1
-    return (plan.spec.problem.mask, *columns, *knobs, *later, *orders, *constants)
+    return (plan.spec.problem.mask, *columns, *knobs, *later, *loads, *orders, *constants)
 
 
 @cache
@@ -62,9 +63,9 @@ def kinds(mask: Mask) -> tuple[str, ...]:
     ("head_dim", "dim_v", "tiles"),
     [
         (256, 0, {(128, 64), (128, 80)}),
-        (192, 0, {(128, 64), (128, 80), (128, 96), (128, 112)}),
-        (192, 128, {(128, n) for n in (64, 80, 96, 112, 128)} | {(192, 64), (192, 80)}),
-        (128, 192, {(128, n) for n in (64, 80, 96, 112, 128)}),
+        (192, 0, {(128, 64), (128, 80), (128, 96), (128, 112), (192, 48)}),
+        (192, 128, {(128, n) for n in (64, 80, 96, 112, 128)} | {(192, 48), (192, 64), (192, 80)}),
+        (128, 192, {(128, n) for n in (64, 80, 96, 112, 128)} | {(192, 48)}),
         (128, 0, {(128, n) for n in range(96, 192, 16)} | {(192, 64), (192, 80)}),
     ],
 )
@@ -75,6 +76,55 @@ def test_tiles_with_the_later_knobs(head_dim: int, dim_v: int, tiles: set[tuple[
     assert {
         (t.tile_m, t.tile_n) for t in found if isinstance(t, Sm90Forward) and t.exact_visits == 1
     } == tiles
+
+
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS], ids=lambda mask: mask.value)
+@pytest.mark.parametrize(("head_dim", "dim_v"), [(192, 0), (192, 128), (256, 0)])
+def test_backwards_of_wide_heads_have_a_thousand_variants(head_dim: int, dim_v: int, mask: Mask) -> None:
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, dim_v=dim_v)
+    found = list(candidates(problem))
+    assert 1000 <= len(found) == len(set(found))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "knobs"),
+    [
+        (256, Mask.CAUSAL, {"pair": True, "s_late": True}),
+        (256, Mask.FULL, {"pair": False, "dq_behind_dv": False}),
+        (192, Mask.CAUSAL, {"pair": False, "dq_behind_dv": True}),
+        (192, Mask.FULL, {"pair": False, "dq_behind_dv": True}),
+    ],
+    ids=str,
+)
+def test_first_guess_of_wide_heads(head_dim: int, mask: Mask, knobs: dict[str, bool]) -> None:
+    """The backward's orders of products that were the fastest."""
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
+    tuning = next(candidates(problem)).tuning
+    assert {name: getattr(tuning, name) for name in knobs} == knobs
+
+
+@pytest.mark.parametrize(
+    ("changed", "q_buffers", "reason"),
+    [
+        ({"tile_n": 64, "stages_v": 3}, 1, ""),
+        ({"k_ahead": True}, 1, ""),
+        ({"stages_v": 3}, 1, "shared memory"),
+        ({"stages_v": 1}, 1, "stages_v 1: must be more than stages, up to 4, or 0 for as many"),
+        ({"stages_v": 2}, 1, "stages_v 2"),
+        ({"stages_v": 5}, 1, "stages_v 5"),
+        ({"stages": 1, "k_ahead": True}, 1, "k_ahead: needs two buffers"),
+    ],
+    ids=str,
+)
+def test_buffers_of_v(changed: dict[str, int], q_buffers: int, reason: str) -> None:
+    """There may be more of them than of K."""
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 256, Mask.FULL)
+    tuning = replace(Sm90Forward(128, 80, 2, False, True, False, False), **changed)  # type: ignore[arg-type]
+    if reason:
+        with pytest.raises(Infeasible, match=reason):
+            make_plan(Spec(problem, tuning))
+    else:
+        assert make_plan(Spec(problem, tuning)).constants["q_buffers"] == q_buffers
 
 
 @pytest.mark.parametrize(

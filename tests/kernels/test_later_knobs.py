@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from strict_nvcc import SERIALISED, compile_strictly
+from strict_nvcc import SERIALISED, check_resources, compile_strictly
 
 from attnforge.bagel.measure.cases import make_case
 from attnforge.codegen.families import make_plan, make_tuning, spec_from_json
@@ -61,6 +61,17 @@ WALKS = [
     (64, Mask.SPANS, {"stages": 4, "stages_dout": 3, "in_regs": 2, "lag": 1}),
     (64, Mask.SPANS, {"stages": 4, "stages_dout": 3, "in_regs": 2, "lag": 1, "deterministic": 1}),
 ]
+# (head_dim, dim_v, mask, knobs) of forwards of wide heads
+LONG = [
+    (256, 0, Mask.CAUSAL, {"tile_m": 128, "tile_n": 80, "stages": 2, "k_ahead": 1}),
+    (256, 0, Mask.FULL, {"tile_m": 128, "tile_n": 80, "stages": 2, "k_ahead": 1, "ping_pong": 0}),
+    (256, 0, Mask.FULL, {"tile_m": 128, "tile_n": 64, "stages": 2, "stages_v": 3}),
+    (192, 0, Mask.CAUSAL, {"tile_m": 128, "tile_n": 80, "stages": 2, "stages_v": 3}),
+    (192, 0, Mask.FULL, {"tile_m": 192, "tile_n": 48, "stages": 2}),
+    (192, 128, Mask.FULL, {"tile_m": 128, "tile_n": 112, "stages": 2, "stages_v": 3}),
+    (192, 128, Mask.CAUSAL, {"tile_n": 80, "stages": 2, "stages_v": 3}),
+    (192, 128, Mask.SPANS, {"tile_m": 128, "tile_n": 96, "stages": 2, "stages_v": 3, "k_ahead": 1}),
+]
 PACKS = {Mask.SPANS: "finetune/0", Mask.FULL: "full/2x1000", Mask.CAUSAL: "causal/2x1000/1100"}
 variants = pytest.mark.parametrize(("direction", "mask", "values"), VARIANTS, ids=str)
 
@@ -90,6 +101,34 @@ def test_persistent_backwards_compile_cleanly(nvcc: None, tmp_path: Path) -> Non
     log, resources = compile_strictly([render(walk_of(*walk)) for walk in WALKS], tmp_path)
     assert not SERIALISED.search(log), log
     assert not any(used["spill_bytes"] for used in resources.values()), resources
+
+
+def long_of(head_dim: int, dim_v: int, mask: Mask, values: dict[str, int]) -> Spec:
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, dim_v=dim_v)
+    return Spec(problem, make_tuning(problem, FORWARD | values))
+
+
+@pytest.mark.nvcc
+def test_forwards_of_wide_heads_compile_cleanly(nvcc: None, tmp_path: Path) -> None:
+    log = check_resources([render(long_of(*each)) for each in LONG], tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "dim_v", "mask", "values"), LONG, ids=str)
+@pytest.mark.parametrize("size", ["2x1000", "40x300", "1x65", "finetune/0"])
+def test_results_of_wide_heads(
+    head_dim: int, dim_v: int, mask: Mask, values: dict[str, int], size: str
+) -> None:
+    device, spec = torch.device("cuda"), long_of(head_dim, dim_v, mask, values)
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("runs on Hopper only")
+    if ("/" in size) != mask.listed:
+        pytest.skip("a pack is for spans")
+    heads = f"4/2/{head_dim}/{dim_v}" if dim_v else f"4/2/{head_dim}"
+    case = make_case(size if mask.listed else f"{mask.value}/{size}", heads, DType.BFLOAT16, device)
+    bench = Bench(case, Direction.FORWARD)
+    assert len(list(bench.verify(kernels.load(spec, device)))) == 2
 
 
 @pytest.mark.gpu
