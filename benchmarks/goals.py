@@ -52,7 +52,9 @@ def triton_peer(case: Case) -> Attention:
 
 def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
     """(goal, pack, model) in the order of the run."""
-    goals = [goal for suite in args.suite or SUITES for goal in GOALS[suite] if re.search(args.only, goal.label)]
+    goals = [
+        goal for suite in args.suite or SUITES for goal in GOALS[suite] if re.search(args.only, goal.label)
+    ]
     rows = [
         (goal, *goal.cases[seed]) for seed in range(args.seeds) for goal in goals if seed < len(goal.cases)
     ]
