@@ -1,8 +1,9 @@
-// attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_d0_b8
+// attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_d0_u2_v1
 // Generated from templates/sm90a/backward_wide.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 192 --mask causal --align
 //     16 --set tile_m=64 --set tile_n=96 --set stages=2 --set stages_dout=2
-//     --set deterministic=0 --set descending=0 --set cache_mb=8
+//     --set deterministic=0 --set descending=0 --set dq_of_second=2
+//     --set dq_behind_dv=1
 //
 //   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n          96   keys per block, a multiple of 16; each consumer computes S and dP of half of them
@@ -10,7 +11,8 @@
 //   stages_dout      2   shared-memory buffers for dO
 //   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
 //   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
-//   cache_mb         8   MiB of the L2 cache for the operands of the heads in work
+//   dq_of_second     2   times 64 columns of dQ that the consumer of dK computes; 0: as balances both
+//   dq_behind_dv     1   dQ is issued while dV of the same step may run
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -35,7 +37,8 @@
 //
 // A block computes a key tile of one kv head: it visits the query tiles that see it, for every q head of the group.
 // Consumers: two warpgroups. Each computes S and dP of half of the keys and puts P and dS into shared memory, as both
-// need all of them: the first sums dV and computes 128 columns of dQ, the second sums dK and computes 64.
+// need all of them: the first sums dV and computes 64 columns of dQ, the second sums dK and computes 128.
+// The first consumer issues dQ of a step while its dV may still run.
 // Producer warpgroup: its first warp loads K, V, Q, row_stats and dO.
 // The next two issue additions of dQ, one warp for each consumer: a consumer stores dQ to shared memory, from where TMA
 // adds it to dq_accum. So additions do not hold up the consumers.
@@ -109,11 +112,12 @@ constexpr int kStagesQ = 2;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 constexpr int kHalf = kTileN / 2;  // keys of which a consumer computes S and dP
 constexpr int kDqUnit = 64;  // columns of dQ of one product
-constexpr int kDqUnitsOfFirst = 2;  // of the first consumer
-constexpr int kDqUnitsOfSecond = 1;
-// P and dS are stored as [key][query], 16-byte chunks swizzled within rows of 128 bytes. Consumers write those of a
-// step after both have arrived with dS of the step before. By then dV of that step is complete, and so is what takes dS
-// of the step before that: a buffer of P and two of dS suffice, without a barrier for empty ones.
+constexpr int kDqUnitsOfFirst = 1;  // of the first consumer
+constexpr int kDqUnitsOfSecond = 2;
+// P and dS are stored as [key][query], 16-byte chunks swizzled within rows of 128 bytes. Consumers write dS of a step
+// after both have arrived with that of the step before. By then what takes dS of the step before that is complete: two
+// buffers suffice, without a barrier for empty ones. The buffer of P is empty when the first consumer has arrived at
+// kPRead.
 constexpr int kScoreRowBytes = kTileM * 2;
 constexpr int kScoreBytes = kTileN * kScoreRowBytes;
 constexpr int kBuffersDs = 2;
@@ -153,7 +157,7 @@ constexpr int kSharedBytes = kStagedUnit + 8 * kConsumers;
 static_assert(kSharedBytes == 230544, "the plan of this kernel disagrees");
 
 // Named barriers; 0 is __syncthreads.
-enum NamedBarrier { kPStored = 1, kDsStored = 2, kStoreOfFirst = 3 };
+enum NamedBarrier { kPStored = 1, kDsStored = 2, kStoreOfFirst = 3, kPRead = 5 };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -417,7 +421,7 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
-constexpr long long kCacheBytes = 8 << 20;
+constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
@@ -691,19 +695,15 @@ struct Consumer {
         accumulator_fence(s);
         long long plane = first_plane(p, work);
         int index = 0;  // of the visit
+        // dV may run behind scores(), but not from one iteration to the next: ptxas would serialise all products.
 #pragma unroll 1
-        for (int step = 0;; ++step) {
-            if (step > 0) {
-                products(step - 1, step < steps, plane);
-                if (++index == work.visits) {
-                    index = 0;
-                    ++plane;
-                }
-            }
-            if (step == steps) {
-                break;
-            }
+        for (int step = 0; step < steps; ++step) {
             scores(step, work.tile * kTileN);
+            products(step, step + 1 < steps, plane);
+            if (++index == work.visits) {
+                index = 0;
+                ++plane;
+            }
         }
         epilogue(work_of(p, blockIdx.x));  // anew: in registers for so long it would make ptxas spill
     }
@@ -725,6 +725,9 @@ struct Consumer {
         wgmma_fence();
         start_scores<kHeadDimV / 16>(dp, dout, base + kOffsetV + kGroup * kHalf * kSwizzleBytes);
         softmax(key0);
+        if (kOfKeys && step > 0) {
+            named_sync(kPRead, kConsumers * 128);
+        }
         store_transposed(base + kOffsetP + kGroup * kHalf * kScoreRowBytes, s, 1.0f);
         if constexpr (kOfKeys) {
             named_arrive(kPStored, kConsumers * 128);
@@ -746,8 +749,6 @@ struct Consumer {
             arrive(empty_do);  // stmatrix has joined the warp
         } else {
             arrive(empty_q);
-            wgmma_wait<0>();  // dV is complete
-            arrive(empty_do);
         }
     }
 
@@ -767,6 +768,9 @@ struct Consumer {
         for (int unit = 0; unit < kUnits; ++unit) {
             wgmma_fence();
             start_dq(dq, ds_tile, k_panel + unit * kTileN * kSwizzleBytes);
+            if (!kOfKeys && unit == 0) {
+                finish_dv(more);
+            }
             if (unit > 0) {
                 wgmma_wait<0>();
             } else if constexpr (kOfKeys) {
@@ -795,6 +799,15 @@ struct Consumer {
         }
         wgmma_wait<0>();
         accumulator_fence(s);
+    }
+
+    // First consumer: wait until dV of this step is complete, but not dQ. Then P and dO have been read.
+    __device__ __forceinline__ void finish_dv(bool more) {
+        wgmma_wait<1>();
+        arrive(base + kEmptyDo + (do_ring.stage == 0 ? kStagesDo - 1 : do_ring.stage - 1) * 8);
+        if (more) {
+            named_arrive(kPRead, kConsumers * 128);
+        }
     }
 
     // Stage columns of a unit of dQ, once TMA has read those of the unit before. `sums`: the unit's place in dq_accum;
@@ -938,7 +951,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_d0_b8_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_d0_u2_v1_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 32;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -981,7 +994,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_d0_b8_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_d0_u2_v1_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1018,7 +1031,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_d0_b8(
+attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_d0_u2_v1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
