@@ -178,7 +178,13 @@ def one_case(goal: Goal, case: Case, args: argparse.Namespace, alone: bool) -> L
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure all performance goals in one run.")
     parser.add_argument("--suite", action="append", choices=list(GOALS))
-    parser.add_argument("--only", default="", metavar="REGEX", help="only goals whose label matches")
+    parser.add_argument(
+        "--only",
+        type=re.compile,
+        default=re.compile(""),
+        metavar="REGEX",
+        help="only goals whose label matches",
+    )
     parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="of N shares by heads")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--seconds", type=float, default=0.6, help="seconds of timed calls per case")

@@ -117,7 +117,7 @@ constexpr int kDqUnitsOfSecond = 2;
 // P and dS are stored as [key][query], 16-byte chunks swizzled within rows of 128 bytes. Consumers write dS of a step
 // after both have arrived with that of the step before. By then what takes dS of the step before that is complete: two
 // buffers suffice, without a barrier for empty ones. The buffer of P is empty when the first consumer has arrived at
-// kPRead.
+// kPRead; its own warps have then waited for dV, which wgmma completes for the warpgroup as a whole.
 constexpr int kScoreRowBytes = kTileM * 2;
 constexpr int kScoreBytes = kTileN * kScoreRowBytes;
 constexpr int kBuffersDs = 2;
@@ -695,7 +695,8 @@ struct Consumer {
         accumulator_fence(s);
         long long plane = first_plane(p, work);
         int index = 0;  // of the visit
-        // dV may run behind scores(), but not from one iteration to the next: ptxas would serialise all products.
+        // dV may still run when scores() returns, but not from one iteration to the next: ptxas would serialise
+        // all products.
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             scores(step, work.tile * kTileN);

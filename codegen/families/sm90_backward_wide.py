@@ -156,7 +156,6 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "bulk_dq": False,
         "adds_quads": True,
         "keys_in_regs": False,
-        "scores_by_query": True,  # rows of S are queries
         "columns_of_out": "kHeadDimV",
         "row_lanes": 1 << (p.head_dim_v // 8 - 1).bit_length(),
         "helper_threads": HELPER_THREADS,
@@ -167,6 +166,7 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
 def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     first, second = dq_units(p, t.dq_of_second)
     return {
+        "scores_by_query": True,  # rows of S are queries
         "s_early": s_early(p, t),
         "staged_columns": staged_columns(p, t),
         "bulk_dq": staged_columns(p, t) > 0,
@@ -438,7 +438,7 @@ def _wider_pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Deterministic ones with larger sections and, for masks with lists, the rest of the space."""
+    """Deterministic ones and, for masks with lists, the rest of the space."""
     yield from (replace(t, cache_mb=40) for t in _in_order(problem))
     if problem.mask.listed:
         yield from _wider(problem, True)

@@ -36,6 +36,7 @@ PROBLEMS = [
     Problem(BACKWARD, Arch.SM90, DType.BFLOAT16, 192, Mask.DENSE, 16, 128),
     Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS),
     Problem(FORWARD, Arch.SM90A, DType.FLOAT16, 72, Mask.FULL),
+    Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 192, Mask.CAUSAL),
     Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 41, Mask.DENSE, 4, 100),
