@@ -66,8 +66,10 @@ def require_score_gradients(spec: Spec, deterministic: bool) -> None:
         )
 
 
-def require_section(cache_mb: int) -> None:
-    """Infeasible for a size of sections that no cache has."""
+def require_sections(heads_together: int, cache_mb: int) -> None:
+    """Infeasible for a number of heads or a size of sections out of range."""
+    if not 0 <= heads_together <= 64:
+        raise Infeasible(f"heads_together {heads_together}: must be 0 to 64")
     least, most = SECTIONS_MB
     if not least <= cache_mb <= most:
         raise Infeasible(f"cache_mb {cache_mb}: must be {least} to {most}")

@@ -21,7 +21,7 @@ from attnforge.codegen.families.hopper import (
     consumer_warpgroups,
     require_hopper,
     require_registers,
-    require_section,
+    require_sections,
     require_shared,
     require_tiles,
     slot_words,
@@ -118,15 +118,13 @@ def _require_knobs(t: Sm90Forward) -> None:
         raise Infeasible(f"hand_over {t.hand_over}: must be 0 to 2, and 0 without ping_pong")
     if not 0 <= t.exact_visits <= 9:
         raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
-    if not 0 <= t.heads_together <= 64:
-        raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
     if t.stages_v and not t.stages < t.stages_v <= 4:
         raise Infeasible(f"stages_v {t.stages_v}: must be more than stages, up to 4, or 0 for as many")
     if t.k_ahead and t.stages < 2:
         raise Infeasible("k_ahead: needs two buffers of K")
     if not 0 <= t.splits <= 1:
         raise Infeasible(f"splits {t.splits}: must be 0 or 1")
-    require_section(t.cache_mb)
+    require_sections(t.heads_together, t.cache_mb)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from attnforge.codegen.families.hopper import (
     require_hopper,
     require_registers,
     require_score_gradients,
-    require_section,
+    require_sections,
     require_shared,
     require_tiles,
     slot_words,
@@ -116,13 +116,11 @@ def plan(spec: Spec) -> Plan:
 
 def _require_knobs(t: Sm90Backward) -> None:
     """Infeasible for values of a knob that mean nothing here, or the same as another value."""
-    if not 0 <= t.heads_together <= 64:
-        raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
     if t.loaders not in (0, 1, 2):
         raise Infeasible(f"loaders {t.loaders}: must be 1 or 2, or 0, which chooses")
     if t.loaders == _loaders(replace(t, loaders=0)):
         raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here; set it to 0")
-    require_section(t.cache_mb)
+    require_sections(t.heads_together, t.cache_mb)
     if t.persistent not in (0, 1):
         raise Infeasible(f"persistent {t.persistent}: must be 0 or 1")
 

@@ -29,7 +29,7 @@ from attnforge.codegen.families.hopper import (
     SWIZZLE_CODE,
     require_hopper,
     require_score_gradients,
-    require_section,
+    require_sections,
     require_shared,
     wgmma_type,
 )
@@ -219,9 +219,7 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible(f"stages_dout {t.stages_dout}: must be 1 to 4")
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
-    require_section(t.cache_mb)
-    if not 0 <= t.heads_together <= 64:
-        raise Infeasible(f"heads_together {t.heads_together}: must be 0 to 64")
+    require_sections(t.heads_together, t.cache_mb)
     if t.loaders not in (1, 2):
         raise Infeasible(f"loaders {t.loaders}: must be 1 or 2")
     if not t.pair:
