@@ -38,8 +38,8 @@ from attnforge.runtime.search.search import (
     Scope,
     Started,
     search,
-    so_far,
     varying_knobs,
+    watch_events,
 )
 from attnforge.runtime.search.worker import Worker
 
@@ -76,15 +76,13 @@ def run_search(
     resume = f"run the same command to resume from {short_path(log)}"
     with closing(events), sigterm_as_interrupt():
         screen = Screen(case, direction, options.budget)
-        try:
-            finished = screen.watch(events)
-        except KeyboardInterrupt:
-            finished = screen.so_far()
+        finished, interrupted = screen.watch(events)
+        if interrupted:
             if finished.winner is not None:
                 echo("interrupted; the best so far:")
                 save(finished, target, out)
             echo(resume)
-            raise
+            raise KeyboardInterrupt
         save(finished, target, out)
         rows = []
         if options.peers:
@@ -197,14 +195,8 @@ class Screen:
         self._best_ms = math.inf
         self._started = time.monotonic()
 
-    def so_far(self) -> Finished:
-        """What an interrupted search has measured."""
-        seconds = time.monotonic() - self._started
-        space = self._begun.space if self._begun else 0
-        return so_far(self._case, self._direction, self._results, seconds, space)
-
-    def watch(self, events: Iterable[Event]) -> Finished:
-        """Show all events; returns the last."""
+    def watch(self, events: Iterable[Event]) -> tuple[Finished, bool]:
+        """Show all events; returns as `watch_events`."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -214,16 +206,16 @@ class Screen:
         )
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("preparing", total=None, best="-", left="")
-            for event in events:
+
+            def show(event: Event) -> None:
                 if isinstance(event, Started):
                     self._begun = event
                     progress.update(task, description=self._announce(event), total=event.planned)
                 elif isinstance(event, Measured):
                     self._show(event)
                     progress.update(task, advance=1, best=self._best(), left=f"{clock(self.left())} left")
-                else:
-                    return event
-        raise RuntimeError("the search ended without a result")
+
+            return watch_events(events, self._case, self._direction, show)
 
     def _announce(self, event: Started) -> str:
         """Print what is searched, and for about how long. Returns the case in few words."""

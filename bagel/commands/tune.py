@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
     from attnforge.bagel.commands.selection import Selection
     from attnforge.bagel.measure.tuning_set import TuningProblem
-    from attnforge.runtime.search.case import Case
     from attnforge.runtime.search.claims import Claims
-    from attnforge.runtime.search.search import Event, Finished
     from attnforge.runtime.search.worker import Worker
 
 POLL = 0.2  # seconds between looks at what other processes finished
@@ -230,7 +228,7 @@ class Run:
         from attnforge.runtime.search import winners
         from attnforge.runtime.search.case import as_deterministic
         from attnforge.runtime.search.journal import environment
-        from attnforge.runtime.search.search import Budget, search
+        from attnforge.runtime.search.search import Budget, search, watch_events
 
         launcher()
         device_name = tables.device_name(self.device)
@@ -242,7 +240,8 @@ class Run:
             log = self.folder / f"{problem.slug}.jsonl"
             target = problem.arch, device_name
             events = search(case, problem.direction, target, budget, log, self.workers, worker=self.worker)
-            finished, interrupted = _watch(events, case, problem.direction)
+            with closing(events):
+                finished, interrupted = watch_events(events, case, problem.direction)
         except (Infeasible, ValueError) as error:
             return {"failed": str(error)}
         if finished.winner is not None:
@@ -286,23 +285,6 @@ class Run:
             note = self.claims.note(problem.slug)
             if note is not None:
                 yield problem, note
-
-
-def _watch(events: Generator[Event, None, None], case: Case, direction: Direction) -> tuple[Finished, bool]:
-    """The end of a search, and whether it was interrupted: then it is what was measured."""
-    from attnforge.runtime.search.search import Finished, Measured, so_far
-
-    begin, results = time.monotonic(), []
-    with closing(events):
-        try:
-            for event in events:
-                if isinstance(event, Measured):
-                    results.append(event.result)
-                elif isinstance(event, Finished):
-                    return event, False
-        except KeyboardInterrupt:
-            return so_far(case, direction, results, time.monotonic() - begin), True
-    raise RuntimeError("the search ended without a result")
 
 
 def knobs(winner: str) -> str:

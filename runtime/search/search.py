@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from os import sched_getaffinity
@@ -336,14 +336,31 @@ class _Run:
         )
 
 
-def so_far(
-    case: Case, direction: Direction, results: Iterable[Result], seconds: float, space: int = 0
-) -> Finished:
-    """What an interrupted search has measured, ranked by the trials alone."""
-    results = tuple(results)
-    ranked = sorted((r for r in results if r.status == "ok"), key=lambda r: r.ms)
-    failed = tuple(r for r in results if r.status != "ok")
-    return Finished(case, direction, tuple(ranked), failed, seconds, space=space or len(results))
+def watch_events(
+    events: Iterable[Event], case: Case, direction: Direction, show: Callable[[Event], object] | None = None
+) -> tuple[Finished, bool]:
+    """Pass each event of a search to `show`. Returns the end of the search, and whether it was interrupted.
+
+    After a KeyboardInterrupt the end is what was measured until then, ranked by the trials alone.
+    """
+    begin, space = time.monotonic(), 0
+    results: list[Result] = []
+    try:
+        for event in events:
+            if isinstance(event, Started):
+                space = event.space
+            elif isinstance(event, Measured):
+                results.append(event.result)
+            if show is not None:
+                show(event)
+            if isinstance(event, Finished):
+                return event, False
+    except KeyboardInterrupt:
+        ranked = sorted((r for r in results if r.status == "ok"), key=lambda r: r.ms)
+        failed = tuple(r for r in results if r.status != "ok")
+        seconds = time.monotonic() - begin
+        return Finished(case, direction, tuple(ranked), failed, seconds, space=space), True
+    raise RuntimeError("the search ended without a result")
 
 
 def _may_lead(result: Result, best: Result) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -155,10 +156,21 @@ def test_the_time_left(
     screen = Screen(CASE, FORWARD, budget)
     events: list[Event] = [Started(CASE, FORWARD, 21, 10), finished()]
     events[1:1] = [Measured(result, False) for result in results(done)]
-    assert screen.watch(events).space == 21
+    assert screen.watch(events) == (events[-1], False)
     now[0] += elapsed
     assert screen.left() == pytest.approx(expected)
-    assert screen.so_far().space == 21
+
+
+def test_an_interrupted_search_ends_with_what_was_measured() -> None:
+    def interrupted() -> Iterator[Event]:
+        yield Started(CASE, FORWARD, 21, 10)
+        yield Measured(Result(SPECS[11], "wrong"), resumed=False)
+        yield from (Measured(result, resumed=False) for result in reversed(results(2)))
+        raise KeyboardInterrupt
+
+    end, early = Screen(CASE, FORWARD, Budget()).watch(interrupted())
+    assert early
+    assert (end.ranked, [result.status for result in end.failed], end.space) == (results(2), ["wrong"], 21)
 
 
 def test_clock() -> None:
