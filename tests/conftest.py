@@ -122,6 +122,16 @@ def no_gpu() -> str:
     return ""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def sys_path_without_the_folder_above() -> None:
+    """The root is a package, so pytest puts the folder that it lies in first on sys.path when the first test is set up.
+
+    Processes that tests start inherit sys.path: a `copy.py` beside the clone would take the place of Python's module.
+    """
+    above = str(Path(__file__).parents[2])
+    sys.path[:] = [place for place in sys.path if place != above]
+
+
 @pytest.fixture(autouse=True)
 def deterministic_mode() -> Iterator[None]:
     """What a test, or a program that it runs, makes of torch's deterministic mode ends with the test."""

@@ -264,3 +264,8 @@ def test_every_package_is_in_the_wheel() -> None:
         if path.name == "__init__.py"
     }
     assert sorted(listed) == sorted("attnforge" if name == "." else f"attnforge.{name}" for name in folders)
+
+
+def test_the_folder_above_the_clone_is_not_on_sys_path() -> None:
+    """Tests start processes with this path: a module in there could take the place of one of Python's."""
+    assert str(ROOT.parent) not in sys.path
