@@ -567,13 +567,14 @@ __device__ __forceinline__ void store_out(const Params& p, int batch, int head, 
 
 // ---- Producer ------------------------------------------------------------------------------------------------------
 
-// A place in the ring of buffers, and the parity of the barrier phase to wait for there.
+// A place in a ring of `depth` buffers, and the parity of the barrier phase to wait for there.
+template <int depth>
 struct PipelineState {
     unsigned stage = 0;
     unsigned phase = 0;
 
     __device__ __forceinline__ void advance() {
-        if (++stage == kStages) {
+        if (++stage == depth) {
             stage = 0;
             phase ^= 1;
         }
@@ -582,7 +583,7 @@ struct PipelineState {
 
 // One thread: load the key tiles of the range with TMA as soon as buffers are empty.
 __device__ __forceinline__ void load_tiles(const Params& p, const TensorMaps& maps, unsigned smem, const Work& work) {
-    PipelineState kv_pipe;
+    PipelineState<kStages> kv_pipe;
     int entry = work.visits > 0 ? visit(p, work.tile, work.first_visit) : 0;
 #pragma unroll 1  // registers are few
     for (int i = 0; i < work.visits; ++i) {
@@ -654,7 +655,7 @@ struct Consumer {
     unsigned smem;          // start of shared memory
     const int warpgroup;    // 0 to kConsumers - 1
 
-    PipelineState kv_pipe;  // of K; V is used one visit later
+    PipelineState<kStages> kv_pipe;  // of K; V is used one visit later
     int entry;              // of the visit: its key tile, and whether it is masked
     int query;              // of the thread's first packed row
     int query_below;        // of its other one, 8 rows further down
@@ -684,7 +685,7 @@ struct Consumer {
     }
 
     // Start O += P V of the visit at `v_pipe`, or O = P V unless `accumulate`.
-    __device__ __forceinline__ void issue_pv(const PipelineState& v_pipe, bool accumulate) {
+    __device__ __forceinline__ void issue_pv(const PipelineState<kStages>& v_pipe, bool accumulate) {
         barrier_wait(smem + kFullV + v_pipe.stage * 8, v_pipe.phase);
         wgmma_fence();
         multiply_pv(o, p_frags, smem + kOffsetV + v_pipe.stage * kTileBytesN, accumulate);
@@ -721,7 +722,7 @@ struct Consumer {
         softmax_step(s, p_frags, stats, true, p.scale_log2, rescale);
         for (int i = 1; i < work.visits; ++i) {
             entry = visit(p, work.tile, work.first_visit + i);
-            const PipelineState v_pipe = kv_pipe;
+            const PipelineState<kStages> v_pipe = kv_pipe;
             kv_pipe.advance();
             issue_qk();
             issue_pv(v_pipe, i > 1);
