@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnforge.codegen.families.sm80 import Sm80Forward
 from attnforge.codegen.families.sm80_backward import Sm80Backward
@@ -58,31 +58,53 @@ GPUS = {
 }
 
 
-# Dense 16-bit TFLOP/s and TB/s of memory of Hopper GPUs by a part of their name, from NVIDIA's data sheets. The first
-# that fits counts.
-HOPPER = (
-    (r"H100 PCIe", 756.0, 2.0),
-    (r"H100 NVL", 835.0, 3.9),
-    (r"H200 NVL", 835.0, 4.8),
-    (r"GH200 144G", 990.0, 4.9),
-    (r"GH200", 990.0, 4.0),
-    (r"H20-3e", 148.0, 4.8),
-    (r"H20\b", 148.0, 4.0),
-    (r"H100|H800", 989.4, 3.35),
-    (r"H200", 989.4, 4.8),
+@dataclass(frozen=True)
+class DataSheet:
+    """Rates of a GPU from NVIDIA's data sheet."""
+
+    pattern: str  # a regular expression that the GPU's name contains
+    tflops: float  # dense, 16 bits
+    memory: float  # TB/s
+    gpu: Gpu | None = None  # its multiprocessors; None: clock or number are not those of any GPU above
+
+
+# Hopper through wgmma.
+WGMMA = replace(GPUS[Arch.SM90], name="H200, wgmma", half_fma=2048)
+# The first whose pattern fits counts.
+DATA_SHEETS = (
+    DataSheet(r"H100 PCIe", 756.0, 2.0),
+    DataSheet(r"H100 NVL", 835.0, 3.9),
+    DataSheet(r"H200 NVL", 835.0, 4.8),
+    DataSheet(r"GH200 144G", 990.0, 4.9, WGMMA),
+    DataSheet(r"GH200", 990.0, 4.0, WGMMA),
+    DataSheet(r"H20-3e", 148.0, 4.8),
+    DataSheet(r"H20\b", 148.0, 4.0),
+    DataSheet(r"H[18]00", 989.4, 3.35, WGMMA),
+    DataSheet(r"H200", 989.4, 4.8, WGMMA),
+    DataSheet(r"A100-SXM4-80GB", 312.0, 2.039, GPUS[Arch.SM80]),
+    DataSheet(r"A100-SXM4-40GB", 312.0, 1.555, GPUS[Arch.SM80]),
+    DataSheet(r"RTX 3090", 71.0, 0.936, GPUS[Arch.SM86]),
+    DataSheet(r"RTX 4090", 165.2, 1.008, GPUS[Arch.SM89]),
+    DataSheet(r"RTX 5090", 209.5, 1.792, GPUS[Arch.SM120]),
 )
 
 
-def bytes_per_flop(name: str) -> float | None:
-    """Bytes of memory traffic for one 16-bit operation of a Hopper GPU; None for a GPU that is not in the table.
+def data_sheet(name: str) -> DataSheet | None:
+    """The data sheet of the GPU called `name`; None if it is not listed.
 
-    Words of the name may be separated by whatever is no letter and no digit, as in the names of tables.
+    Any characters but letters and digits may separate the words, so that names of tables work too.
     """
     words = re.sub(r"[^A-Za-z0-9]+", " ", name)
-    for part, tflops, terabytes in HOPPER:
-        if re.search(r"\b" + part.replace("-", " "), words, re.IGNORECASE):
-            return terabytes / tflops
+    for sheet in DATA_SHEETS:
+        if re.search(r"\b" + sheet.pattern.replace("-", " "), words, re.IGNORECASE):
+            return sheet
     return None
+
+
+def bytes_per_flop(name: str) -> float | None:
+    """Bytes of memory traffic for one 16-bit operation of a GPU; None for one without a data sheet."""
+    sheet = data_sheet(name)
+    return sheet.memory / sheet.tflops if sheet else None
 
 
 @dataclass(frozen=True)

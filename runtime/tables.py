@@ -232,7 +232,7 @@ def choose(
     modelled, same mask, same dtype, nearest score (the same, then the same formula with other numbers, none, another
     one), nearest length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
     device before another of the same architecture, of others the one whose bytes of memory a FLOP are nearest by the
-    data sheets (`cost_model.HOPPER`), and the faster. Length determines how many blocks there are, visible
+    data sheets (`cost_model.DATA_SHEETS`), and the faster. Length determines how many blocks there are, visible
     keys how long each works; those of full and causal masks follow from the length. The device comes last, since
     kernels of other shapes differ more than those of a shape on two devices: a device with few entries of its own takes
     the rest from others.

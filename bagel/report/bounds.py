@@ -18,24 +18,13 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.occupancy import Order, Sections, simulate, spans_of
 from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.bagel.report.read import Run, Variant
-from attnforge.codegen.cost_model import GPUS, Gpu, occupancy, step_bytes
+from attnforge.codegen.cost_model import Gpu, data_sheet, occupancy, step_bytes
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Plan
-from attnforge.codegen.spec import Arch, Direction, DType
+from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.search.case import Case, without_order
 
-_WGMMA = replace(GPUS[Arch.SM90], half_fma=2048)
-# By a part of the device's name: data sheet rates, and TB/s of its memory.
-DEVICES: dict[str, tuple[Gpu, float]] = {
-    "H200": (_WGMMA, 4.8),
-    "H100 80GB HBM3": (_WGMMA, 3.35),
-    "A100-SXM4-80GB": (GPUS[Arch.SM80], 2.039),
-    "A100-SXM4-40GB": (GPUS[Arch.SM80], 1.555),
-    "RTX 3090": (GPUS[Arch.SM86], 0.936),
-    "RTX 4090": (GPUS[Arch.SM89], 1.008),
-    "RTX 5090": (GPUS[Arch.SM120], 1.792),
-}
 PRODUCTS_OF_FLOAT32 = 6  # bf16 products for one of float32, or three tf32 ones at half their rate
 _BATCH = re.compile(r"(\d+) x (.+)")
 
@@ -77,15 +66,16 @@ def case_of(name: str, dtype: str) -> Case:
 def bounds(case: Case, run: Run) -> tuple[Roof, list[tuple[Variant, Bound]]]:
     """The roof of a run's device, and the bound of each variant that works.
 
-    For a device without a data sheet here the roof is the highest rate that a variant reached, hidden pairs included.
+    For a device whose multiprocessors `cost_model.DATA_SHEETS` does not list, the roof is the highest rate that a
+    variant reached, hidden pairs included.
     """
-    found = next((known for name, known in DEVICES.items() if name in run.device), None)
-    gpu = found[0] if found else None
+    sheet = data_sheet(run.device)
+    gpu = sheet.gpu if sheet else None
     shapes = [(v, _shape(case, make_plan(v.spec), gpu, v.registers)) for v in run.ranked]
-    if found is None:
+    if sheet is None or gpu is None:
         roof = Roof(max((v.tflops / use for v, (_, use, _) in shapes), default=0.0), 0.0, 0.0, measured=True)
     else:
-        roof = _data_sheet(*found, case.dtype)
+        roof = _roof(gpu, sheet.memory, case.dtype)
     limits = [(v, Bound(*shape, _allowed(roof, *shape))) for v, shape in shapes]
     return roof, limits
 
@@ -100,7 +90,7 @@ def memory_ms(case: Case, roof: Roof, direction: Direction) -> float:
     return times * (rows_q + rows_k) * case.dtype.bytes / roof.memory / 1e9
 
 
-def _data_sheet(gpu: Gpu, memory: float, dtype: DType) -> Roof:
+def _roof(gpu: Gpu, memory: float, dtype: DType) -> Roof:
     clocks = gpu.multiprocessors * gpu.ghz / 1e3
     share = PRODUCTS_OF_FLOAT32 if dtype is DType.FLOAT32 else 1
     return Roof(2 * gpu.half_fma * clocks / share, gpu.l2_bytes * clocks, memory, measured=False)

@@ -20,6 +20,7 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.report.bounds import bounds, case_of, memory_ms
 from attnforge.bagel.report.masks import hidden_colour, picture_of
 from attnforge.bagel.report.read import PAUSE, Peer, Run, Subject, Variant, read
+from attnforge.codegen.cost_model import DATA_SHEETS, data_sheet
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -245,6 +246,32 @@ def test_the_roof_of_an_unknown_device_is_measured() -> None:
     assert max(v.tflops / bound.tile_use for v, bound in limits) == roof.tflops
     assert all(v.tflops <= bound.tflops * (1 + 1e-9) for v, bound in limits)
     assert all(0.5 < bound.tile_use < 1 for _, bound in limits)
+
+
+def test_data_sheets_agree_with_their_multiprocessors() -> None:
+    """The rate of a roof is of multiprocessors and clock, that of dispatch is the data sheet's."""
+    for sheet in DATA_SHEETS:
+        if sheet.gpu is not None:
+            rate = 2 * sheet.gpu.half_fma * sheet.gpu.multiprocessors * sheet.gpu.ghz / 1e3
+            assert rate == pytest.approx(sheet.tflops, rel=3e-3), sheet.pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "listed"),
+    [
+        ("NVIDIA H200", 4.8, True),
+        ("nvidia-h100-80gb-hbm3", 3.35, True),
+        ("NVIDIA GH200 480GB", 4.0, True),
+        ("NVIDIA H200 NVL", 4.8, False),
+        ("NVIDIA A100-SXM4-40GB", 1.555, True),
+        ("NVIDIA GeForce RTX 4090", 1.008, True),
+    ],
+)
+def test_data_sheet_by_name(name: str, memory: float, listed: bool) -> None:
+    sheet = data_sheet(name)
+    assert sheet is not None
+    assert (sheet.memory, sheet.gpu is not None) == (memory, listed)
+    assert data_sheet("cpu avx2") is None
 
 
 def test_float32_pays_six_products() -> None:
