@@ -11,10 +11,12 @@ import pytest
 from spaces import sample
 
 from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.family import is_feasible
 from attnforge.codegen.families.limits import SHARED_LIMIT
-from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.families.sm90 import FORWARD, Sm90Forward
 from attnforge.codegen.plan import Infeasible, Plan
 from attnforge.codegen.render import render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
@@ -195,3 +197,25 @@ def test_only_some_families_have_more_deterministic_variants() -> None:
     assert not list(
         deterministic_candidates(Problem(Direction.BACKWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.FULL))
     )
+
+
+@pytest.mark.parametrize(
+    ("mask", "dynamic", "head_dim", "tile_n", "fits"),
+    [
+        (Mask.SPANS, False, 64, 128, False),
+        (Mask.SPANS, False, 96, 112, False),
+        (Mask.SPANS, False, 128, 80, True),
+        (Mask.SPANS, True, 64, 128, True),
+        (Mask.CAUSAL, False, 64, 128, True),
+        (Mask.DENSE, False, 64, 128, False),
+    ],
+)
+def test_capped_scores_leave_no_registers_for_lists(
+    mask: Mask, dynamic: bool, head_dim: int, tile_n: int, fits: bool
+) -> None:
+    """Three consumers that find their work tiles in lists spill 76 to 110 bytes with the largest tiles."""
+    score = ScoreMod("softcap: 50.0 * tanh(score / 50.0)")
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=score)
+    tuning = Sm90Forward(192, tile_n, 2, True, True, dynamic, False)
+    assert is_feasible(problem, tuning, FORWARD.plan) == fits
+    assert is_feasible(problem, replace(tuning, exact_visits=0), FORWARD.plan)
