@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from attnforge.runtime.tables import Tuned
 
 DETERMINISTIC = " deterministic"  # ends the line of an entry that only calls with deterministic=True take
+CLOSE = 1.1  # the same kernel's speeds differ by that much between runs (docs/performance.md)
 FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
@@ -92,8 +93,12 @@ def diff(first: Path, second: Path) -> None:
 def merge(sources: tuple[Path, ...], into: Path | None) -> None:
     """Merge folders into one.
 
-    Of two entries of one problem class the faster stays. The sources of the kernels taken are rendered beside the
-    table, as `search` does; the package's own folder gets none.
+    Of two entries of one problem class the faster stays. Their speeds are of different runs, and perhaps of different
+    GPUs of the model: the same kernel differs by up to 10 %. Classes whose two kernels are closer than that are listed,
+    to be searched again.
+
+    The sources of the kernels taken are rendered beside the table, as `search` does; the package's own folder gets
+    none.
     """
     from attnforge.runtime.tables import folders, load, save, writable
 
@@ -101,13 +106,31 @@ def merge(sources: tuple[Path, ...], into: Path | None) -> None:
     for source in sources:
         for path in sorted(source.glob("*.json")):
             entries = load(path.stem, source)
-            before = {str(e.cls): e for e in load(path.stem, target)}
+            before = {e.key: e for e in load(path.stem, target)}
             save(path.stem, entries, target, beside=())
-            taken = [e for e in load(path.stem, target) if before.get(str(e.cls)) != e]
+            taken = [e for e in load(path.stem, target) if before.get(e.key) != e]
             console.print(
                 f"{path.stem}: {len(taken)} of {len(entries)} entries taken from {source}", soft_wrap=True
             )
+            _list_close([(before[e.key], e) for e in entries if e.key in before])
             _write_sources(taken, target)
+
+
+def _list_close(pairs: Sequence[tuple[Tuned, Tuned]]) -> None:
+    """List pairs of entries of one class whose kernels are too close to tell from two runs which one is faster."""
+    close = [
+        (a, b)
+        for a, b in pairs
+        if a.spec != b.spec and max(a.tflops, b.tflops) < CLOSE * min(a.tflops, b.tflops)
+    ]
+    if close:
+        echo(
+            f"  {len(close)} chosen by less than 10 %, which one kernel differs by between runs and between GPUs of a "
+            "model; search these problems again to compare kernels in one run:"
+        )
+    for before, new in close:
+        kept, other = (before, new) if before.tflops > new.tflops else (new, before)
+        echo(f"  {_class(kept)}, {kept.size} rows: kept {_speed(kept)}; other {_speed(other)}")
 
 
 def _write_sources(entries: Sequence[Tuned], folder: Path) -> None:
