@@ -21,6 +21,7 @@ from attnforge.bagel.commands.bench import say_notes
 from attnforge.bagel.commands.console import console, echo, make_table, short_path, warn
 from attnforge.bagel.commands.report import missing_packages, write_page
 from attnforge.bagel.measure.bench import Row, peers_of
+from attnforge.bagel.measure.peers import FLEX, usual
 from attnforge.bagel.measure.report import interval, milliseconds, ratio, speed
 from attnforge.codegen.spec import Arch, Direction, Spec
 from attnforge.runtime import dispatch, tables
@@ -100,9 +101,13 @@ def time_peers(finished: Finished, resume: str) -> list[Row]:
     rows: list[Row] = []
     spec = finished.winner.spec if finished.winner else None
     try:
-        with console.status("timing other attentions on the same case"):
-            for row in peers_of(finished.case, finished.direction, spec=spec):
-                rows.append(row)
+        with console.status("") as status:
+            for name in usual(finished.case):
+                compiles = (
+                    ", which torch compiles first (--no-peers leaves peers out)" if name in FLEX else ""
+                )
+                status.update(f"timing {name} on the same case{compiles}")
+                rows += peers_of(finished.case, finished.direction, (name,), spec)
     except KeyboardInterrupt:
         report(finished, rows)
         echo(f"interrupted while peers were timed; the winner is saved; {resume}")

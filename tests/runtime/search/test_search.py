@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.status import Status
 
 from attnforge.bagel.commands import search_screen
 from attnforge.bagel.measure.bench import Row
@@ -426,10 +427,15 @@ def test_an_interrupt_keeps_the_winner_while_peers_are_timed(
     best = Result(specs[1], "ok", ms=1.0, tflops=2.0)
 
     def peers(*_: object, **__: object) -> Iterator[Row]:
-        yield Row(case.name, "fwd", "fp32", "sdpa-math", ms=3.0, tflops=0.7, ours_ms=1.0)
+        if shown == ["timing sdpa-math on the same case"]:
+            yield Row(case.name, "fwd", "fp32", "sdpa-math", ms=3.0, tflops=0.7, ours_ms=1.0)
+            return
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)  # the signal comes first
 
+    shown: list[str] = []
+    monkeypatch.setattr(Status, "update", lambda _, text: shown.append(text))
+    monkeypatch.setattr(search_screen, "usual", lambda _: ("sdpa-math", "flex"))
     monkeypatch.setattr(
         search_screen, "search", lambda *_: iter_events(Finished(case, FORWARD, (best,), (), 1.0))
     )
@@ -441,6 +447,7 @@ def test_an_interrupt_keeps_the_winner_while_peers_are_timed(
     assert [entry.spec for entry in tables.load("dev", tmp_path)] == [specs[1]]
     said = capsys.readouterr().out
     assert "sdpa-math" in said
+    assert shown[1].startswith("timing flex on the same case, which torch compiles first")
     assert "interrupted while peers were timed; the winner is saved; run the same command to resume" in said
 
 
