@@ -329,6 +329,14 @@ class Tuning:
     tile_m: int  # query rows of a tile
     tile_n: int  # keys of a tile
 
+    @property
+    def adds_in_any_order(self) -> bool:
+        """Of a backward: may several blocks add to dK and dV of a key tile, in any order?
+
+        Only then can the list of query tiles that see it be divided among blocks. True where no knob says otherwise.
+        """
+        return bool(getattr(self, "split_heads", True)) and not getattr(self, "deterministic", False)
+
     def to_json(self) -> dict[str, int]:
         """Whole numbers by knob, of all knobs."""
         return {f.name: int(getattr(self, f.name)) for f in dataclasses.fields(self)}

@@ -387,11 +387,12 @@ def _distance(
     seen = _octaves(
         _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)
     )
+    may_be_long = problem.mask.listed and visible_keys <= 0  # lists of queries that see a key tile
     return (
         *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
         _score_distance(tuned.score, problem.score),
         # No deterministic kernel divides lists.
-        not deterministic and problem.mask.listed and visible_keys <= 0 and _takes_whole_lists(entry),
+        not deterministic and may_be_long and not entry.spec.tuning.adds_in_any_order,
         length + seen + CONVERTED * converted,
         length,
         abs(math.log2(entry.group / group)),
@@ -412,12 +413,6 @@ def _score_distance(tuned: ScoreMod, score: ScoreMod) -> int:
     if tuned and _NUMBER.sub("#", tuned) == _NUMBER.sub("#", score):
         return 1
     return 3 if tuned else 2
-
-
-def _takes_whole_lists(entry: Tuned) -> bool:
-    """Does a block of this backward visit all queries that see its keys, however many they are?"""
-    tuning = entry.spec.tuning
-    return not getattr(tuning, "split_heads", True) or getattr(tuning, "deterministic", False)
 
 
 def _visible(mask: Mask, size: int, visible_keys: int) -> int:
