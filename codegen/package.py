@@ -71,9 +71,8 @@ class Contract(Enum):
     """An interface of others that an exported package keeps to."""
 
     OPENKERNEL = "openkernel"  # forward(q, k, v, mask) of the OpenKernel challenge
-    HF_KERNELS = (
-        "hf-kernels"  # a repository of Hugging Face's package `kernels`: attention(), build/<variant>/
-    )
+    # A repository of Hugging Face's package `kernels`: attention(), build/<variant>/.
+    HF_KERNELS = "hf-kernels"
 
 
 @dataclass(frozen=True)

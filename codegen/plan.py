@@ -63,13 +63,11 @@ class Plan:
     registers: int  # 32-bit registers a thread needs at least, by count of live tiles; 0 on the CPU
     row_stats: int = 2  # floats of lse and delta that a backward keeps for each query row and head
     dq_accum: bool = False  # needs the fp32 dq workspace
-    dkv_accum: bool = (
-        False  # needs the fp32 dk and dv workspace; a forward keeps the bf16 splits of k and v in it
-    )
+    # Needs the fp32 dk and dv workspace; a forward keeps the bf16 splits of k and v in it.
+    dkv_accum: bool = False
     dq_semaphore: bool = False  # needs this workspace, and dq_order in its schedule
-    tile_counter: bool = (
-        False  # a backward's persistent blocks take work tiles from one, which _preprocess clears
-    )
+    # A backward's persistent blocks take work tiles from a counter, which _preprocess clears.
+    tile_counter: bool = False
     split_blocks: int = 0  # of a multiprocessor, that ranges of keys should fill; 0: keys are not split
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
     row_groups: int = 1  # 64-row groups of a query tile, each with a flag in the lists and a kv_range
@@ -79,9 +77,8 @@ class Plan:
     alternating: bool = False  # every other section of the work starts with its smallest tiles (schedule.cuh)
     bounds: bool = False  # its schedule has bounds and tile_counter
     cut_lists: bool = False  # long lists of visits are cut into pieces, each for a block (schedule.cuh)
-    bits: str = (
-        ""  # its schedule has the dense mask in words of 32: "k" keys of a query, "q" queries of a key
-    )
+    # Its schedule has the dense mask in words of 32 bits: "k" for the keys of a query, "q" for the queries of a key.
+    bits: str = ""
     slot_words: int = 0  # of the bits of a partial visit (visit_bits.cuh), where its schedule has them
     columns: int = 0  # of a row of dq_accum and of dk in dkv_accum; 0: head_dim
     columns_v: int = 0  # of a row of dv in dkv_accum; 0: head_dim_v

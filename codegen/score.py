@@ -907,14 +907,12 @@ def _of_distance(p: Program, tiled: Program, places: dict[int, int], x: int) -> 
             tiled.call("float", places[a]) if f is None else f for a, f in zip(node.args, found, strict=True)
         )
         return tiled.call(node.op, *args)
-    terms = _terms(p, x, 1)
-    q, kv = (sum(sign for sign, t in terms if p.nodes[t].value == name) for name in ("q_idx", "kv_idx"))
+    q, kv, others = _index_terms(p, x)
     if abs(kv) != 1 or q != -kv:
         return None
     total = tiled.leaf("distance")
-    for sign, t in terms:
-        if p.nodes[t].value not in ("q_idx", "kv_idx"):
-            total = tiled.binary("+" if sign == kv else "-", total, tiled.call("float", places[t]))
+    for sign, t in others:
+        total = tiled.binary("+" if sign == kv else "-", total, tiled.call("float", places[t]))
     return total if kv == 1 else tiled.neg(total)
 
 
@@ -990,6 +988,13 @@ def _terms(p: Program, x: int, sign: int, kind: Kind = "int") -> list[tuple[int,
     return _terms(p, a, sign, kind) + _terms(p, b, sign if node.op == "+" else -sign, kind)
 
 
+def _index_terms(p: Program, x: int) -> tuple[int, int, list[tuple[int, int]]]:
+    """How often q_idx and kv_idx are in an integer as terms of a sum, with signs, and the other `_terms`."""
+    terms = _terms(p, x, 1)
+    q, kv = (sum(sign for sign, t in terms if p.nodes[t].value == name) for name in ("q_idx", "kv_idx"))
+    return q, kv, [(sign, t) for sign, t in terms if p.nodes[t].value not in ("q_idx", "kv_idx")]
+
+
 def _steps(p: Program, result: int) -> tuple[Program, tuple[int, ...]]:
     """The clamped indices of loads in a program of `_tiled`, none if something else depends on q_idx or kv_idx."""
     waiting, found = [result], dict[int, None]()
@@ -1010,11 +1015,9 @@ def _direction(p: Program, x: int) -> int | None:
     if node.op in ("minimum", "maximum"):
         found = [_direction(p, a) for a in node.args]
     else:
-        terms = _terms(p, x, 1)
-        q, kv = (sum(sign for sign, t in terms if p.nodes[t].value == name) for name in ("q_idx", "kv_idx"))
+        q, kv, others = _index_terms(p, x)
         if q != -kv:
             return None
-        others = [(sign, t) for sign, t in terms if p.nodes[t].value not in ("q_idx", "kv_idx")]
         if [t for _, t in others] == [x]:
             return 0 if node.op == "const" or node.value in ("b", "h") else None
         rest = [(sign, _direction(p, t)) for sign, t in others]
@@ -1027,10 +1030,8 @@ def _goes_by_distance(p: Program, x: int) -> bool:
     """Does a value depend on q_idx and kv_idx by their difference only?"""
     if p.nodes[x].value in ("q_idx", "kv_idx"):
         return False
-    terms = _terms(p, x, 1)
-    q, kv = (sum(sign for sign, t in terms if p.nodes[t].value == name) for name in ("q_idx", "kv_idx"))
-    others = [t for _, t in terms if p.nodes[t].value not in ("q_idx", "kv_idx")]
-    inner = p.nodes[x].args if others == [x] else others
+    q, kv, others = _index_terms(p, x)
+    inner = p.nodes[x].args if [t for _, t in others] == [x] else [t for _, t in others]
     return q == -kv and all(_goes_by_distance(p, t) for t in inner)
 
 

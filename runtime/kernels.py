@@ -87,13 +87,19 @@ def refusal(spec: Spec) -> str:
     return host.amx_refusal() if needs_amx(spec) else ""
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device, with the current GPU's index if it is `cuda` without one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def load(spec: Spec, device: torch.device) -> int:
     """Handle (> 0) of `spec` on `device`; compiles it if it is not in the cache. The same handle at every call.
 
     Raises Infeasible, CompileError, NoCompilerError or CacheError; ValueError for a spec that the device does not run.
     """
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(device)
     chaos = settings().chaos
     known = _handles.get((spec, device, chaos))
     if known is not None:

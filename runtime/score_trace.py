@@ -219,9 +219,8 @@ class _Translation:
         if isinstance(found, int):
             return found
         if len(found.at) == found.dims:
-            loaded = self.program.load(
-                found.tensor, found.at or (self.program.const(0),)
-            )  # or a captured scalar
+            # A captured scalar has one element.
+            loaded = self.program.load(found.tensor, found.at or (self.program.const(0),))
             return _truth(self.program, loaded) if found.tensor in self.bools else loaded
         raise ScoreError(
             "a captured tensor is used without an index for each of its axes, such as bias[h, q_idx]"

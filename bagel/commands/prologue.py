@@ -53,14 +53,13 @@ def prologue(
 
     from attnforge.bagel.models import MODELS
     from attnforge.runtime import tables
+    from attnforge.runtime.kernels import with_index
     from attnforge.runtime.native.launcher import launcher
     from attnforge.runtime.search.prologue import Workload
 
     if model not in MODELS:
         raise ValueError(f"--model: there is no {model!r}; models are {', '.join(MODELS)}")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
+    place = with_index(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     shape = MODELS[model]
     tokens = tokens or (36864 if place.type == "cuda" else 1024)
     heads = (shape.heads_q, shape.heads_kv, shape.head_dim)

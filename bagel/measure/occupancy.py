@@ -102,9 +102,8 @@ def simulate(
     """
     costs = costs or Costs()
     kinds = _kinds(case, tile_m, tile_n, row_groups, _causal_forward(case, direction))
-    others = (
-        (1, 2) if direction is Direction.FORWARD else (0, 1)
-    )  # dimensions that a work tile is summed over
+    # The dimensions that a work tile is summed over.
+    others = (1, 2) if direction is Direction.FORWARD else (0, 1)
     full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
     loops = 1 if direction is Direction.FORWARD or split_heads else case.heads_q // case.heads_kv

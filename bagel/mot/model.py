@@ -160,9 +160,8 @@ class MotModel(nn.Module):
 
     def _embed(self, pack: Pack) -> Pair:
         """The rows of both experts, in the order of `_share`."""
-        dtype = (
-            self.latent_in.weight.dtype
-        )  # FSDP's mixed precision casts weights, but not tensors inside a Pack
+        # FSDP's mixed precision casts weights, but not tensors inside a Pack.
+        dtype = self.latent_in.weight.dtype
         times = pack.times[:, None]
         noised = ((1 - times) * pack.latents + times * pack.noise).to(dtype)
         text = self.text_in(pack.text_ids)

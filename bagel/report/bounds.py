@@ -45,9 +45,8 @@ class Bound:
 
     intensity: float
     tile_use: float  # visible pairs over pairs in visited row groups of tiles
-    balance: (
-        float  # work over what all multiprocessors could have done until the last one is ready; 1 on a CPU
-    )
+    # Work over what all multiprocessors could have done until the last one is ready; 1 on a CPU.
+    balance: float
     tflops: float  # what tile use, balance and loads allow
 
 

@@ -30,9 +30,8 @@ class Family:
     plan: Callable[[Spec], Plan]
     space: Callable[[Problem], Iterator[Tuning]]
     honours: frozenset[str] = frozenset()  # fields of Problem with a default, of which other values work, too
-    reasons: Mapping[str, str] = field(
-        default_factory=dict
-    )  # why others do not, by field, if there is more to say
+    # Why other values do not work, by field, where there is more to say.
+    reasons: Mapping[str, str] = field(default_factory=dict)
     # Kernels that split the keys, likewise, for this many query rows of a kv head: fewest, most.
     split_space: Callable[[Problem, int, int], Iterator[Tuning]] | None = None
     # Deterministic tunings that `space` leaves out: for searches of deterministic gradients, after those of `space`.

@@ -50,9 +50,8 @@ class CompileError(RuntimeError):
         error, line = first_error(self.log)
         parts = [f"{self.spec} does not compile: {error}"]
         if line is not None:
-            named = self.source_path.with_name(
-                Path(re.split(r"[:(]", error)[0]).name
-            )  # it may be an included file
+            # It may be an included file.
+            named = self.source_path.with_name(Path(re.split(r"[:(]", error)[0]).name)
             parts += _excerpt(named if named.is_file() else self.source_path, line)
         parts.append(f"source: {self.source_path}")
         parts.append(f"command (run in that directory): {shlex.join(self.command)}")

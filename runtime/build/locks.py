@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from attnforge.runtime.build.private import folder, reporting
+from attnforge.runtime.build.private import folder, open_to_read, reporting
 
 log = logging.getLogger("attnforge")
 
@@ -61,7 +61,7 @@ def try_flock(fd: int) -> bool | None:
 def hold(path: Path) -> int | None:
     """Descriptor that holds a flock on `path`; None if someone else holds it or it is gone."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_to_read(path)
     except FileNotFoundError:
         return None
     if try_flock(fd) is False or os.fstat(fd).st_nlink == 0:

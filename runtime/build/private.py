@@ -91,10 +91,15 @@ def reporting(path: Path) -> Iterator[None]:
         ) from error
 
 
+def open_to_read(path: Path) -> int:
+    """Descriptor of a file that is no symbolic link. Does not wait for a writer where the path is a pipe."""
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
 def read(path: Path) -> bytes:
     """Bytes of a file of the store. BadEntry unless it is a regular file that only this user can write."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_to_read(path)
     except OSError as error:
         raise BadEntry(f"{path.name}: {error.strerror}") from error
     try:

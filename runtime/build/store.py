@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from attnforge.runtime.build.errors import CacheError, CompileError, NoCompilerError
 from attnforge.runtime.build.locks import LOCKS, boot, hold, lock, try_flock
-from attnforge.runtime.build.private import REMEDY, Absent, folder, reporting, root
+from attnforge.runtime.build.private import REMEDY, Absent, folder, open_to_read, reporting, root
 from attnforge.runtime.build.private import BadEntry as BadEntry
 from attnforge.runtime.build.private import read as read
 from attnforge.runtime.build.settings import CACHE_DIR, NO_JIT, settings
@@ -189,7 +189,7 @@ _swept: set[Path] = set()
 
 
 def _sweep_one(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_to_read(path)
     try:
         # A lock shows whether the builder lives only among processes on one kernel.
         free = try_flock(fd) if path.name.startswith(f"{boot()}-") else None

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from attnforge.runtime.distributed import links
+from attnforge.runtime.distributed.shards import renumbered_spans
 from attnforge.runtime.masks import Spans
 
 Run = tuple[int, int]  # rows [first, last) of the whole
@@ -170,7 +171,7 @@ def _end(done: Numbers, block: Run, surplus: float) -> tuple[Run, Run]:
 
 
 def _with_block(runs: Runs, block: Runs) -> Runs:
-    """What a rank computes, and all that it holds."""
+    """The rows that a rank computes and those of its block, as ascending runs."""
     return tuple(sorted((*block, *(run for run in runs if not common((run,), block)))))
 
 
@@ -232,9 +233,5 @@ def dealt_spans(mask: Spans, found: Deal, rank: int) -> Spans:
         return hidden + inside.sum(-1)
 
     order = torch.cat([torch.arange(*run, device=device) for run in found.keys[rank]])
-    padding = (0, int(found.held[-1][0][1]) - total)
-    starts, ends = (
-        torch.nn.functional.pad(index(x).to(torch.int32), padding)[..., order]
-        for x in (mask.starts, mask.ends)
-    )
-    return Spans(starts, ends, visible_keys=mask.visible_keys)
+    padding = int(found.held[-1][0][1]) - total
+    return renumbered_spans(mask, index, order, padding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,12 +77,19 @@ def local_spans(
         """Number of this rank's queries before a position."""
         return (position.clamp(0, total)[..., None] - first).clamp(0, rows).sum(-1)
 
-    order, padding = rows_of(keys, rows, device), (0, len(keys) * rows - total)
+    return renumbered_spans(mask, count, rows_of(keys, rows, device), len(keys) * rows - total)
+
+
+def renumbered_spans(mask: Spans, count: Callable[[Tensor], Tensor], keys: Tensor, padding: int) -> Spans:
+    """The mask between a rank's queries and the keys with these numbers in the whole sequence.
+
+    `count` gives the number of the rank's queries before a position. Nothing sees the `padding` keys behind the mask's.
+    """
     starts, ends = (
-        torch.nn.functional.pad(count(x).to(torch.int32), padding)[..., order]
+        torch.nn.functional.pad(count(x).to(torch.int32), (0, padding))[..., keys]
         for x in (mask.starts, mask.ends)
     )
-    # A rank has early and late blocks, so its queries see about as many keys as all queries do.
+    # A rank has early and late rows, so its queries see about as many keys as all queries do.
     return Spans(starts, ends, visible_keys=mask.visible_keys)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnforge.runtime.inputs import expect_integers, expect_layout, expect_tensors
+from attnforge.runtime.kernels import with_index
 from attnforge.runtime.masks import Causal, Spans, load_operators
 from attnforge.runtime.ops import attention
 from attnforge.runtime.scores import Score, alibi
@@ -181,8 +182,7 @@ def band(seq_q: int, seq_k: int, sides: Sides, device: torch.device) -> Causal |
     """The mask of unpacked sequences. Masks of windows are kept for the next call with the same lengths."""
     if sides.left < 0 and sides.right <= 0:
         return Causal() if sides.right == 0 else None
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(device)
     # Tensors made in a trace, under FakeTensorMode or while a CUDA graph is captured must not be kept.
     passing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if passing or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
