@@ -227,25 +227,25 @@ def choose(
 
     places: folders of tables, `folders()` if not given.
 
-    An entry counts if its element size and all fields of its problem but mask, dtype, score and alignment are the
-    call's; its tuning is then planned for the call (`replanned`). Nearest means, in this order: measured before
-    modelled, same mask, same dtype, nearest score (the same, then the same formula with other numbers, none, another
-    one), nearest length and number of visible keys (octaves of both together), nearest length, nearest GQA ratio, this
-    device before another of the same architecture, of others the one whose bytes of memory a FLOP are nearest by the
-    data sheets (`cost_model.DATA_SHEETS`), and the faster. Length determines how many blocks there are, visible
-    keys how long each works; those of full and causal masks follow from the length. The device comes last, since
-    kernels of other shapes differ more than those of a shape on two devices: a device with few entries of its own takes
-    the rest from others.
+    An entry counts if its problem has the call's element size and agrees with it in all fields but mask, dtype, score
+    and alignment. Its tuning is then planned for the call (`replanned`). Entries are sorted by these criteria:
+
+    1. measured before modelled; 2. the same mask; 3. the same dtype;
+    4. the nearest score: the same, the same formula with other numbers, none, another one;
+    5. for a mask whose `visible_keys` is not positive, backwards that can divide long lists;
+    6. the nearest length and number of visible keys, in octaves of both together, then the nearest length. The length
+       determines how many blocks there are, the visible keys how long each works;
+    7. the nearest GQA ratio;
+    8. this device, then the one of its architecture whose ratio of memory bandwidth to arithmetic is nearest by the
+       data sheets (`cost_model.DATA_SHEETS`). Kernels for two shapes differ more than those for two devices;
+    9. the highest speed.
 
     `visible_keys` is that of the call's mask: 0 if it is unknown, and then it does not matter; negative if a few keys
-    are seen by far more queries than the others. Unless it is positive, backwards that divide long lists come before
-    all that do not.
+    are seen by far more queries than the others.
 
-    `deterministic`: the call wants gradients that sum in a fixed order. Only then entries of searches for such calls
-    count. The others count, too. Those whose spec would have to be converted (`dispatch.choose_for`), and all with
-    another GQA ratio, are CONVERTED octaves of shape farther away. So a deterministic kernel comes before the others of
-    its mask, dtype and score if it was found for the call's GQA ratio and is nearer than that; of two as near, which a
-    search for such calls and another one found, the faster one.
+    `deterministic`: the call wants gradients that sum in a fixed order. Entries of searches for such calls count only
+    then. Of the others, those whose spec would have to be converted (`dispatch.choose_for`), and all with another GQA
+    ratio, are CONVERTED octaves farther away in criterion 6.
     """
     found = offers(problem, group, size, name, places, visible_keys=visible_keys, deterministic=deterministic)
     for offer in found:

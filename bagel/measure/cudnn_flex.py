@@ -28,7 +28,7 @@ def attention(case: Case) -> Attention:
 
 
 def planner(case: Case) -> Callable[[], Attention]:
-    """What plans the mask, as for a new one of the same endpoints, and returns the attention. Raises as `attention`."""
+    """A function that plans the case's mask anew and returns the attention. Raises as `attention`."""
     if not installed():
         raise Unavailable("nvidia-cudnn-frontend with flex_attention is not installed")
     cudnn = importlib.import_module("cudnn")

@@ -62,9 +62,9 @@ def present(device: torch.device) -> tuple[str, ...]:
 
 
 def usual(case: Case) -> tuple[str, ...]:
-    """The peers that a case is timed beside: `present` ones, for a deterministic case those that can be.
+    """The peers that a case is timed beside: `present` ones, for a deterministic case those of DETERMINISTIC.
 
-    On a CPU SDPA's math backend, which is slow, is one where its flash backend cannot compute the case.
+    On a CPU, where v has a head_dim of its own, SDPA's slow math backend is one: its flash backend cannot compute that.
     """
     names = present(case.device)
     if case.deterministic:

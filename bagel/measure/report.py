@@ -56,7 +56,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def interval(row: Row | Result) -> str:
-    """`12.1-12.4`, milliseconds; empty if it is not known, `-` if there is none: one sample does not give it."""
+    """`12.1-12.4`, milliseconds; `-` for a single sample, which has no interval; empty if it is not known."""
     if row.repeats < 2:
         return "-"
     return f"{milliseconds(row.low_ms)}-{milliseconds(row.high_ms)}" if row.high_ms else ""

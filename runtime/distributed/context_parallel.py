@@ -336,15 +336,15 @@ class ContextParallel:
         return known[key]
 
     def _join(self, device: torch.device) -> None:
-        """All ranks make the group's communicator: those that send nothing would not take part later."""
+        """Make the group's communicator, which takes all ranks: those that send nothing skip later exchanges."""
         if device not in self._joined:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             self._joined.add(device)
 
     def _way(self, q: Tensor, k: Tensor, v: Tensor, found: Deal | None, in_order: bool) -> Way:
-        """U, and which ranks share heads: by default the fastest by the model of cost.py.
+        """How many ranks share heads (U), and which: by default the fastest way by the model of cost.py.
 
-        in_order: only what keeps the keys in order. Without a deal, the largest possible U.
+        Without a deal it is the largest possible U. in_order: only ways that keep the keys in order.
         """
         heads_kv, world = k.shape[1], self.world
         if self._heads is not None:

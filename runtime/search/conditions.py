@@ -56,7 +56,7 @@ class Conditions(Protocol):
 
 
 def watch(device: torch.device) -> Conditions:
-    """The conditions of a device. Its load by others is read at once, so nothing of ours may run yet."""
+    """The conditions of a device. Call it before anything of ours runs: it reads what other processes use at once."""
     return GpuConditions(nvml_of(device)) if device.type == "cuda" else CpuConditions()
 
 

@@ -147,7 +147,10 @@ def draw(workload: Workload) -> Inputs:
 
 
 def error_of(got: Sequence[Tensor], exact: Sequence[Tensor], dtype: DType) -> float:
-    """The largest error by the allowed one: a rounding of the element, and of float32 sums of the largest."""
+    """The largest error, as a multiple of the allowed one.
+
+    Allowed are one rounding of the element, and 1e-5 of the largest element for sums in float32.
+    """
     worst = 0.0
     for x, y in zip(got, exact, strict=True):
         allowed = LIMITS[dtype] * y.abs() + 1e-5 * y.abs().max()

@@ -85,8 +85,8 @@ class Measured:
 class Finished:
     """The end: verified results, fastest first, and the failures.
 
-    The first `finalists` were timed again, interleaved with each other: their times are of that timing alone. Those of
-    the others are of their trials, in turns with one variant, times what the finalists' times have changed by.
+    The first `finalists` were timed again, interleaved with each other, and have the times of that timing. The others
+    have the times of their trials, multiplied by the median factor by which the finalists' times changed.
     """
 
     case: Case
@@ -130,13 +130,16 @@ def search(
 ) -> Generator[Event, None, None]:
     """Search the kernels of one case; `target` is (architecture, device name).
 
-    worker: a measuring process that goes on to the next search, whose start takes seconds; closed by whoever made it.
+    worker: a measuring process, for callers that run several searches, since starting one takes seconds. The caller
+    closes it.
 
-    Of a deterministic case only kernels that sum in a fixed order are tried, more of them than other searches try.
+    For a deterministic case the search tries kernels that sum in a fixed order only, and more of them than other
+    searches do.
 
-    Failures of variants are results. Raises ValueError for a dtype that the target has no kernels for, for a forward of
-    a deterministic case, which always is, and for a `scope` with an unknown knob or strategy, Infeasible if the problem
-    has no candidate at all, NoCompilerError, CacheError, and RuntimeError if the measurement itself cannot be prepared.
+    A variant that fails is a result. Raises ValueError for a dtype that the target has no kernels for, for the forward
+    of a deterministic case (every forward is deterministic), and for a `scope` with an unknown knob or strategy;
+    Infeasible if no kernel can compute the problem; NoCompilerError, CacheError, and RuntimeError if the measurement
+    cannot be prepared.
     """
     workers = workers or min(MOST_WORKERS, len(sched_getaffinity(0)))
     run = _Run(case, direction, target, budget, log_path, workers, scope or Scope(), worker)
@@ -416,7 +419,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
 
 
 def _allowed(specs: Sequence[Spec], scope: Scope) -> list[Spec]:
-    """Those that the scope allows. ValueError for knobs that there are not, Infeasible if none is left."""
+    """The specs that the scope allows. Raises ValueError for an unknown knob, Infeasible if no spec is left."""
     unknown = scope.values.keys() - specs[0].tuning.to_json().keys()
     if unknown:
         knobs = ", ".join(specs[0].tuning.to_json())

@@ -148,7 +148,7 @@ class Greedy(_Guided):
 
 
 class _Modelled(_Guided):
-    """Picks by models of the times, each of which is another one: what they disagree about is tried, too."""
+    """Chooses each spec by a model of the times that is drawn anew: specs on which models disagree are tried, too."""
 
     def rank(self, measured: list[tuple[int, float]], count: int) -> Sequence[int]:
         known = [(number, ms) for number, ms in measured if ms < math.inf]
@@ -171,7 +171,7 @@ class _Modelled(_Guided):
 
 
 class Additive(_Modelled):
-    """A factor for each value of each knob (Bayesian linear regression), drawn anew for each pick."""
+    """A factor for each value of each knob (Bayesian linear regression), drawn anew for each choice."""
 
     def __init__(self, space: Sequence[Spec], seed: int = 0) -> None:
         super().__init__(space, seed)
@@ -191,7 +191,7 @@ class Additive(_Modelled):
 
 
 class Forest(_Modelled):
-    """A random forest (scikit-learn, extra `search`), of which each pick asks a tenth of the trees."""
+    """A random forest (scikit-learn, extra `search`), of which each choice uses a tenth of the trees."""
 
     def __init__(self, space: Sequence[Spec], seed: int = 0) -> None:
         super().__init__(space, seed)
