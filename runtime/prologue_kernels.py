@@ -243,16 +243,24 @@ def aligned(x: Tensor) -> Tensor:
     )
 
 
-def _set_rows(p: Any, tokens: int, rows: Tensor | None, eps: float, layout: Layout) -> None:
+def _params(
+    tokens: int,
+    rows: Tensor | None,
+    eps: float,
+    layout: Layout,
+    cos: Tensor,
+    sin: Tensor,
+    weights: Sequence[Tensor],
+) -> Any:
+    """The kernels' argument, without the heads. It points to the tensors, which must live until the launch."""
+    p = Params()
     p.rows = None if rows is None else rows.data_ptr()
     p.heads[:] = layout.heads
     p.tokens, p.eps, p.threads = tokens, eps, torch.get_num_threads()
-
-
-def _set_factors(p: Any, cos: Tensor, sin: Tensor, weights: Sequence[Tensor]) -> None:
     p.cos, p.sin, p.cos_row, p.sin_row = cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0)
     for i, weight in enumerate(weights):
         p.weight[i // 2][i % 2] = weight.data_ptr()
+    return p
 
 
 def _launch(kernel: Kernel, function: int, blocks: int, threads: int, p: Any) -> None:
@@ -297,10 +305,8 @@ def run_forward(
     q = outputs[0]
     if not q.shape[0]:
         return outputs
-    p = Params()
     cos, sin, weights = aligned(cos), aligned(sin), [aligned(x) for x in weights]
-    _set_rows(p, q.shape[0], rows, eps, layout)
-    _set_factors(p, cos, sin, weights)
+    p = _params(q.shape[0], rows, eps, layout, cos, sin, weights)
     experts = [layout.split(sources, expert) for expert in range(len(sources) // parts)]
     # With one source for two experts, both find their rows in it.
     bits = _point_all(p.source, experts * 2) | _point_all([p.packed], [outputs])
@@ -337,10 +343,8 @@ def run_backward(
     found, found_weights = _gradients(dq, lengths, weights, layout)
     if not dq.shape[0]:
         return found, [x.zero_() for x in found_weights]
-    p = Params()
     cos, sin, weights = aligned(cos), aligned(sin), [aligned(x) for x in weights]
-    _set_rows(p, dq.shape[0], rows, eps, layout)
-    _set_factors(p, cos, sin, weights)
+    p = _params(dq.shape[0], rows, eps, layout, cos, sin, weights)
     packed = [x if x.stride(2) == 1 else x.contiguous() for x in (dq, dk, dv)]
     experts = [layout.split(found, expert) for expert in range(len(lengths))]
     bits = _point_all([p.packed], [packed]) | _point_all(p.gradient, experts * 2)
