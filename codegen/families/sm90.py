@@ -188,7 +188,7 @@ def _live(p: Problem, t: Sm90Forward) -> int:
     live += 12 if t.q_in_regs and p.mask.listed and not t.dynamic else 0
     live += 12 if t.q_in_regs and p.mask is Mask.DENSE and p.score.lines else 0
     # P from a polynomial, at head_dim 64 with 128 keys a tile: beside a dense mask, and where three consumers find
-    # their work tiles in lists. Other masks spill less, and between work tiles.
+    # their work tiles in lists. Others spill less; causal ones and those without a mask do so between work tiles.
     in_lists = p.mask.listed and not t.dynamic and t.tile_m == 192
     live += 8 if _capped(p, t) and (p.mask is Mask.DENSE or in_lists) else 0
     return live + (SCORE_REGISTERS if _reads_several(p) else 0)
