@@ -71,6 +71,12 @@ class Sm90Backward(Tuning):
         0,
         quiet=True,
     )
+    launch_order: int = knob(
+        "x",
+        "0: descending; 1, 2: last section by work, from the middle; 3: heads apart; 4: by work",
+        0,
+        quiet=True,
+    )
 
 
 # ---- Plan
@@ -109,6 +115,8 @@ def plan(spec: Spec) -> Plan:
     if t.descending and p.mask is Mask.FULL:
         raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
     _require_knobs(t)
+    if t.launch_order:
+        _require_launch_order(p, t)
     if t.persistent:
         _require_persistent(p, t)
     return _plan(spec, t)
@@ -123,6 +131,25 @@ def _require_knobs(t: Sm90Backward) -> None:
     require_sections(t.heads_together, t.cache_mb)
     if t.persistent not in (0, 1):
         raise Infeasible(f"persistent {t.persistent}: must be 0 or 1")
+
+
+def _require_launch_order(p: Problem, t: Sm90Backward) -> None:
+    """Infeasible for an order in which blocks would wait for later ones, or that equals another."""
+    order = f"launch_order {t.launch_order}"
+    if not 0 <= t.launch_order <= 4:
+        raise Infeasible(f"{order}: must be 0 to 4")
+    if not t.deterministic:
+        raise Infeasible(f"{order}: needs deterministic; other blocks do not wait for each other")
+    if t.launch_order in (1, 2) and p.mask is not Mask.CAUSAL:
+        raise Infeasible(f"{order}: needs a causal mask, where a block computes its place in the order")
+    if t.launch_order in (1, 2) and t.split_heads:
+        raise Infeasible(f"{order}: needs a block per kv head; set split_heads to 0")
+    if t.launch_order == 3 and not t.split_heads:
+        raise Infeasible(f"{order}: needs split_heads; blocks per kv head add to no dK and dV of others")
+    if t.launch_order == 4 and (not p.mask.listed or p.in_planes):
+        raise Infeasible(f"{order}: needs lists of tiles that all heads share, so that they start alike")
+    if t.launch_order == 4 and t.descending:
+        raise Infeasible(f"{order}: starts from most work; set descending to 0")
 
 
 def _require_persistent(p: Problem, t: Sm90Backward) -> None:
@@ -186,7 +213,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
     live = live_registers(t, d, curved(spec.problem))
     require_registers(live, consumer_registers, "the tiles")
-    descending = t.descending or (t.deterministic and mask is not Mask.FULL)
+    descending = t.descending or (t.deterministic and mask is not Mask.FULL and t.launch_order != 4)
     return Plan(
         spec=spec,
         template="sm90a/backward.cu.jinja",
@@ -398,7 +425,20 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
         (0, 1, 2),
     ):
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, False, 0, loaders)
-        yield from _in_sections(problem, core, (*SECTIONS, *MORE_HEADS))
+        for launch_order in (0, *_launch_orders(problem, split)):
+            chosen = replace(core, launch_order=launch_order)
+            yield from _in_sections(problem, chosen, (*SECTIONS, *MORE_HEADS))
+    for walk in _walks(problem):
+        for launch_order in _launch_orders(problem, False) if walk.deterministic else ():
+            yield replace(walk, launch_order=launch_order)
+
+
+def _launch_orders(problem: Problem, split_heads: bool) -> tuple[int, ...]:
+    """Values of launch_order to try besides 0; without a mask all blocks have the same work, and 0 loses little."""
+    whole = (1, 2) if problem.mask is Mask.CAUSAL and not split_heads else ()
+    apart = (3,) if problem.mask is not Mask.FULL and split_heads else ()
+    by_work = (4,) if problem.mask.listed and not problem.in_planes else ()
+    return (*whole, *apart, *by_work)
 
 
 BACKWARD = Family(

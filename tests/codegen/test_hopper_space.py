@@ -178,8 +178,9 @@ def test_deterministic_searches_have_a_larger_space(head_dim: int, mask: Mask) -
     assert len(found) > len(usual) or not mask.listed
     if head_dim > 128:
         return
-    knobs = ("stages", "split_heads", "lag", "heads_together", "cache_mb", "loaders")
+    knobs = ("stages", "split_heads", "lag", "heads_together", "cache_mb", "loaders", "launch_order")
     values = {name: {getattr(spec.tuning, name) for spec in found} for name in knobs}
+    assert values["launch_order"] == ({0, 3, 4} if mask.listed else {0, 1, 2, 3})
     assert values["stages"] >= {2, 3}
     assert values["split_heads"] == {0, 1}
     assert values["lag"] == ({0, 1} if head_dim == 64 else {0})

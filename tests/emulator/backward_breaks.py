@@ -105,6 +105,19 @@ ORDERED: dict[str, Break] = {
         "a turn ends before its sums are there",
     ),
 }
+# With launch_order.
+TURNED: dict[str, Break] = {
+    "the last section adds in the order of the others": (
+        {"work.tile < work.descending ?": "broken == n || work.tile < work.descending ?"},
+        "parts of dQ are added out of turn",
+    ),
+}
+APART: dict[str, Break] = {
+    "a head starts before those whose parts it waits for": (
+        {"first + at.y;": "first + (broken == n ? width - 1 - at.y : at.y);"},
+        "dK or dV is added to out of turn",
+    ),
+}
 A_VISIT = "a visit is read after its buffer was handed back"
 BY_TURNS: dict[str, Break] = {
     A_VISIT: (BREAKS[A_VISIT][0], "with wrong row_stats"),

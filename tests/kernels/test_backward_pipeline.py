@@ -18,6 +18,7 @@ from typing import Any
 import gxx
 import pytest
 from backward_breaks import (
+    APART,
     BITS,
     BREAKS,
     BY_TURNS,
@@ -25,6 +26,7 @@ from backward_breaks import (
     ORDERED,
     PLAIN,
     SLOPES,
+    TURNED,
     WALKING,
     WALKING_LAGGING,
     WALKING_ORDERED,
@@ -117,6 +119,9 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
         .replace("#pragma unroll", "//")
         .replace("work_of(p, blockIdx.x)", "work_of(p, block_number())")
         .replace("= blockIdx.x;", "= block_number();")
+        .replace(
+            " << 20;", " << 10;"
+        )  # kCacheBytes: with sizes as small as here, several sections of heads, too
         .replace("work_of(p, index)", "work_of(p, note_work(index))")
     )
     text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = nullptr;", text)
@@ -304,6 +309,16 @@ class Simulated:
         hopper(64, Mask.SPANS, 4, 3, 1, 2, 0, 0, 0, persistent=1),
         hopper(72, Mask.SPANS, 4, 3, 0, 1, 0, 1, 0, persistent=1),
         hopper(64, Mask.SPANS, 4, 3, 1, 1, 0, 1, 0, persistent=1),
+        hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 0, 1, 0, launch_order=1),
+        hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 1, 0, launch_order=1, heads_together=2),
+        hopper(128, Mask.CAUSAL, 2, 2, 0, 0, 0, 1, 0, launch_order=2, heads_together=2),
+        hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 1, 0, launch_order=2),
+        hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 1, 0, launch_order=2, persistent=1),
+        hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 1, 1, 0, launch_order=3, heads_together=3),
+        hopper(128, Mask.FULL, 3, 2, 0, 0, 1, 1, 0, launch_order=3, heads_together=2),
+        hopper(64, Mask.SPANS, 4, 3, 1, 2, 1, 1, 0, launch_order=3, heads_together=2),
+        hopper(64, Mask.SPANS, 4, 3, 1, 2, 0, 1, 0, launch_order=4, heads_together=2),
+        hopper(128, Mask.SPANS, 2, 2, 0, 0, 1, 1, 0, launch_order=4, heads_together=3),
     ],
     ids=lambda source: source.spec.slug,
 )
@@ -324,6 +339,8 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, 0, score=CURVED), SLOPES),
         (hopper(128, Mask.DENSE, 3, 2, 0, 0, 1, 0, 0, mask_mod=PAIRS), BITS),
         (hopper(64, Mask.DENSE, 4, 4, 1, 2, 1, 0, 0, mask_mod=PAIRS), BITS),
+        (hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 1, 0, launch_order=1), TURNED),
+        (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 1, 0, launch_order=3, heads_together=16), APART),
     ],
     ids=[
         "lagging",
@@ -336,6 +353,8 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         "curved score",
         "bits",
         "lagging bits",
+        "last section turned",
+        "heads apart",
     ],
 )
 def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ VARIANTS = [
     ("fwd", Mask.CAUSAL, {"cache_mb": 4}),
     ("bwd", Mask.SPANS, {"cache_mb": 40}),
     ("bwd", Mask.FULL, {"cache_mb": 4}),
+    ("bwd", Mask.CAUSAL, {"deterministic": 1, "split_heads": 0, "launch_order": 1}),
+    ("bwd", Mask.CAUSAL, {"deterministic": 1, "split_heads": 0, "launch_order": 2, "heads_together": 2}),
+    ("bwd", Mask.CAUSAL, {"deterministic": 1, "launch_order": 3, "heads_together": 8}),
+    ("bwd", Mask.SPANS, {"deterministic": 1, "launch_order": 3, "heads_together": 16}),
+    ("bwd", Mask.SPANS, {"deterministic": 1, "split_heads": 0, "launch_order": 4, "heads_together": 4}),
 ]
 # (head_dim, mask, knobs) of persistent blocks
 WALKS = [
@@ -173,6 +178,14 @@ def test_results(direction: str, mask: Mask, values: dict[str, int]) -> None:
         ("bwd", Mask.FULL, {"persistent": 1}, "needs a block per kv head; set split_heads to 0"),
         ("bwd", Mask.FULL, {"persistent": 2}, "must be 0 or 1"),
         ("bwd", Mask.FULL, {"persistent": 1, "split_heads": 0}, "shared memory"),
+        ("bwd", Mask.CAUSAL, {"deterministic": 1, "launch_order": 5}, "must be 0 to 4"),
+        ("bwd", Mask.CAUSAL, {"launch_order": 3}, "needs deterministic"),
+        ("bwd", Mask.SPANS, {"deterministic": 1, "launch_order": 1}, "needs a causal mask"),
+        ("bwd", Mask.CAUSAL, {"deterministic": 1, "launch_order": 2}, "set split_heads to 0"),
+        ("bwd", Mask.FULL, {"deterministic": 1, "split_heads": 0, "launch_order": 3}, "needs split_heads"),
+        ("bwd", Mask.CAUSAL, {"deterministic": 1, "launch_order": 4}, "lists of tiles that all heads share"),
+        ("bwd", Mask.DENSE, {"deterministic": 1, "launch_order": 4}, "lists of tiles that all heads share"),
+        ("bwd", Mask.SPANS, {"deterministic": 1, "descending": 1, "launch_order": 4}, "set descending to 0"),
     ],
     ids=str,
 )

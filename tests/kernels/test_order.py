@@ -128,6 +128,59 @@ def test_backward(mask: Mask, split: bool, tmp_path: Path) -> None:
         assert ranks.tolist() == [rank for rank, _, _ in places], name
 
 
+def deterministic(split: bool, launch_order: int, **more: Any) -> Sm90Backward:
+    tuning = Sm90Backward(64, 128, 3, 2, False, 0, split, True, False)
+    return replace(tuning, launch_order=launch_order, **more)
+
+
+@pytest.mark.parametrize(("launch_order", "turned"), [(1, 0), (2, 1)], ids=["most work first", "folded"])
+@pytest.mark.parametrize("heads", ["32/8/128", "14/2/128", "6/6/128"])
+def test_the_last_section_ends_with_little_work(
+    launch_order: int, turned: int, heads: str, tmp_path: Path
+) -> None:
+    """Descending tiles end with the first one, which all queries see."""
+    order = order_of(Mask.CAUSAL, deterministic(False, launch_order, heads_together=3), tmp_path)
+    for name in ("causal/1x8192", "causal/3x5000", "causal/16x1024"):
+        case = make_case(name, heads, DType.BFLOAT16, torch.device("cpu"))
+        places, tiles = order.places(case), order.ranks(case)
+        assert sorted(places) == every_piece(case, order), name
+        starts: dict[tuple[int, int], list[int]] = {}
+        for rank, head, batch in places:
+            starts.setdefault((batch, head), []).append(tiles - 1 - rank)
+        down = (tiles + 1) // 2 if turned else 0
+        last = [*reversed(range(down)), *range(down, tiles)]
+        section = min(max((16 << 20) // (8 * 128 * case.seq_q), 3), len(starts))
+        before = (len(starts) // section - 1) * section  # heads of other sections
+        assert [starts[each] for each in sorted(starts)] == [
+            last if n >= before else [*reversed(range(tiles))] for n in range(len(starts))
+        ], name
+
+
+@pytest.mark.parametrize("together", [7, 16])
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS], ids=lambda mask: mask.value)
+def test_heads_of_a_group_start_a_tile_apart(mask: Mask, together: int, tmp_path: Path) -> None:
+    """The same tile of the heads of a group starts in their order, as they add to dK and dV, but not side by side."""
+    for launch_order in (0, 3):
+        order = order_of(mask, deterministic(True, launch_order, heads_together=together), tmp_path)
+        for name, heads in (
+            ("causal/3x4096", "14/2/128"),
+            ("full/2x2500", "28/4/128"),
+            ("causal/9x300", "9/3/64"),
+        ):
+            case = make_case(name, heads, DType.BFLOAT16, torch.device("cpu"))
+            places, group = order.places(case), case.heads_q // case.heads_kv
+            assert sorted(places) == every_piece(case, order), name
+            numbers = {place: number for number, place in enumerate(places)}
+            apart = [
+                numbers[rank, head + 1, batch] - number
+                for (rank, head, batch), number in numbers.items()
+                if (head + 1) % group
+            ]
+            assert min(apart) > 0, name
+            if order.ranks(case) >= together:
+                assert (min(apart) > case.heads_kv) == (launch_order == 3), name
+
+
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL], ids=lambda mask: mask.value)
 def test_rounds_deal_every_piece_once(mask: Mask, tmp_path: Path) -> None:
     order = order_of(mask, ROUNDS, tmp_path)
