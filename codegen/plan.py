@@ -77,6 +77,8 @@ class Plan:
     alternating: bool = False  # every other section of the work starts with its smallest tiles (schedule.cuh)
     bounds: bool = False  # its schedule has bounds and tile_counter
     cut_lists: bool = False  # long lists of visits are cut into pieces, each for a block (schedule.cuh)
+    # Its schedule starts owned tiles with much work first, the last of them first of all (schedule.cuh).
+    long_first: bool = False
     # Its schedule has the dense mask in words of 32 bits: "k" for the keys of a query, "q" for the queries of a key.
     bits: str = ""
     slot_words: int = 0  # of the bits of a partial visit (visit_bits.cuh), where its schedule has them
@@ -104,6 +106,7 @@ class Plan:
             for name in ("dq_semaphore", "descending", "bounds", "bits", "grouped", "cut_lists")
         }
         flags |= {"slot_words": self.slot_words} if self.slot_words else {}
+        flags |= {"long_first": True} if self.long_first else {}
         target = "gpu" if problem.arch.is_gpu else "cpu"
         form = f" x{problem.intervals} p{problem.planes}" if problem.unions else ""
         form += f" of {problem.mask_mod}" if problem.mask_mod else ""

@@ -73,7 +73,7 @@ class Sm90Backward(Tuning):
     )
     launch_order: int = knob(
         "x",
-        "0: descending; 1, 2: last section by work, from the middle; 3: heads apart; 4: by work",
+        "0: descending; 1, 2: last section by work, from the middle; 3: heads apart; 4: long first",
         0,
         quiet=True,
     )
@@ -149,7 +149,7 @@ def _require_launch_order(p: Problem, t: Sm90Backward) -> None:
     if t.launch_order == 4 and (not p.mask.listed or p.in_planes):
         raise Infeasible(f"{order}: needs lists of tiles that all heads share, so that they start alike")
     if t.launch_order == 4 and t.descending:
-        raise Infeasible(f"{order}: starts from most work; set descending to 0")
+        raise Infeasible(f"{order}: starts with long tiles; set descending to 0")
 
 
 def _require_persistent(p: Problem, t: Sm90Backward) -> None:
@@ -231,6 +231,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         tile_counter=bool(t.persistent),
         descending=descending,
         cut_lists=_cuts_lists(spec),
+        long_first=t.launch_order == 4,
         deterministic=t.deterministic,
         tensor_maps=_tensor_maps(t, d),
         constants=_constants(t, d)
@@ -437,8 +438,8 @@ def _launch_orders(problem: Problem, split_heads: bool) -> tuple[int, ...]:
     """Values of launch_order to try besides 0; without a mask all blocks have the same work, and 0 loses little."""
     whole = (1, 2) if problem.mask is Mask.CAUSAL and not split_heads else ()
     apart = (3,) if problem.mask is not Mask.FULL and split_heads else ()
-    by_work = (4,) if problem.mask.listed and not problem.in_planes else ()
-    return (*whole, *apart, *by_work)
+    long_first = (4,) if problem.mask.listed and not problem.in_planes else ()
+    return (*whole, *apart, *long_first)
 
 
 BACKWARD = Family(
