@@ -47,6 +47,8 @@ UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry wi
 # 40 %, more than an entry of a length nearby. 6 is a factor of 8 in the length of a full or causal call, whose visible
 # keys change with it.
 CONVERTED = 6
+# Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
+DISPENSABLE = {"persistent": "persistent blocks", "deterministic": "deterministic sums"}
 
 
 @dataclass(frozen=True)
@@ -253,8 +255,8 @@ def choose(
             spec = replanned(problem, offer.entry)
         except Infeasible:
             continue
-        dropped = spec.tuning != offer.entry.spec.tuning
-        yield spec, f"{offer.reason}; without persistent blocks" if dropped else offer.reason
+        dropped = [what for name, what in DISPENSABLE.items() if _lacks(spec, offer.entry, name)]
+        yield spec, f"{offer.reason}; without {' and '.join(dropped)}" if dropped else offer.reason
 
 
 def replanned(problem: Problem, entry: Tuned) -> Spec:
@@ -262,20 +264,32 @@ def replanned(problem: Problem, entry: Tuned) -> Spec:
     return planned(Spec(problem, entry.spec.tuning))
 
 
-def planned(spec: Spec) -> Spec:
-    """A spec, or the same without persistent blocks of a backward where these cannot compute it; else `Infeasible`.
+def _lacks(spec: Spec, entry: Tuned, name: str) -> bool:
+    return getattr(spec.tuning, name, 0) != getattr(entry.spec.tuning, name, 0)
 
-    They take no score, no planes and no `split_heads`. Without them each work tile has a block of its own.
+
+def planned(spec: Spec) -> Spec:
+    """A spec, or the same without knobs of a backward that cannot compute it (`DISPENSABLE`); else `Infeasible`.
+
+    Persistent blocks take no score, no planes and no `split_heads`; without them each work tile has a block of its
+    own. Deterministic kernels have no gradients of a score's tensors; without it they add in any order.
     """
     try:
         make_plan(spec)
     except Infeasible:
-        if spec.problem.direction is Direction.FORWARD or not getattr(spec.tuning, "persistent", 0):
+        if not (dropped := _dispensable(spec)):
             raise
-        knobs = spec.tuning.to_json() | {"persistent": 0}
-        spec = Spec(spec.problem, make_tuning(spec.problem, knobs))
+        spec = Spec(spec.problem, make_tuning(spec.problem, spec.tuning.to_json() | dropped))
         make_plan(spec)
     return spec
+
+
+def _dispensable(spec: Spec) -> dict[str, int]:
+    """Knobs that `planned` sets to 0 where they are in the way."""
+    if spec.problem.direction is Direction.FORWARD:
+        return {}
+    names = DISPENSABLE if spec.problem.score.wanted else ("persistent",)
+    return {name: 0 for name in names if getattr(spec.tuning, name, 0)}
 
 
 @dataclass(frozen=True)

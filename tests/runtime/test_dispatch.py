@@ -437,6 +437,31 @@ def test_an_entry_of_persistent_blocks_counts_where_there_are_none(
     assert choice.reason.endswith("; without persistent blocks")
 
 
+@pytest.mark.parametrize(
+    ("persistent", "without"),
+    [(0, "deterministic sums"), (1, "persistent blocks and deterministic sums")],
+)
+def test_a_deterministic_entry_counts_for_gradients_of_tensors(
+    persistent: int, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are added in any order: the same knobs without `deterministic`, not an entry that is farther away."""
+    only_tables_of(tmp_path, monkeypatch)
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
+    plain = Sm90Backward(64, 128, 3, 2, False, 1, False, False, False)
+    near = Tuned(
+        Spec(problem, replace(plain, deterministic=True, persistent=persistent)), 1, 1024, 1.0, 100.0
+    )
+    far = Tuned(Spec(problem, replace(plain, stages=4)), 1, 4096, 1.0, 900.0)
+    tables.save(H200, [near, far], tmp_path)
+    target = dispatch.Target(H200, (Arch.SM90A,))
+    call = replace(problem, score=ScoreMod("alibi(t0: float32[1] grad): score - t0[h] * abs(q_idx - kv_idx)"))
+    choice = dispatch.choose_for(call, 1, 1024, target)
+    assert choice.spec == Spec(call, plain)
+    assert choice.reason.endswith(f"; without {without}")
+    with pytest.raises(Infeasible, match="are added in any order"):
+        dispatch.choose_for(call, 1, 1024, target, deterministic=True)
+
+
 STRICT = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
 LOOSE = next(candidates(STRICT))
 FIRST, SECOND, *_ = islice(deterministic_candidates(STRICT), 40, 42)
