@@ -312,6 +312,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "adds_quads": t.split_heads,  # threads add fragments to sums
         "keys_in_regs": t.in_regs > 0,
         "scores_by_query": False,  # rows of S are keys
+        "gradients_from_ds": False,  # of a score's tensors, but from P and dP
         "arrives_named": False,
         "roles_meet": False,
         "columns_of_out": "kHeadDim",

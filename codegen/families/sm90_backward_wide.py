@@ -9,7 +9,8 @@ there is room for (`staged_columns`), and warps of the producer have TMA add it.
 all of dQ there, if need be piece by piece, so that only those warps wait for the blocks that add before.
 
 With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
-columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own.
+columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own. There
+the first consumer applies a score, and the second one sums the gradients of its tensors.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     first, second = dq_units(p, t.dq_of_second)
     return {
         "scores_by_query": True,  # rows of S are queries
+        "gradients_from_ds": True,
         "s_early": s_early(p, t),
         "staged_columns": staged_columns(p, t),
         "bulk_dq": staged_columns(p, t) > 0,
@@ -181,6 +183,8 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
 def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     return {
         "pair": True,
+        "scores_by_query": False,  # rows of S are keys
+        "gradients_from_ds": True,
         "bulk_dq": True,
         "staged_first": staged_columns(p, t) > 0,
         "adds_quads": staged_columns(p, t) == 0 and not t.deterministic,
@@ -240,9 +244,6 @@ def _require_order(p: Problem, t: Sm90BackwardWide) -> None:
 
 
 def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
-    for name, value in (("score", p.score), ("mask_mod", p.mask_mod)):
-        if value:
-            raise Infeasible(f"{name}: pairs of blocks take none; set pair to 0")
     if t.loaders > 1 or t.dq_of_second or t.dq_behind_dv:
         raise Infeasible(
             "loaders, dq_of_second, dq_behind_dv: knobs of single blocks; leave them out for a pair"
@@ -257,22 +258,32 @@ def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
 
 def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
     """Registers of a consumer thread that tiles take where most are live: a sum, and S or P beside dP, or some dQ."""
-    if t.pair:  # scores in fp32 and packed, and dQ
-        return max(p.head_dim, p.head_dim_v) // 2 + t.tile_m // 2 + t.tile_m // 4 + COLUMNS // 2
+    if t.pair:  # a sum, scores in fp32 and packed, and dQ
+        return _sums_of_pair(p) + t.tile_m // 2 + t.tile_m // 4 + COLUMNS // 2
     scores = t.tile_n // 4
     packed = scores // 2 if curved(p) else 0  # P, since P f' takes its place
     most = max(2 * scores + packed, COLUMNS // 2, scores + COLUMNS // 2 if s_early(p, t) else 0)
     return _sums(p, t) + most + _score_registers(p, t)
 
 
+def _sums_of_pair(p: Problem) -> int:
+    """Of a consumer of a pair: dV beside what a score reads for each pair, or dK beside gradients of its tensors."""
+    first = p.head_dim_v // 2 + SCORE_REGISTERS * _reads_apart(p)
+    return max(first, p.head_dim // 2 + SCORE_REGISTERS * bool(p.score.wanted))
+
+
+def _reads_apart(p: Problem) -> bool:
+    """Does a score read another element for each pair?"""
+    return p.score.reads_by_pair and not p.score.steps
+
+
 def _score_registers(p: Problem, t: Sm90BackwardWide) -> int:
     """Registers of a consumer thread for what a score reads for each pair, for gradients of several elements, and for
     more of dQ than balances the consumers.
     """
-    reads = p.score.reads_by_pair and not p.score.steps
     sums = any(not read.shared for read in p.score.reads)
     more_dq = bool(p.score) and t.dq_of_second > dq_units(p)[1]
-    return SCORE_REGISTERS * (reads + sums + more_dq)
+    return SCORE_REGISTERS * (_reads_apart(p) + sums + more_dq)
 
 
 def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
@@ -314,8 +325,10 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
     elif staged:  # and which unit is there, or other barriers for odd steps
         dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
-    held = CONSUMERS * 128 * HELD * sum(read.held for read in p.score.reads)
-    visit = 16 if p.score or p.mask_mod else 8  # with the q head, the batch entry and the mask's plane
+    # Sums of gradients; in a pair these are in registers of the second consumer.
+    held = 0 if t.pair else CONSUMERS * 128 * HELD * sum(read.held for read in p.score.reads)
+    # With the q head, the batch entry, and the plane of the mask or, in a pair, the query tile.
+    visit = 16 if p.score or p.mask_mod else 8
     stats = t.stages * (t.tile_m * ROW_STATS * 4 + visit)
     return tiles + scores + dq + spans + held + stats + 8 * barriers
 
@@ -357,7 +370,7 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     """What a search tries, best guess first, as measured on an H200 and an H100 (docs/experiments.md, 74 and 99).
 
-    With a score or a mask_mod these are single blocks; the plan leaves out tiles that it has no registers for.
+    The plan leaves out pairs and tiles that it has no registers for beside a score.
     """
     single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
     wide, masked = problem.largest_dim > 192, problem.mask is not Mask.FULL
@@ -388,9 +401,6 @@ def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Pairs of blocks, which take no functions."""
-    if problem.score or problem.mask_mod:
-        return
     late = (True, False) if problem.largest_dim > 192 else (False, True)
     for (stages, stages_dout), descending, s_late in product(((2, 2), (2, 1), (3, 2)), EITHER, late):
         yield Sm90BackwardWide(
@@ -426,8 +436,6 @@ def _wider_single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def _wider_pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    if problem.score or problem.mask_mod:
-        return
     buffers = (2, 2), (2, 1), (3, 2), (3, 1), (2, 3)
     for (stages, stages_dout), s_late, descending in product(buffers, (True, False), EITHER):
         yield Sm90BackwardWide(

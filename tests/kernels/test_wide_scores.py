@@ -16,7 +16,7 @@ import torch
 from emulated_wide import EmulatedWide
 from oracle import Shape, draw, make_mask
 from score_oracle import compare, functions, learned, learned_oracle, oracle
-from strict_nvcc import SERIALISED, check_resources
+from strict_nvcc import SERIALISED, check_resources, compile_strictly
 from torch import Tensor
 
 import attnforge
@@ -29,7 +29,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime import dispatch, kernels, ops
 from attnforge.runtime.masks import FunctionMask
 
@@ -75,32 +75,46 @@ def problem(dims: tuple[int, int], mask: Mask, score: str = "", mask_mod: str = 
     return replace(plain, score=ScoreMod(score), mask_mod=MaskMod(mask_mod))
 
 
-def first(of: Problem, deterministic: bool = False) -> Spec:
-    """The first guess."""
-    found = candidates(of, lambda t: isinstance(t, Sm90BackwardWide) and t.deterministic == deterministic)
-    return next(found)
+def first(of: Problem, deterministic: bool = False, pair: bool = False) -> Spec:
+    """The first guess of single blocks, or of pairs."""
+    return next(
+        candidates(
+            of,
+            lambda t: isinstance(t, Sm90BackwardWide) and (t.deterministic, t.pair) == (deterministic, pair),
+        )
+    )
+
+
+def takes_pairs(dims: tuple[int, int], score: str) -> bool:
+    """Do pairs of blocks have room for a score?"""
+    of = problem(dims, Mask.SPANS, score)
+    return is_feasible(of, Sm90BackwardWide(64, 128, 2, 1, False, False, True), plan)
 
 
 # ---- What the plan takes
 
 
 @pytest.mark.parametrize(
-    ("dims", "score", "tile_n"),
+    ("dims", "score", "tile_n", "pair"),
     [
-        ((256, 256), TEXTS["softcap"], 80),
-        ((256, 256), TEXTS["alibi"], 80),
-        ((256, 256), TEXTS["relative"], 80),
-        ((256, 256), TEXTS["bias"], 64),
-        ((256, 256), wanted(WANTED["table"]), 64),
-        ((192, 192), TEXTS["mixed"], 96),
-        ((192, 128), wanted(WANTED["buckets"]), 80),
+        ((256, 256), TEXTS["softcap"], 80, True),
+        ((256, 256), TEXTS["alibi"], 80, True),
+        ((256, 256), TEXTS["relative"], 80, True),
+        ((256, 256), TEXTS["bias"], 64, False),
+        ((256, 256), wanted(WANTED["table"]), 64, False),
+        ((192, 192), TEXTS["mixed"], 96, False),
+        ((192, 128), wanted(WANTED["buckets"]), 80, False),
     ],
 )
-def test_first_guess(dims: tuple[int, int], score: str, tile_n: int) -> None:
-    """Single blocks, with fewer keys where a score takes registers; dispatch finds the mma.sync family, too."""
-    guess = first(problem(dims, Mask.CAUSAL, score)).tuning
+def test_first_guess(dims: tuple[int, int], score: str, tile_n: int, pair: bool) -> None:
+    """Pairs where plain attention has them and the score fits; of single blocks those with fewer keys where a score
+    takes registers. Dispatch finds the mma.sync family, too.
+    """
+    guess = next(candidates(problem(dims, Mask.CAUSAL, score))).tuning
+    single = first(problem(dims, Mask.CAUSAL, score)).tuning
     assert isinstance(guess, Sm90BackwardWide)
-    assert (guess.tile_n, guess.pair) == (tile_n, False)
+    assert isinstance(single, Sm90BackwardWide)
+    assert (guess.pair, single.tile_n, single.pair) == (pair, tile_n, False)
     assert list(candidates(replace(problem(dims, Mask.CAUSAL, score), arch=Arch.SM90)))
 
 
@@ -110,19 +124,26 @@ def test_gemma_2_takes_it(device: str, mask: Mask) -> None:
     """Softcap 50 at head_dim 256, causal and with a sliding window: what `register_huggingface` calls."""
     target = dispatch.Target(device, (Arch.SM90A, Arch.SM90))
     choice = dispatch.choose_for(problem(DIMS[0], mask, TEXTS["softcap"]), 2, 8192, target)
+    plain = dispatch.choose_for(problem(DIMS[0], mask), 2, 8192, target)
     assert isinstance(choice.spec.tuning, Sm90BackwardWide)
-    assert (choice.spec.tuning.tile_n, choice.spec.tuning.pair) == (80, False)
+    assert choice.spec.tuning.pair
+    assert choice.spec.tuning == plain.spec.tuning
+
+
+@pytest.mark.parametrize("mask", [Mask.CAUSAL, Mask.SPANS], ids=lambda mask: mask.value)
+def test_searches_try_the_pairs_of_plain_attention(mask: Mask) -> None:
+    def pairs_of(of: Problem) -> list[Tuning]:
+        return [spec.tuning for spec in candidates(of, lambda t: getattr(t, "pair", False))]
+
+    plain = pairs_of(problem(DIMS[0], mask))
+    assert plain
+    assert pairs_of(problem(DIMS[0], mask, TEXTS["softcap"])) == plain
+    assert not pairs_of(problem(DIMS[0], mask, TEXTS["bias"]))
 
 
 def test_refusals() -> None:
-    """Pairs take no functions; gradients of tensors need a score that adds, and are summed in any order."""
-    softcap, table = problem(DIMS[0], Mask.CAUSAL, TEXTS["softcap"]), wanted(WANTED["table"])
-    pair = Sm90BackwardWide(64, 128, 2, 1, False, False, True)
-    by_function = problem(DIMS[0], Mask.DENSE, mask_mod=TREE)
-    for refused, name in ((softcap, "score"), (by_function, "mask_mod")):
-        with pytest.raises(Infeasible, match=f"{name}: pairs of blocks take none; set pair to 0"):
-            make_plan(Spec(refused, pair))
-    spec = first(problem(DIMS[0], Mask.CAUSAL, table))
+    """Gradients of tensors need a score that adds, and are summed in any order."""
+    spec = first(problem(DIMS[0], Mask.CAUSAL, wanted(WANTED["table"])))
     with pytest.raises(Infeasible, match="are added in any order"):
         make_plan(Spec(spec.problem, replace(spec.tuning, deterministic=True)))  # type: ignore[call-arg]
     curved = wanted("a(t0: float32[1]): 30.0 * tanh(score * t0[h] / 30.0)")
@@ -135,6 +156,29 @@ def test_refusals() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("dims", "score", "reason"),
+    [
+        ((256, 256), TEXTS["bias"], "registers: the tiles take 216 per consumer thread, 4 more"),
+        ((256, 128), wanted(WANTED["slopes"]), "registers: the tiles take 216"),
+        ((192, 256), TEXTS["bias"], "registers: the tiles take 216"),
+        ((256, 256), wanted(WANTED["table"]), "registers: the tiles take 216"),
+        ((192, 256), wanted(WANTED["table"]), ""),
+        ((256, 128), TEXTS["bias"], ""),
+    ],
+)
+def test_refusals_of_pairs(dims: tuple[int, int], score: str, reason: str) -> None:
+    """The consumer of dV reads what the score reads, that of dK sums gradients: each has registers if its own sum is
+    narrower than 256.
+    """
+    pair = Spec(problem(dims, Mask.CAUSAL, score), Sm90BackwardWide(64, 128, 2, 1, False, False, True))
+    if not reason:
+        make_plan(pair)
+        return
+    with pytest.raises(Infeasible, match=reason):
+        make_plan(pair)
+
+
 # ---- On the CPU
 
 
@@ -142,9 +186,10 @@ on_cpu = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on
 
 
 def emulated(of: Problem, knobs: tuple[int, ...], directory: Path, **more: Any) -> EmulatedWide:
-    """`knobs`: keys of a tile, buffers of Q, of dO, whether deterministic. `more`: others by name."""
-    tile_n, stages, stages_dout, deterministic = *knobs, *(0,) * (4 - len(knobs))
-    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, bool(deterministic), False, **more)
+    """`knobs`: keys of a tile, buffers of Q, of dO, whether deterministic, and by pairs. `more`: others by name."""
+    tile_n, stages, stages_dout, deterministic, pair = *knobs, *(0,) * (5 - len(knobs))
+    flags = bool(deterministic), False, bool(pair)
+    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, *flags, **more)
     return EmulatedWide(Spec(of, tuning), directory)
 
 
@@ -174,6 +219,33 @@ def test_scores_on_the_cpu(
         assert kernel.failure(shape, seed, formula=formula) == ""
 
 
+@on_cpu
+@pytest.mark.parametrize(
+    ("dims", "mask", "knobs", "name"),
+    [
+        ((256, 256), Mask.CAUSAL, (128, 2, 1, 0, 1), "softcap"),
+        ((192, 128), Mask.SPANS, (128, 2, 2, 1, 1), "softcap"),
+        ((192, 192), Mask.FULL, (128, 3, 1, 0, 1), "wide softcap"),
+        ((256, 256), Mask.SPANS, (128, 2, 1, 1, 1), "alibi"),
+        ((256, 256), Mask.CAUSAL, (128, 2, 1, 0, 1), "relative"),
+        ((192, 128), Mask.FULL, (128, 2, 2, 0, 1), "bias"),
+        ((192, 192), Mask.SPANS, (128, 2, 1, 0, 1), "mixed"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("s_late", [False, True])
+def test_scores_of_pairs_on_the_cpu(
+    dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], name: str, s_late: bool, tmp_path: Path
+) -> None:
+    """Rows of S are keys there, and a consumer computes P f' for the other one."""
+    kernel = None
+    for seed, shape in enumerate(ON_CPU):
+        score, formula = functions(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
+        kernel = kernel or emulated(problem(dims, mask, score.text), knobs, tmp_path, s_late=s_late)
+        kernel.score_tensors = score.tensors
+        assert kernel.failure(shape, seed, formula=formula) == ""
+
+
 ORDER = {"dq_behind_dv": True, "loaders": 2}
 
 
@@ -198,6 +270,11 @@ def test_another_order_of_products_on_the_cpu(tmp_path: Path) -> None:
         ((192, 192), Mask.FULL, (96, 2, 1), "table"),
         ((64, 128), Mask.CAUSAL, (128, 2, 1), "buckets"),
         ((192, 128), Mask.CAUSAL, (64, 2, 2), "keys"),
+        ((192, 192), Mask.CAUSAL, (128, 2, 1, 0, 1), "slopes"),
+        ((192, 128), Mask.SPANS, (128, 2, 2, 0, 1), "plane"),
+        ((192, 256), Mask.FULL, (128, 2, 1, 0, 1), "table"),
+        ((192, 128), Mask.CAUSAL, (128, 2, 2, 0, 1), "buckets"),
+        ((192, 192), Mask.SPANS, (128, 2, 1, 0, 1), "keys"),
     ],
     ids=str,
 )
@@ -220,6 +297,10 @@ def test_gradients_of_tensors_on_the_cpu(
         ((192, 128), "documents", (96, 2, 2, 1), "softcap"),
         ((192, 192), "blocks", (80, 2, 2), "alibi"),
         ((64, 128), "window", (128, 2, 1, 1), "relative"),
+        ((256, 256), "documents", (128, 2, 1, 0, 1), ""),
+        ((192, 128), "documents", (128, 2, 2, 1, 1), "softcap"),
+        ((256, 256), "blocks", (128, 2, 1, 0, 1), "alibi"),
+        ((192, 192), "window", (128, 2, 1, 1, 1), "relative"),
     ],
     ids=str,
 )
@@ -237,15 +318,16 @@ def test_masks_by_functions_on_the_cpu(
 
 
 @on_cpu
+@pytest.mark.parametrize("knobs", [(96, 2, 2), (128, 2, 2, 0, 1)], ids=str)
 @pytest.mark.parametrize("name", ["softcap", "alibi"])
-def test_several_intervals_on_the_cpu(name: str, tmp_path: Path) -> None:
+def test_several_intervals_on_the_cpu(name: str, knobs: tuple[int, ...], tmp_path: Path) -> None:
     """Keys whose queries are two intervals, and keys that nobody sees."""
     shape = Shape(200, 190, 0, 1, 2)
     score, formula = functions(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
     starts, ends = (torch.zeros(2, shape.seq_k, dtype=torch.int32) for _ in range(2))
     ends[0, :150], starts[1, :150], ends[1, :150] = 50, 90, shape.seq_q
     of = replace(problem((192, 128), Mask.SPANS, score.text), intervals=2)
-    kernel = emulated(of, (96, 2, 2), tmp_path)
+    kernel = emulated(of, knobs, tmp_path)
     kernel.score_tensors = score.tensors
     assert kernel.failure(shape, 0, formula=formula, mask=attnforge.Spans(starts, ends)) == ""
 
@@ -283,6 +365,43 @@ def in_another_order(spec: Spec) -> Spec:
 def test_first_guesses_do_not_spill(nvcc: None, tmp_path: Path) -> None:
     log = check_resources([render(spec) for spec in first_guesses()], tmp_path)
     assert not SERIALISED.search(log), log
+
+
+def pairs() -> Iterator[Spec]:
+    """Likewise of pairs, where these have room for the score; each with one of both orders."""
+    turn = (Mask.CAUSAL, Mask.SPANS, Mask.FULL)
+    every = [*TEXTS.values(), *map(wanted, WANTED.values())]
+    for number, (dims, score) in enumerate(product(DIMS, every)):
+        if takes_pairs(dims, score):
+            mask = turn[(number + number // len(every)) % 3]
+            spec = first(problem(dims, mask, score), pair=True)
+            yield Spec(spec.problem, replace(spec.tuning, s_late=bool(number % 2)))  # type: ignore[call-arg]
+            if score == TEXTS["softcap"]:
+                yield first(problem(dims, mask, score), True, pair=True)
+    for dims, score in product(DIMS, ("", TEXTS["softcap"], TEXTS["alibi"])):
+        yield first(problem(dims, Mask.DENSE, score, TREE), pair=True)
+    for score in (TEXTS["softcap"], TEXTS["alibi"]):
+        yield first(replace(problem(DIMS[0], Mask.SPANS, score), intervals=2), pair=True)
+
+
+@pytest.mark.nvcc
+def test_pairs_do_not_spill(nvcc: None, tmp_path: Path) -> None:
+    log = check_resources([render(spec) for spec in pairs()], tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_what_dispatch_chooses_does_not_spill(device: str, nvcc: None, tmp_path: Path) -> None:
+    """Of scores without a table entry at 8/4/256: the pairs of plain attention, without a byte of spills."""
+    target = dispatch.Target(device, (Arch.SM90A, Arch.SM90))
+    scored = [problem(DIMS[0], Mask.CAUSAL, TEXTS[name]) for name in ("softcap", "alibi", "relative")]
+    calls = [*scored, problem(DIMS[0], Mask.DENSE, mask_mod=TREE)]
+    specs = [dispatch.choose_for(of, 2, 8192, target).spec for of in calls]
+    assert all(isinstance(spec.tuning, Sm90BackwardWide) and spec.tuning.pair for spec in specs)
+    log, resources = compile_strictly([render(spec) for spec in specs], tmp_path)
+    assert not SERIALISED.search(log), log
+    assert not any(used["spill_bytes"] for used in resources.values()), resources
 
 
 @pytest.mark.nvcc
@@ -369,6 +488,29 @@ def test_scores_on_a_gpu(dims: tuple[int, int], name: str, mask: Mask, determini
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "name", "mask", "deterministic", "s_late"),
+    [
+        (*case, deterministic, s_late)
+        for case, deterministic, s_late in product(CASES, (False, True), (False, True))
+        if takes_pairs(case[0], functions(1, 2, 64, 64)[case[1]][0].text)
+        and (case[1] in ("softcap", "relative") or not deterministic)
+    ],
+    ids=str,
+)
+def test_scores_of_pairs_on_a_gpu(
+    dims: tuple[int, int], name: str, mask: Mask, deterministic: bool, s_late: bool
+) -> None:
+    text = functions(1, 2, 64, 64)[name][0].text
+    spec = first(problem(dims, mask, text), deterministic, pair=True)
+    check(
+        Spec(spec.problem, replace(spec.tuning, s_late=s_late)),  # type: ignore[call-arg]
+        name,
+        LIMIT[DType.BFLOAT16],
+    )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["softcap", "relative"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_another_order_of_products_on_a_gpu(dims: tuple[int, int], name: str) -> None:
@@ -380,10 +522,11 @@ def test_another_order_of_products_on_a_gpu(dims: tuple[int, int], name: str) ->
 @pytest.mark.parametrize(
     ("dims", "name"), list(zip(DIMS, ("softcap", "alibi", "mixed"), strict=True)), ids=str
 )
-def test_scores_in_fp16_on_a_gpu(dims: tuple[int, int], name: str) -> None:
+@pytest.mark.parametrize("pair", [False, True])
+def test_scores_in_fp16_on_a_gpu(dims: tuple[int, int], name: str, pair: bool) -> None:
     text = functions(1, 2, 64, 64)[name][0].text
     of = replace(problem(dims, Mask.CAUSAL, text), dtype=DType.FLOAT16)
-    check(first(of), name, LIMIT[DType.FLOAT16])
+    check(first(of, pair=pair), name, LIMIT[DType.FLOAT16])
 
 
 @pytest.mark.gpu
@@ -405,32 +548,34 @@ def test_all_tiles_of_a_softcap_on_a_gpu(tile_n: int) -> None:
         ("everything", "", True),
     ],
 )
+@pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_masks_by_functions_on_a_gpu(
-    dims: tuple[int, int], name: str, score: str, deterministic: bool
+    dims: tuple[int, int], pair: bool, name: str, score: str, deterministic: bool
 ) -> None:
     text = functions(1, 2, 64, 64)[score][0].text if score else ""
-    spec = first(problem(dims, Mask.DENSE, text, TREE), deterministic)
+    spec = first(problem(dims, Mask.DENSE, text, TREE), deterministic, pair)
     check(spec, score, LIMIT[DType.BFLOAT16], name)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dims", "name", "mask"),
+    ("dims", "name", "mask", "pair"),
     [
-        (dims, name, MASKS[(i + j) % 3])
+        (dims, name, MASKS[(i + j) % 3], pair)
         for i, dims in enumerate(DIMS)
         for j, name in enumerate(("slopes", "plane", "table", "buckets", "keys"))
+        for pair in ((False, True) if dims[0] == 192 else (False,))
     ],
     ids=str,
 )
-def test_gradients_of_tensors_on_a_gpu(dims: tuple[int, int], name: str, mask: Mask) -> None:
+def test_gradients_of_tensors_on_a_gpu(dims: tuple[int, int], name: str, mask: Mask, pair: bool) -> None:
     """Against float64 with the rounding of the output that the kernel gets."""
     for seed, shape in enumerate(ON_GPU[1:]):
         heads = shape.heads_kv * shape.group
         score, formula, tensors = learned(shape.batch, heads, shape.seq_q, shape.seq_k, "cuda")[name]
         found = score(*tensors)
-        spec = first(problem(dims, mask, wanted(found.text)))
+        spec = first(problem(dims, mask, wanted(found.text)), pair=pair)
         x = q, k, v, dout = drawn(spec, shape, seed)
         seen = make_mask(mask.value, shape.seq_q, shape.seq_k, "cuda", seed)
         values = [t.detach().double() for t in tensors]

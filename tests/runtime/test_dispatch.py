@@ -16,6 +16,7 @@ import torch
 import attnforge
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, deterministic_candidates
@@ -460,6 +461,30 @@ def test_a_deterministic_entry_counts_for_gradients_of_tensors(
     assert choice.reason.endswith(f"; without {without}")
     with pytest.raises(Infeasible, match="are added in any order"):
         dispatch.choose_for(call, 1, 1024, target, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("score", "pair"),
+    [
+        ("softcap: 50.0 * tanh(score / 50.0)", True),
+        ("alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)", True),
+        ("bias(t0: float32[2]): score + t0[q_idx, kv_idx]", False),  # has no registers for its addresses
+    ],
+)
+def test_an_untuned_score_starts_from_a_pair_of_blocks(
+    score: str, pair: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry of plain attention, or the nearest one of single blocks where a pair does not take the score."""
+    only_tables_of(tmp_path, monkeypatch)
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=256, mask=Mask.CAUSAL)
+    near = Tuned(
+        Spec(problem, Sm90BackwardWide(64, 128, 2, 1, False, False, True, s_late=True)), 2, 8192, 1.0, 100.0
+    )
+    far = Tuned(Spec(problem, Sm90BackwardWide(64, 64, 2, 1, False, False)), 2, 1024, 1.0, 900.0)
+    tables.save(H200, [near, far], tmp_path)
+    call = replace(problem, score=ScoreMod(score))
+    choice = dispatch.choose_for(call, 2, 8192, dispatch.Target(H200, (Arch.SM90A,)))
+    assert choice.spec == Spec(call, (near if pair else far).spec.tuning)
 
 
 STRICT = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
