@@ -253,7 +253,7 @@ def _cuts_lists(spec: Spec) -> bool:
     """Are long lists of visits cut? Where blocks add to dK and dV in any order, and the order of tiles is a table."""
     t = spec.tuning
     assert isinstance(t, Sm90Backward)
-    return spec.problem.mask.listed and t.split_heads and not t.deterministic and not t.descending
+    return spec.problem.mask.listed and t.adds_in_any_order and not t.descending
 
 
 def _dq_by_step(t: Sm90Backward) -> bool:
