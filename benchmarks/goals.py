@@ -53,7 +53,10 @@ def triton_peer(case: Case) -> Attention:
 def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
     """(goal, pack, model) in the order of the run."""
     goals = [
-        goal for suite in args.suite or SUITES for goal in GOALS[suite] if re.search(args.only, goal.label)
+        goal
+        for suite in args.suite or SUITES
+        for goal in GOALS[suite]
+        if re.search(args.only, f"{goal.label} {goal.work}")
     ]
     rows = [
         (goal, *goal.cases[seed]) for seed in range(args.seeds) for goal in goals if seed < len(goal.cases)
@@ -183,7 +186,7 @@ def arguments() -> argparse.Namespace:
         type=re.compile,
         default=re.compile(""),
         metavar="REGEX",
-        help="only goals whose label matches",
+        help='only goals that match, as "28/4/128 full/4x8192 bwd" does',
     )
     parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="of N shares by heads")
     parser.add_argument("--seeds", type=int, default=SEEDS)
