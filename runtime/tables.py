@@ -289,7 +289,10 @@ def _dispensable(spec: Spec) -> dict[str, int]:
     if spec.problem.direction is Direction.FORWARD:
         return {}
     names = DISPENSABLE if spec.problem.score.wanted else ("persistent",)
-    return {name: 0 for name in names if getattr(spec.tuning, name, 0)}
+    dropped = {name: 0 for name in names if getattr(spec.tuning, name, 0)}
+    if "deterministic" in dropped and getattr(spec.tuning, "launch_order", 0):
+        dropped["launch_order"] = 0  # an order of deterministic blocks
+    return dropped
 
 
 @dataclass(frozen=True)

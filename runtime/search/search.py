@@ -399,6 +399,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     For a deterministic case that is what dispatch makes of it.
 
     Next comes its twin with the other `split_heads`: which of the two is faster depends mostly on the mask.
+    Either may be outside of `specs`: a deterministic kernel with a launch order that other searches do not try.
     """
     if not specs:
         return specs
@@ -413,8 +414,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     if "split_heads" in knobs:
         knobs |= {"split_heads": 1 - knobs["split_heads"]}
         with contextlib.suppress(Infeasible):
-            twin = tables.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs)))
-            first += [spec for spec in specs if spec == twin]
+            first.append(tables.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs))))
     return first + [spec for spec in specs if spec not in first]
 
 

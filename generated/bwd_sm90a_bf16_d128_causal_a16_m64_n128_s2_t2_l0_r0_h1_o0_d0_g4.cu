@@ -1,18 +1,20 @@
-// attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0
+// attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
-//     --set in_regs=0 --set split_heads=1 --set deterministic=0 --set descending=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
+//     16 --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2
+//     --set lag=0 --set in_regs=0 --set split_heads=1 --set deterministic=0
+//     --set descending=0 --set heads_together=4
 //
-//   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages           3   shared-memory buffers for Q
-//   stages_dout      2   shared-memory buffers for dO
-//   lag              0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
-//   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
-//   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
+//   tile_m           64   query rows per step of the main loop; always 64, the rows of a product for dQ
+//   tile_n          128   keys per block; always 128, 64 for each of two consumer warpgroups
+//   stages            2   shared-memory buffers for Q
+//   stages_dout       2   shared-memory buffers for dO
+//   lag               0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
+//   in_regs           0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
+//   split_heads       1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   deterministic     0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   descending        0   blocks start with the last key tile, not that with most work (deterministic ones always do)
+//   heads_together    4   heads in work at least; 0: as many as fit the L2 cache, more if descending in packs
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -110,7 +112,7 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
-constexpr int kStagesQ = 3;  // buffers of Q
+constexpr int kStagesQ = 2;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 constexpr int kDqColumns = 64;  // of dQ that a consumer computes: half of them, for all keys of the block
 constexpr int kDqSecond = kDqColumns;  // the first column of the second consumer
@@ -154,7 +156,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 219296, "the plan of this kernel disagrees");
+static_assert(kSharedBytes == 200840, "the plan of this kernel disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -363,24 +365,33 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned lo
     // clang-format on
 }
 
-// ---- Mask: full ----------------------------------------------------------------------------------------------------
+// ---- Mask: causal --------------------------------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`?
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+}
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
     return rank;
 }
 
+// The first query tile that sees key tile `tile`.
+__device__ __forceinline__ int first_visit(const Params& p, int tile) {
+    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
+}
+
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m;
+    return p.tiles_m - first_visit(p, tile);
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
+    const int query_tile = first_visit(p, tile) + index;
+    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
+    return query_tile * 2 + ((tile + 1) * kTileN > keys);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -388,6 +399,9 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
+
+// Heads in work at least: a section has more of them only if their operands fit.
+constexpr long long kHeadsTogether = 4;
 
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
@@ -401,7 +415,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
-    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, kHeadsTogether), planes));
     const int section = fits * together;
     const int first = index / (section * p.tiles_n) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
@@ -953,7 +967,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1004,7 +1018,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
@@ -1021,7 +1035,7 @@ attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4_postprocess_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
@@ -1065,7 +1079,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
+attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);

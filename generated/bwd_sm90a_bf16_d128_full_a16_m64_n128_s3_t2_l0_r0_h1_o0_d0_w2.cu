@@ -1,9 +1,9 @@
-// attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0
+// attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_w2
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
-//     16 --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2
-//     --set lag=0 --set in_regs=0 --set split_heads=1 --set deterministic=0
-//     --set descending=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
+//     --set in_regs=0 --set split_heads=1 --set deterministic=0 --set descending=0
+//     --set loaders=2
 //
 //   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
@@ -14,6 +14,7 @@
 //   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 //   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
+//   loaders          2   warps that load, 1 or 2; 0: 2 with lag or deterministic sums, else 1
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -40,7 +41,7 @@
 // Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are
 // transposed (keys x queries), so that P and dS arise in the registers that wgmma takes as A operands of dV and dK. dQ
 // needs dS of all keys of the tile, which therefore goes through shared memory.
-// Producer warpgroup: warp 0 loads K, V, Q, row_stats and dO, warps 2 and 3 add dQ to dq_accum.
+// Producer warpgroup: warp 0 loads K, Q and row_stats, warp 1 V and dO, warps 2 and 3 add dQ to dq_accum.
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
 //
 // Kernels: _preprocess (row_stats, zeros for sums), the main kernel, _postprocess (dQ), _postprocess_dkv (dK and dV).
@@ -364,33 +365,24 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned lo
     // clang-format on
 }
 
-// ---- Mask: causal --------------------------------------------------------------------------------------------------
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
-    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
     return rank;
 }
 
-// The first query tile that sees key tile `tile`.
-__device__ __forceinline__ int first_visit(const Params& p, int tile) {
-    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
-}
-
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m - first_visit(p, tile);
+    return p.tiles_m;
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int query_tile = first_visit(p, tile) + index;
-    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
-    return query_tile * 2 + ((tile + 1) * kTileN > keys);
+    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -527,28 +519,38 @@ __device__ __forceinline__ const float* row_stats_of(const Params& p, const Work
     return p.delta + (static_cast<long long>(work.batch) * p.heads_q + head) * p.padded_q * kRowStatsFloats;
 }
 
-// Warp 0: load K and V, then for each step Q, row_stats, the visit and dO.
-__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+// Warp 0: load K, then for each step Q, row_stats and the visit.
+__device__ __forceinline__ void produce_q(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
     const bool leader = threadIdx.x % 32 == 0;
     if (leader) {
         load_keys(maps.k, base + kOffsetK, base + kFullK, work);
     }
     griddepcontrol_wait();  // for row_stats; consumers add to dK and dV only after they have these
-    Ring q_ring = {0, 1}, do_ring = {0, 1};  // fresh barriers count as empty
+    Ring ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
         const float* row_stats = row_stats_of(p, work, head);
 #pragma unroll 1
         for (int i = 0; i < work.visits; ++i) {
-            const int visit = visit_of(p, work, i);
-            load_q(maps, base, work, head, visit, row_stats, q_ring, leader);
-            if (leader && h + i == 0) {  // after the first Q, with which the consumers begin
-                load_keys(maps.v, base + kOffsetV, base + kFullV, work);
-            }
-            load_dout(maps, base, work, head, visit, do_ring, leader);
+            load_q(maps, base, work, head, visit_of(p, work, i), row_stats, ring, leader);
         }
     }
     griddepcontrol_launch_dependents();
+}
+
+// Warp 1: load V, then dO of each step.
+__device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
+    const bool leader = threadIdx.x % 32 == 0;
+    if (leader) {
+        load_keys(maps.v, base + kOffsetV, base + kFullV, work);
+    }
+    Ring ring = {0, 1};  // fresh barriers count as empty
+    for (int h = 0; h < work.heads; ++h) {
+#pragma unroll 1
+        for (int i = 0; i < work.visits; ++i) {
+            load_dout(maps, base, work, work.first_head + h, visit_of(p, work, i), ring, leader);
+        }
+    }
 }
 
 // Thread: add the part of dQ in the buffer of consumer `group` to `sums`, both in the order of fragments, and wait
@@ -963,7 +965,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_w2_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1014,7 +1016,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_w2_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
@@ -1031,7 +1033,7 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postproce
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_w2_postprocess_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
@@ -1075,7 +1077,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
+attnforge_bwd_sm90a_bf16_d128_full_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_w2(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -1096,8 +1098,10 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
         if (warp == 0) {
-            produce(p, maps, base, work);
-        } else if (warp > 1) {
+            produce_q(p, maps, base, work);
+        } else if (warp == 1) {
+            produce_dout(p, maps, base, work);
+        } else {
             reduce_dq(p, base, work, warp - 2);
         }
     } else {
