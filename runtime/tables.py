@@ -290,7 +290,7 @@ def _dispensable(spec: Spec) -> dict[str, int]:
         return {}
     names = DISPENSABLE if spec.problem.score.wanted else ("persistent",)
     dropped = {name: 0 for name in names if getattr(spec.tuning, name, 0)}
-    if "deterministic" in dropped and getattr(spec.tuning, "launch_order", 0):
+    if "deterministic" in dropped and bool(getattr(spec.tuning, "launch_order", 0)):
         dropped["launch_order"] = 0  # an order of deterministic blocks
     return dropped
 
