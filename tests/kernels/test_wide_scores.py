@@ -332,6 +332,24 @@ def test_several_intervals_on_the_cpu(name: str, knobs: tuple[int, ...], tmp_pat
     assert kernel.failure(shape, 0, formula=formula, mask=attnforge.Spans(starts, ends)) == ""
 
 
+@on_cpu
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_starts_and_ends_of_any_size_on_the_cpu(intervals: int, pair: bool, tmp_path: Path) -> None:
+    """Differences of these and of query numbers do not fit 32 bits."""
+    shape, (least, most) = Shape(200, 190, 0, 1, 2), (-(2**31), 2**31 - 1)
+    score, formula = functions(shape.batch, 2, shape.seq_q, shape.seq_k)["softcap"]
+    starts, ends = (torch.zeros(intervals, shape.seq_k, dtype=torch.int32) for _ in range(2))
+    starts[0], ends[0] = least, 100
+    starts[0, ::3], ends[0, ::3] = least, least  # keys that nobody sees
+    starts[-1, 1::3], ends[-1, 1::3] = 150, most
+    of = replace(problem((192, 128), Mask.SPANS, score.text), intervals=intervals)
+    kernel = emulated(of, (128 if pair else 96, 2, 2, 0, pair), tmp_path)
+    kernel.score_tensors = score.tensors
+    mask = attnforge.Spans(*((starts, ends) if intervals > 1 else (starts[0], ends[0])))
+    assert kernel.failure(shape, 0, formula=formula, mask=mask) == ""
+
+
 def function_mask(name: str, shape: Shape, device: str) -> FunctionMask:
     function = mask_functions.functions(shape, device)[name]
     traced = masks.mask_mod(function, shape.seq_q, shape.seq_k, device)
