@@ -29,6 +29,57 @@ extern "C" int turn(const Params* p, unsigned block, unsigned blocks, int round)
 }
 """
 
+KEPT = ("Specialisation", "Mask", "Order of", "Work", "Semaphores")
+ADDITIONS = """
+extern "C" int additions(const Params* p, int block, int (*found)[3]) {
+    const Work work = work_of(*p, block);
+    int count = 0;
+    for (int head = 0; head < work.heads; ++head) {
+        for (int i = 0; i < work.visits; ++i, ++count) {
+            found[count][0] = static_cast<int>(first_plane(*p, work)) + head;
+            found[count][1] = visit_of(*p, work, i) >> 1;
+            found[count][2] = dq_order(*p, work, i);
+        }
+    }
+    TO_DKV
+    return count;
+}
+"""
+TO_DKV = """
+    found[count][0] = work.batch * p->heads_kv + work.head_kv;
+    found[count][1] = -1 - work.tile;
+    found[count++][2] = dkv_order(*p, work) / (4 * kConsumers);
+"""
+
+
+class Additions:
+    """Of a deterministic kernel without lists: the sums that each block adds to, and how many blocks add before it."""
+
+    def __init__(self, source: Source, directory: Path) -> None:
+        # Sections hold as many heads as the tuning says at least.
+        text = re.sub(r"(kCacheBytes = )[^;]*;", r"\g<1>0;", full_params(source.text))
+        head, *sections = re.split(r"(?=^// ---- )", text, flags=re.MULTILINE)
+        kept = (part for part in sections if part.startswith(tuple(f"// ---- {name}" for name in KEPT)))
+        self.splits_heads = source.plan.dkv_accum
+        calls = ADDITIONS.replace("TO_DKV", TO_DKV if self.splits_heads else "")
+        text = f'#include "cuda_words.h"\n{head}{"".join(kept)}{calls}'
+        path = directory / f"{source.spec.slug}_additions.cpp"
+        path.write_text(re.sub(r"asm volatile\(.*\);", "", text))
+        self.library = gxx.library(path, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{gxx.HERE}")
+        self.tile_m, self.tile_n = source.spec.tuning.tile_m, source.spec.tuning.tile_n
+
+    def of(self, batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -> list[list[list[int]]]:
+        """(plane, tile, blocks before) by block: a query tile of a q head or, as -1 - tile, a key tile of a kv head."""
+        p = Params()
+        p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k = batch, heads_q, heads_kv, seq_q, seq_k
+        p.set_tiles(self.tile_m, self.tile_n)
+        found = (ctypes.c_int * 3 * (p.tiles_m * heads_q + 1))()
+        blocks = p.tiles_n * batch * (heads_q if self.splits_heads else heads_kv)
+        return [
+            [list(each) for each in found[: self.library.additions(ctypes.byref(p), block, found)]]
+            for block in range(blocks)
+        ]
+
 
 class WorkOrder:
     """`place_of` of a kernel, and `work_index` where it has that."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from order_of_work import WorkOrder
+from order_of_work import Additions, WorkOrder
 
 from attnforge.bagel.measure import occupancy
 from attnforge.bagel.measure.cases import make_case
@@ -179,6 +179,46 @@ def test_heads_of_a_group_start_a_tile_apart(mask: Mask, together: int, tmp_path
             assert min(apart) > 0, name
             if order.ranks(case) >= together:
                 assert (min(apart) > case.heads_kv) == (launch_order == 3), name
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("mask", "split", "launch_order"),
+    [
+        (Mask.CAUSAL, False, 0),
+        (Mask.CAUSAL, False, 1),
+        (Mask.CAUSAL, False, 2),
+        (Mask.CAUSAL, True, 0),
+        (Mask.CAUSAL, True, 3),
+        (Mask.FULL, False, 0),
+        (Mask.FULL, True, 3),
+    ],
+    ids=str,
+)
+def test_blocks_start_in_the_order_in_which_they_add(
+    mask: Mask, split: bool, launch_order: int, together: int, tmp_path: Path
+) -> None:
+    """To dQ and, with split_heads, to dK and dV: blocks wait for earlier ones only, so the first of all never does."""
+    tuning = deterministic(split, launch_order, heads_together=together)
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, mask)
+    additions = Additions(render(Spec(problem, tuning)), tmp_path)
+    heads = ((1, 1), (3, 1), (4, 2), (3, 3), (6, 2))
+    for batch, (heads_q, heads_kv), tiles in product((1, 2), heads, range(1, 8)):
+        for seq_q in (tiles * 128, tiles * 64 - 3, tiles * 200):
+            sizes = batch, heads_q, heads_kv, seq_q, tiles * 128 - 5
+            added: dict[tuple[int, int], int] = {}
+            for block in additions.of(*sizes):
+                for plane, tile, before in block:
+                    assert before == added.get((plane, tile), 0), sizes
+                    added[plane, tile] = before + 1
+            counts = [
+                added.get((plane, tile), 0)
+                for plane in range(batch * heads_q)
+                for tile in range(-(-seq_q // tuning.tile_m))
+            ]
+            keys = [(tile + 1) * 64 + sizes[4] - seq_q for tile in range(-(-seq_q // 64))]
+            seen = [min(tiles, max(0, -(-each // 128))) if mask is Mask.CAUSAL else tiles for each in keys]
+            assert counts == seen * (batch * heads_q), sizes
 
 
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL], ids=lambda mask: mask.value)
