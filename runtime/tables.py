@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,11 @@ UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry wi
 # keys change with it.
 CONVERTED = 6
 # Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
-DISPENSABLE = {"persistent": "persistent blocks", "deterministic": "deterministic sums"}
+DISPENSABLE = {
+    "persistent": "persistent blocks",
+    "launch_order": "its order of blocks",
+    "deterministic": "deterministic sums",
+}
 
 
 @dataclass(frozen=True)
@@ -269,30 +274,32 @@ def _lacks(spec: Spec, entry: Tuned, name: str) -> bool:
 
 
 def planned(spec: Spec) -> Spec:
-    """A spec, or the same without knobs of a backward that cannot compute it (`DISPENSABLE`); else `Infeasible`.
+    """A spec, or the same with as few knobs as possible set to 0 so that it is feasible (`DISPENSABLE`).
 
     Persistent blocks take no score, no planes and no `split_heads`; without them each work tile has a block of its
-    own. Deterministic kernels have no gradients of a score's tensors; without it they add in any order.
+    own. Orders in which deterministic blocks start are for some masks, and with or without `split_heads`. Deterministic
+    kernels have no gradients of a score's tensors; without it they add in any order. Infeasible if no knob helps.
     """
-    try:
-        make_plan(spec)
-    except Infeasible:
-        if not (dropped := _dispensable(spec)):
-            raise
-        spec = Spec(spec.problem, make_tuning(spec.problem, spec.tuning.to_json() | dropped))
-        make_plan(spec)
-    return spec
+    for dropped in _dispensable(spec):
+        knobs = spec.tuning.to_json() | dict.fromkeys(dropped, 0)
+        found = Spec(spec.problem, make_tuning(spec.problem, knobs)) if dropped else spec
+        try:
+            make_plan(found)
+        except Infeasible as error:
+            reason = error
+        else:
+            return found
+    raise reason
 
 
-def _dispensable(spec: Spec) -> dict[str, int]:
-    """Knobs that `planned` sets to 0 where they are in the way."""
-    if spec.problem.direction is Direction.FORWARD:
-        return {}
-    names = DISPENSABLE if spec.problem.score.wanted else ("persistent",)
-    dropped = {name: 0 for name in names if getattr(spec.tuning, name, 0)}
-    if "deterministic" in dropped and bool(getattr(spec.tuning, "launch_order", 0)):
-        dropped["launch_order"] = 0  # an order of deterministic blocks
-    return dropped
+def _dispensable(spec: Spec) -> Iterator[tuple[str, ...]]:
+    """Knobs that `planned` sets to 0 where they are in the way: none, then one, then more of them."""
+    names: list[str] = []
+    if spec.problem.direction is Direction.BACKWARD:
+        names = [name for name in DISPENSABLE if getattr(spec.tuning, name, 0)]
+    if not spec.problem.score.wanted:
+        names = [name for name in names if name != "deterministic"]
+    return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 
 @dataclass(frozen=True)

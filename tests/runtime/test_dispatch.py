@@ -439,23 +439,46 @@ def test_an_entry_of_persistent_blocks_counts_where_there_are_none(
 
 
 @pytest.mark.parametrize(
-    ("persistent", "without"),
-    [(0, "deterministic sums"), (1, "persistent blocks and deterministic sums")],
+    ("mask", "changes", "dropped"),
+    [
+        (Mask.SPANS, {}, {"launch_order": 0}),
+        (Mask.CAUSAL, {"score": ScoreMod("softcap: 50.0 * tanh(score / 50.0)")}, {"persistent": 0}),
+        (Mask.DENSE, {}, None),  # needs split_heads
+    ],
+)
+def test_an_order_of_blocks_for_another_mask_is_left_out(
+    mask: Mask, changes: dict[str, ScoreMod], dropped: dict[str, int] | None
+) -> None:
+    """And no more knobs than have to be."""
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
+    plain = Sm90Backward(64, 128, 3, 2, False, 1, False, True, False)
+    near = Tuned(Spec(problem, replace(plain, launch_order=2, persistent=1)), 7, 1024, 1.0, 100.0)
+    call = replace(problem, mask=mask, **changes)  # type: ignore[arg-type]
+    if dropped is None:
+        with pytest.raises(Infeasible, match="needs split_heads"):
+            tables.replanned(call, near)
+    else:
+        assert tables.replanned(call, near) == Spec(call, replace(near.spec.tuning, **dropped))
+    assert tables.replanned(problem, near) == near.spec
+
+
+@pytest.mark.parametrize(
+    ("more", "without"),
+    [
+        ({}, "deterministic sums"),
+        ({"persistent": 1}, "persistent blocks and deterministic sums"),
+        ({"launch_order": 2}, "its order of blocks and deterministic sums"),
+    ],
 )
 def test_a_deterministic_entry_counts_for_gradients_of_tensors(
-    persistent: int, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, int], without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which are added in any order: the same knobs without `deterministic`, not an entry that is farther away."""
     only_tables_of(tmp_path, monkeypatch)
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
     plain = Sm90Backward(64, 128, 3, 2, False, 1, False, False, False)
-    near = Tuned(
-        Spec(problem, replace(plain, deterministic=True, persistent=persistent, launch_order=1)),
-        1,
-        1024,
-        1.0,
-        100.0,
-    )
+    strict = replace(plain, deterministic=True, **more)  # type: ignore[arg-type]
+    near = Tuned(Spec(problem, strict), 1, 1024, 1.0, 100.0)
     far = Tuned(Spec(problem, replace(plain, stages=4)), 1, 4096, 1.0, 900.0)
     tables.save(H200, [near, far], tmp_path)
     target = dispatch.Target(H200, (Arch.SM90A,))
