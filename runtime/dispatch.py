@@ -169,8 +169,6 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
         return None
     if "split_heads" in knobs and group > 1 and spec.problem.mask is not Mask.FULL:
         knobs |= {"split_heads": 1}
-    if "descending" in knobs:
-        knobs |= {"descending": 0}  # deterministic blocks always are
     try:
         strict = tables.planned(Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1})))
         return strict if make_plan(strict).deterministic else None

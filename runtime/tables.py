@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import re
 import tempfile
@@ -25,12 +26,14 @@ from filelock import FileLock
 
 from attnforge.codegen import host
 from attnforge.codegen.cost_model import bytes_per_flop
-from attnforge.codegen.families import make_plan, make_tuning, spec_from_json
+from attnforge.codegen.families import RetiredKnob, make_plan, make_tuning, spec_from_json
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, Mask, Problem, Spec
 from attnforge.runtime.build.atomic import replace_file
 from attnforge.runtime.build.settings import TABLES, settings
+
+log = logging.getLogger("attnforge")
 
 PACKAGED = Path(__file__).parent.parent / "generated" / "tuned"  # what the package brings
 MODELLED = "modelled"  # folder of the tables that were computed
@@ -176,10 +179,17 @@ def _read(path: Path, modified: int, inode: int) -> tuple[Tuned, ...]:
 
 
 def _parse(path: Path) -> tuple[Tuned, ...]:
+    """The entries of a file but for those of kernels that are gone, which a search of their class replaces."""
+    entries: list[Tuned] = []
     try:
-        return tuple(Tuned.from_json(item) for item in json.loads(path.read_text()))
+        for item in json.loads(path.read_text()):
+            try:
+                entries.append(Tuned.from_json(item))
+            except RetiredKnob as reason:
+                log.warning("%s: an entry is skipped: %s", path, reason)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a tuned table: {error}; delete it or restore it") from error
+    return tuple(entries)
 
 
 def save(

@@ -41,10 +41,8 @@ class Sections:
         """Those of a GPU kernel, as schedule.cuh.jinja has them."""
         problem, tuning = plan.spec.problem, plan.spec.tuning
         larger = 32 if problem.direction is Direction.FORWARD else 40
-        listed = 8 if plan.dq_semaphore else 4
-        least = getattr(tuning, "heads_together", 0) or (
-            listed if plan.descending and problem.mask.listed else 1
-        )
+        listed = plan.descending and problem.mask.listed
+        least = getattr(tuning, "heads_together", 0) or (8 if listed else 1)
         return Sections(getattr(tuning, "cache_mb", larger), least)
 
 

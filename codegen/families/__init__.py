@@ -78,11 +78,15 @@ def make_plan(spec: Spec) -> Plan:
     return family.plan(spec)
 
 
+class RetiredKnob(ValueError):
+    """A tuning has a value of a knob that is gone with which there is no kernel any more."""
+
+
 def make_tuning(problem: Problem, values: Mapping[str, int]) -> Tuning:
     """The tuning of `problem`'s family from whole numbers by knob, also by the name that a knob had before.
 
-    Knobs that are gone may have the value that is left (`Tuning.retired`). ValueError names knobs that are unknown, and
-    missing ones that have no default.
+    Knobs that are gone may have the value that is left (`Tuning.retired`); RetiredKnob names those with another one.
+    ValueError names knobs that are unknown, and missing ones that have no default.
     """
     cls = family_of(problem).tuning
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -96,7 +100,8 @@ def make_tuning(problem: Problem, values: Mapping[str, int]) -> Tuning:
         wrong = [f"{', '.join(sorted(unknown))} unknown"] if unknown else []
         wrong += [f"{', '.join(sorted(missing))} missing"] if missing else []
         what = f"tuning of {problem.arch.value} {problem.dtype.value} {problem.direction.value}"
-        raise ValueError(f"{what}: {'; '.join(wrong)}. Its knobs are {', '.join(fields)}")
+        error = ValueError if missing or unknown - cls.retired.keys() else RetiredKnob
+        raise error(f"{what}: {'; '.join(wrong)}. Its knobs are {', '.join(fields)}")
     return cls(**{n: bool(v) if fields[n].type in (bool, "bool") else int(v) for n, v in values.items()})
 
 

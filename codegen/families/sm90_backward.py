@@ -37,6 +37,8 @@ ROW_STATS = 8  # floats of row_stats: lse and delta, as 8 bf16 each
 class Sm90Backward(Tuning):
     """Tuning of the Hopper backward kernel (one block owns a key tile and walks the query tiles)."""
 
+    retired = {"descending": 0}  # noqa: RUF012
+
     tile_m: int = knob("m", "query rows per step of the main loop; always 64, the rows of a product for dQ")
     tile_n: int = knob("n", "keys per block; always 128, 64 for each of two consumer warpgroups")
     stages: int = knob("s", "shared-memory buffers for Q")
@@ -49,13 +51,10 @@ class Sm90Backward(Tuning):
     deterministic: bool = knob(
         "o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run", was="ordered"
     )
-    descending: bool = knob(
-        "d", "blocks start with the last key tile, not that with most work (deterministic ones always do)"
-    )
     # Knobs that earlier tables and names do not have.
     heads_together: int = knob(
         "g",
-        "heads in work at least; 0: as many as fit the L2 cache, more if descending in packs",
+        "heads in work at least; 0: as many as fit the L2 cache, more if deterministic in packs",
         0,
         quiet=True,
     )
@@ -73,7 +72,7 @@ class Sm90Backward(Tuning):
     )
     launch_order: int = knob(
         "x",
-        "0: descending; 1, 2: last section by work, from the middle; 3: heads apart; 4: long first",
+        "0: last tile first; 1, 2: last section by work, from middle; 3: heads apart; 4: long first",
         0,
         quiet=True,
     )
@@ -112,8 +111,6 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(f"in_regs {t.in_regs}: must be 0, 1 (K) or 2 (K and V)")
     if t.lag and t.stages_dout < 2:
         raise Infeasible("stages_dout 1: must be at least 2 with lag, which uses two tiles of dO at a time")
-    if t.descending and p.mask is Mask.FULL:
-        raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
     _require_knobs(t)
     if t.launch_order:
         _require_launch_order(p, t)
@@ -148,8 +145,6 @@ def _require_launch_order(p: Problem, t: Sm90Backward) -> None:
         raise Infeasible(f"{order}: needs split_heads; blocks per kv head add to no dK and dV of others")
     if t.launch_order == 4 and (not p.mask.listed or p.in_planes):
         raise Infeasible(f"{order}: needs lists of tiles that all heads share, so that they start alike")
-    if t.launch_order == 4 and t.descending:
-        raise Infeasible(f"{order}: starts with long tiles; set descending to 0")
 
 
 def _require_persistent(p: Problem, t: Sm90Backward) -> None:
@@ -213,7 +208,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
     producer_registers, consumer_registers = REGISTERS[CONSUMERS]
     live = live_registers(t, d, curved(spec.problem))
     require_registers(live, consumer_registers, "the tiles")
-    descending = t.descending or (t.deterministic and mask is not Mask.FULL and t.launch_order != 4)
+    descending = t.deterministic and mask is not Mask.FULL and t.launch_order != 4
     return Plan(
         spec=spec,
         template="sm90a/backward.cu.jinja",
@@ -250,10 +245,8 @@ def _buffers_ds(t: Sm90Backward) -> int:
 
 
 def _cuts_lists(spec: Spec) -> bool:
-    """Are long lists of visits cut? Where blocks add to dK and dV in any order, and the order of tiles is a table."""
-    t = spec.tuning
-    assert isinstance(t, Sm90Backward)
-    return spec.problem.mask.listed and t.adds_in_any_order and not t.descending
+    """Are long lists of visits cut? Where blocks add to dK and dV in any order."""
+    return spec.problem.mask.listed and spec.tuning.adds_in_any_order
 
 
 def _dq_by_step(t: Sm90Backward) -> bool:
@@ -352,8 +345,7 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
         stages,
         (True, False) if problem.head_dim > 96 else (False, True),
     ):
-        for descending in (False,) if deterministic else (False, True):
-            yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending)
+        yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic)
     yield from _walks(problem)
     yield from _wider(problem)
 
@@ -370,7 +362,7 @@ def _walks(problem: Problem) -> Iterator[Sm90Backward]:
         ((4, 3), (3, 2), (2, 2)),
         (0, 1, 2),
     ):
-        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, False, deterministic, False)
+        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, False, deterministic)
         chosen = replace(core, loaders=loaders, persistent=1)
         yield from _in_sections(problem, chosen, _sections(problem))
 
@@ -399,21 +391,16 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
     Deterministic ones only without lists: there they may be the fastest, since blocks that add first store their sums.
     """
     narrow = problem.head_dim <= 80
-    for deterministic, lag, in_regs, of_q, of_dout, split, descending, loaders in product(
+    for deterministic, lag, in_regs, of_q, of_dout, split, loaders in product(
         (False,) if problem.mask.listed else (False, True),
         (True, False) if narrow else (False,),
         (2, 1) if narrow else (0, 1),
         (4, 3) if narrow else (4, 3, 2),
         (4, 3, 2) if narrow else (4, 3, 2, 1),
         (True, False),
-        (False, True),
         (0, 1, 2),
     ):
-        if deterministic and descending:
-            continue  # deterministic blocks always are
-        core = Sm90Backward(
-            64, 128, of_q, of_dout, lag, in_regs, split, deterministic, descending, 0, loaders
-        )
+        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, 0, loaders)
         yield from _in_sections(problem, core, _sections(problem))
 
 
@@ -426,7 +413,7 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
         (True, False),
         (0, 1, 2),
     ):
-        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, False, 0, loaders)
+        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, 0, loaders)
         for launch_order in (0, *_launch_orders(problem, split)):
             chosen = replace(core, launch_order=launch_order)
             yield from _in_sections(problem, chosen, (*SECTIONS, *MORE_HEADS))

@@ -57,7 +57,7 @@ PAIR_KEYS = 64  # of a block of a pair: the rows of its products
 class Sm90BackwardWide(Tuning):
     """Tuning of the Hopper backward for wide heads (one block owns a key tile and walks the query tiles)."""
 
-    retired = {"multicast": 0}  # noqa: RUF012
+    retired = {"multicast": 0, "descending": 0}  # noqa: RUF012
 
     tile_m: int = knob("m", "query rows per step of the main loop; always 64, the rows of a product for dQ")
     tile_n: int = knob(
@@ -66,9 +66,6 @@ class Sm90BackwardWide(Tuning):
     stages: int = knob("s", "shared-memory buffers for Q")
     stages_dout: int = knob("t", "shared-memory buffers for dO")
     deterministic: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
-    descending: bool = knob(
-        "d", "blocks start with the last key tile, not that with most work (deterministic ones always do)"
-    )
     pair: bool = knob("p", "two blocks share a key tile and dQ", default=False, quiet=True)
     cache_mb: int = knob(
         "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
@@ -118,7 +115,7 @@ def plan(spec: Spec) -> Plan:
         raise Infeasible(
             f"registers: the tiles take {live} per consumer thread, {over} more than are available"
         )
-    descending = t.descending or (t.deterministic and p.mask is not Mask.FULL)
+    descending = t.deterministic and p.mask is not Mask.FULL
     return Plan(
         spec=spec,
         template=f"sm90a/backward_{'pair' if t.pair else 'wide'}.cu.jinja",
@@ -221,8 +218,6 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible(f"stages {t.stages}: must be 2 to 4, as S runs a step ahead of dK")
     if not 1 <= t.stages_dout <= 4:
         raise Infeasible(f"stages_dout {t.stages_dout}: must be 1 to 4")
-    if t.descending and p.mask is Mask.FULL:
-        raise Infeasible("descending: needs a mask; without one all key tiles have the same work")
     require_sections(t.heads_together, t.cache_mb)
     if t.loaders not in (1, 2):
         raise Infeasible(f"loaders {t.loaders}: must be 1 or 2")
@@ -388,7 +383,7 @@ def _in_order(problem: Problem) -> list[Sm90BackwardWide]:
     """Deterministic ones: blocks with room for all columns of a unit of dQ come first, at 256 behind pairs."""
     single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
     tunings = [*pairs, *single] if problem.largest_dim > 192 else [*single, *pairs]
-    strict = [replace(t, deterministic=True) for t in tunings if not t.descending]
+    strict = [replace(t, deterministic=True) for t in tunings]
     return sorted(strict, key=lambda t: not t.pair and staged_columns(problem, t) < COLUMNS)
 
 
@@ -396,22 +391,19 @@ def _single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
     wide = problem.largest_dim > 192
     tiles, buffers = ((80, 64, 48), (1, 2)) if wide else ((96, 80, 64, 112, 128), (2, 1))
     behind = (False,) if wide or problem.dim_v else (True, False)  # the rest of the space has both
-    for tile_n, stages_dout, descending, dq_behind_dv in product(tiles, buffers, EITHER, behind):
-        yield Sm90BackwardWide(64, tile_n, 2, stages_dout, False, descending, dq_behind_dv=dq_behind_dv)
+    for tile_n, stages_dout, dq_behind_dv in product(tiles, buffers, behind):
+        yield Sm90BackwardWide(64, tile_n, 2, stages_dout, False, dq_behind_dv=dq_behind_dv)
 
 
 def _pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
     late = (True, False) if problem.largest_dim > 192 else (False, True)
-    for (stages, stages_dout), descending, s_late in product(((2, 2), (2, 1), (3, 2)), EITHER, late):
-        yield Sm90BackwardWide(
-            64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True, s_late=s_late
-        )
+    for (stages, stages_dout), s_late in product(((2, 2), (2, 1), (3, 2)), late):
+        yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, True, s_late=s_late)
 
 
 # heads_together and cache_mb; more heads where all lists of visits are alike
 SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (4, SECTION_MB), (0, 8), (0, 24), (0, 40))
 MORE_HEADS = ((16, SECTION_MB),)
-EITHER = (False, True)
 
 
 def _wider(problem: Problem, deterministic: bool) -> Iterator[Sm90BackwardWide]:
@@ -419,7 +411,7 @@ def _wider(problem: Problem, deterministic: bool) -> Iterator[Sm90BackwardWide]:
     sections = SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
     for core in chain(_wider_single_blocks(problem), _wider_pairs(problem)):
         core = replace(core, deterministic=deterministic)
-        if not (deterministic and core.descending) and is_feasible(problem, core, plan):
+        if is_feasible(problem, core, plan):
             for heads, cache_mb in sections:
                 yield replace(core, heads_together=heads, cache_mb=cache_mb)
 
@@ -428,19 +420,17 @@ def _wider_single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
     tiles = (80, 64, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
     balanced = dq_units(problem)[1]
     shares = [0, *(n for n in (balanced + 1, balanced - 1) if 0 < n <= problem.head_dim // COLUMNS)]
-    for tile_n, stages, stages_dout, dq_behind_dv, of_second, loaders, descending in product(
-        tiles, (2, 3), (1, 2), (True, False), shares, (1, 2), EITHER
+    for tile_n, stages, stages_dout, dq_behind_dv, of_second, loaders in product(
+        tiles, (2, 3), (1, 2), (True, False), shares, (1, 2)
     ):
-        core = Sm90BackwardWide(64, tile_n, stages, stages_dout, False, descending)
+        core = Sm90BackwardWide(64, tile_n, stages, stages_dout, False)
         yield replace(core, dq_behind_dv=dq_behind_dv, dq_of_second=of_second, loaders=loaders)
 
 
 def _wider_pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
     buffers = (2, 2), (2, 1), (3, 2), (3, 1), (2, 3)
-    for (stages, stages_dout), s_late, descending in product(buffers, (True, False), EITHER):
-        yield Sm90BackwardWide(
-            64, PAIR * PAIR_KEYS, stages, stages_dout, False, descending, True, s_late=s_late
-        )
+    for (stages, stages_dout), s_late in product(buffers, (True, False)):
+        yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, True, s_late=s_late)
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:

@@ -236,7 +236,7 @@ OLDER = {
     "bwd_sm90_fp32_d64_full_a16_m32_n64_w8_s1_a2_c4_d2_p2_b1_h0_o1": ("ordered", "deterministic"),
     "bwd_sm90_fp32_d64_full_a16_m32_n64_w8_s1_a2_c4_d2_p2_b1_h0_o0": ("parts", "grad_splits"),
     "fwd_sm80_fp32_d64_full_a16_m64_n32_w4_s1_p2_b1": ("parts", "o_splits"),
-    "bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t2_l0_r0_h1_o1_d0": ("ordered", "deterministic"),
+    "bwd_sm90a_bf16_d64_full_a16_m64_n128_s3_t2_l0_r0_h1_o1": ("ordered", "deterministic"),
     "fwd_sm90a_bf16_d64_spans_a16_m192_n80_s3_p1_r1_k1_q0": ("counter", "dynamic"),
 }
 

@@ -80,12 +80,17 @@ def test_tiles_with_the_later_knobs(head_dim: int, dim_v: int, tiles: set[tuple[
     } == tiles
 
 
-@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS], ids=lambda mask: mask.value)
+@pytest.mark.parametrize(
+    ("mask", "least"), [(Mask.FULL, 1000), (Mask.CAUSAL, 1000), (Mask.SPANS, 500)], ids=str
+)
 @pytest.mark.parametrize(("head_dim", "dim_v"), [(192, 0), (192, 128), (256, 0)])
-def test_backwards_of_wide_heads_have_a_thousand_variants(head_dim: int, dim_v: int, mask: Mask) -> None:
+def test_backwards_of_wide_heads_have_many_variants(
+    head_dim: int, dim_v: int, mask: Mask, least: int
+) -> None:
+    """Without lists the deterministic ones are among them."""
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, dim_v=dim_v)
     found = list(candidates(problem))
-    assert 1000 <= len(found) == len(set(found))
+    assert least <= len(found) == len(set(found))
 
 
 @pytest.mark.parametrize(

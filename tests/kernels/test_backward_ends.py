@@ -60,7 +60,7 @@ def translate(source: Source) -> str:
 
 
 def make_spec(head_dim: int, *, split: bool = True, deterministic: bool = False, persistent: int = 0) -> Spec:
-    tuning = Sm90Backward(64, 128, 3, 2, head_dim < 96, 0, split, deterministic, False, persistent=persistent)
+    tuning = Sm90Backward(64, 128, 3, 2, head_dim < 96, 0, split, deterministic, persistent=persistent)
     return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.CAUSAL), tuning)
 
 

@@ -9,7 +9,7 @@ import torch
 from strict_nvcc import SERIALISED, check_resources, compile_strictly
 
 from attnforge.bagel.measure.cases import make_case
-from attnforge.codegen.families import make_plan, make_tuning, spec_from_json
+from attnforge.codegen.families import RetiredKnob, make_plan, make_tuning, spec_from_json
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -34,7 +34,6 @@ BACKWARD = {
     "in_regs": 0,
     "split_heads": 1,
     "deterministic": 0,
-    "descending": 0,
 }
 VARIANTS = [
     ("fwd", Mask.SPANS, {"dynamic": 1, "hand_over": 2, "exact_visits": 0}),
@@ -43,7 +42,7 @@ VARIANTS = [
     ("fwd", Mask.FULL, {"tile_m": 128, "tile_n": 176, "stages": 2, "ping_pong": 0, "exact_visits": 1}),
     ("fwd", Mask.FULL, {"hand_over": 2, "heads_together": 2}),
     ("fwd", Mask.CAUSAL, {"hand_over": 1}),
-    ("bwd", Mask.SPANS, {"heads_together": 4, "loaders": 2, "descending": 1}),
+    ("bwd", Mask.SPANS, {"heads_together": 4, "loaders": 2}),
     ("bwd", Mask.CAUSAL, {"loaders": 2, "heads_together": 2}),
     ("fwd", Mask.CAUSAL, {"cache_mb": 4}),
     ("bwd", Mask.SPANS, {"cache_mb": 40}),
@@ -185,7 +184,6 @@ def test_results(direction: str, mask: Mask, values: dict[str, int]) -> None:
         ("bwd", Mask.FULL, {"deterministic": 1, "split_heads": 0, "launch_order": 3}, "needs split_heads"),
         ("bwd", Mask.CAUSAL, {"deterministic": 1, "launch_order": 4}, "lists of tiles that all heads share"),
         ("bwd", Mask.DENSE, {"deterministic": 1, "launch_order": 4}, "lists of tiles that all heads share"),
-        ("bwd", Mask.SPANS, {"deterministic": 1, "descending": 1, "launch_order": 4}, "set descending to 0"),
     ],
     ids=str,
 )
@@ -206,9 +204,18 @@ def test_names_say_what_differs_from_the_usual(direction: str, mask: Mask, value
     assert all(f"//   {name} " in header for name in values)
 
 
-def test_tables_with_knobs_that_are_gone_are_read() -> None:
-    data = spec_of("fwd", Mask.FULL, {}).to_json()
-    older = {**data, "tuning": {**data["tuning"], "cluster": 1}}
+@pytest.mark.parametrize(
+    ("direction", "knob", "left"), [("fwd", "cluster", 1), ("bwd", "descending", 0)], ids=["fwd", "bwd"]
+)
+def test_knobs_that_are_gone_are_read_with_the_value_that_is_left(
+    direction: str, knob: str, left: int
+) -> None:
+    data = spec_of(direction, Mask.SPANS, {}).to_json()
+    older = {**data, "tuning": {**data["tuning"], knob: left}}
     assert spec_from_json(older) == spec_from_json(data)
-    with pytest.raises(ValueError, match="cluster unknown"):
-        spec_from_json({**data, "tuning": {**data["tuning"], "cluster": 2}})
+    older["tuning"][knob] = left + 1
+    with pytest.raises(RetiredKnob, match=f"{knob} unknown"):
+        spec_from_json(older)
+    with pytest.raises(ValueError, match=f"{knob}, wraps unknown") as error:
+        spec_from_json({**older, "tuning": {**older["tuning"], "wraps": 4}})
+    assert not isinstance(error.value, RetiredKnob), "a name that never was one is a mistake"

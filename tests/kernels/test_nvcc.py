@@ -138,7 +138,7 @@ def test_sums_of_the_backward_compile_cleanly(tmp_path: Path) -> None:
     specs = [
         Spec(
             Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, mask),
-            Sm90Backward(64, 128, 3, 2, False, 0, bool(split), bool(deterministic), False),
+            Sm90Backward(64, 128, 3, 2, False, 0, bool(split), bool(deterministic)),
         )
         for mask, split, deterministic in sums
     ]

@@ -118,7 +118,7 @@ def test_sections_of_other_knobs(knobs: dict[str, Any], mask: Mask, heads: str, 
 @pytest.mark.parametrize("split", [True, False], ids=["q heads", "kv heads"])
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS], ids=lambda mask: mask.value)
 def test_backward(mask: Mask, split: bool, tmp_path: Path) -> None:
-    tuning = Sm90Backward(64, 128, 3, 2, False, 0, split, False, False)
+    tuning = Sm90Backward(64, 128, 3, 2, False, 0, split, False)
     order = order_of(mask, tuning, tmp_path)
     for name in CASES:
         case = make_case(name, "7B", DType.BFLOAT16, torch.device("cpu"))
@@ -129,7 +129,7 @@ def test_backward(mask: Mask, split: bool, tmp_path: Path) -> None:
 
 
 def deterministic(split: bool, launch_order: int, **more: Any) -> Sm90Backward:
-    tuning = Sm90Backward(64, 128, 3, 2, False, 0, split, True, False)
+    tuning = Sm90Backward(64, 128, 3, 2, False, 0, split, True)
     return replace(tuning, launch_order=launch_order, **more)
 
 

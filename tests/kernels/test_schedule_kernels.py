@@ -38,13 +38,13 @@ VARIANTS: dict[str, tuple[Direction, Arch, Any]] = {
     "128x96": (FORWARD, Arch.SM90A, Sm90Forward(128, 96, 2, False, True, False, False)),
     "64x144": (FORWARD, Arch.SM90A, Sm90Forward(64, 144, 2, False, True, False, False)),
     "sm80": (FORWARD, Arch.SM80, Sm80Forward(128, 64, 4, 2, False)),
-    "backward": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, False, False)),
+    "backward": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, False)),
     "deterministic": (BACKWARD, Arch.SM80, Sm80Backward(64, 64, 4, 2, 2, 2, 2, False, True)),
-    "descending": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, True, True)),
+    "descending": (BACKWARD, Arch.SM90A, Sm90Backward(64, 128, 2, 2, True, 0, True, True)),
     "long tiles first": (
         BACKWARD,
         Arch.SM90A,
-        Sm90Backward(64, 128, 2, 2, True, 0, True, True, False, launch_order=4),
+        Sm90Backward(64, 128, 2, 2, True, 0, True, True, launch_order=4),
     ),
 }
 # seq_q, seq_k: one pair; a few tiles; more query tiles and more key tiles than a block has threads

@@ -23,7 +23,7 @@ from attnforge.runtime.search.reference import reference
 
 DIMS = [(256, 256), (192, 192), (192, 128), (128, 192), (64, 128), (128, 64), (256, 64)]
 PAIR_DIMS = [(256, 256), (192, 192), (192, 128), (256, 128), (192, 256)]  # that pairs of blocks take
-PLAIN = {"stages": 2, "stages_dout": 1, "descending": False}  # knobs of a pair
+PLAIN = {"stages": 2, "stages_dout": 1}  # knobs of a pair
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
 LIMIT = 2e-2  # of the rms error, as a share of the gradients' own: bfloat16 of all that goes in and out
 SHAPES = [
@@ -75,7 +75,7 @@ def test_as_much_of_dq_is_staged_as_fits(
     dims: tuple[int, int], mask: Mask, tuning: tuple[int, int, int], columns: int
 ) -> None:
     """Up to 64 columns of a unit, for both consumers, whose rows are floats; deterministic ones stage equal pieces."""
-    knobs = Sm90BackwardWide(64, *tuning, False, False)
+    knobs = Sm90BackwardWide(64, *tuning, False)
     plan = make_plan(Spec(problem(dims, mask), knobs))
     strict = make_plan(Spec(problem(dims, mask), replace(knobs, deterministic=True)))
     shared, in_pieces = plan.launches[1].shared_bytes, strict.launches[1].shared_bytes
@@ -219,7 +219,7 @@ def test_refusals_of_pairs(dims: tuple[int, int], changed: dict[str, int], reaso
 )
 def test_refusals_of_orders(changed: dict[str, int], reason: str) -> None:
     """Of values that mean nothing here, or the same as another."""
-    tuning = replace(Sm90BackwardWide(64, 80, 2, 1, False, False), **changed)  # type: ignore[arg-type]
+    tuning = replace(Sm90BackwardWide(64, 80, 2, 1, False), **changed)  # type: ignore[arg-type]
     with pytest.raises(Infeasible, match=reason):
         make_plan(Spec(problem((256, 256), Mask.CAUSAL), tuning))
 
@@ -242,7 +242,7 @@ ORDERS: list[tuple[tuple[int, int], Mask, dict[str, int]]] = [
 
 
 def ordered(dims: tuple[int, int], mask: Mask, changed: dict[str, int]) -> Spec:
-    tuning = Sm90BackwardWide(64, 96, 2, 2, False, False)
+    tuning = Sm90BackwardWide(64, 96, 2, 2, False)
     return Spec(problem(dims, mask), replace(tuning, **changed))  # type: ignore[arg-type]
 
 
@@ -284,7 +284,7 @@ def test_gradients(dims: tuple[int, int], mask: Mask, deterministic: bool, pair:
 @pytest.mark.parametrize(
     ("dims", "mask", "changed"),
     [
-        ((192, 128), Mask.CAUSAL, {"stages_dout": 2, "descending": True}),
+        ((192, 128), Mask.CAUSAL, {"stages_dout": 2}),
         ((192, 192), Mask.CAUSAL, {"stages_dout": 2}),
         ((192, 128), Mask.SPANS, {"stages": 3, "stages_dout": 2}),
         ((192, 192), Mask.CAUSAL, {"stages_dout": 2, "deterministic": True}),

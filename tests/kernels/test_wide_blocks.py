@@ -46,12 +46,11 @@ IN_FLIGHT = {
 
 
 def spec(dims: tuple[int, int], mask: Mask, *knobs: int, **more: Any) -> Spec:
-    """`knobs`: keys of a tile, buffers of Q, of dO, whether the last tile comes first, whether deterministic."""
+    """`knobs`: keys of a tile, buffers of Q, of dO, whether deterministic."""
     dim_v = 0 if dims[0] == dims[1] else dims[1]
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, dims[0], mask, dim_v=dim_v)
-    tile_n, stages, stages_dout, descending, deterministic = *knobs, *(0,) * (5 - len(knobs))
-    flags = bool(deterministic), bool(descending)
-    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, *flags, **more)
+    tile_n, stages, stages_dout, deterministic = *knobs, *(0,) * (4 - len(knobs))
+    tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, bool(deterministic), **more)
     return Spec(problem, tuning)
 
 
@@ -63,12 +62,12 @@ def spec(dims: tuple[int, int], mask: Mask, *knobs: int, **more: Any) -> Spec:
         ((192, 192), Mask.CAUSAL, (96, 2, 2, 0), 40),
         ((192, 128), Mask.SPANS, (96, 2, 2, 0), 64),
         ((128, 192), Mask.FULL, (96, 4, 2, 0), 32),
-        ((64, 128), Mask.CAUSAL, (128, 3, 1, 1), 64),
-        ((256, 256), Mask.FULL, (80, 2, 1, 0, 1), 32),
-        ((192, 192), Mask.CAUSAL, (96, 2, 1, 0, 1), 64),
-        ((192, 128), Mask.SPANS, (96, 2, 2, 0, 1), 64),
-        ((128, 192), Mask.CAUSAL, (96, 3, 3, 0, 1), 16),
-        ((64, 128), Mask.FULL, (128, 2, 1, 0, 1), 64),
+        ((64, 128), Mask.CAUSAL, (128, 3, 1, 0), 64),
+        ((256, 256), Mask.FULL, (80, 2, 1, 1), 32),
+        ((192, 192), Mask.CAUSAL, (96, 2, 1, 1), 64),
+        ((192, 128), Mask.SPANS, (96, 2, 2, 1), 64),
+        ((128, 192), Mask.CAUSAL, (96, 3, 3, 1), 16),
+        ((64, 128), Mask.FULL, (128, 2, 1, 1), 64),
     ],
     ids=str,
 )
@@ -95,7 +94,7 @@ def test_gradients_on_the_cpu(
         ((256, 256), Mask.FULL, (64, 2, 1), {"dq_of_second": 3}),
         ((192, 192), Mask.CAUSAL, (96, 2, 2), {"loaders": 2, "dq_of_second": 2}),
         ((64, 128), Mask.CAUSAL, (128, 2, 1), {"loaders": 2}),
-        ((192, 192), Mask.CAUSAL, (80, 3, 1, 0, 1), {"loaders": 2, "dq_behind_dv": True, "dq_of_second": 2}),
+        ((192, 192), Mask.CAUSAL, (80, 3, 1, 1), {"loaders": 2, "dq_behind_dv": True, "dq_of_second": 2}),
         ((128, 64), Mask.FULL, (128, 2, 1), {"dq_of_second": 1, "dq_behind_dv": True}),
     ],
     ids=str,
@@ -128,7 +127,7 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
 
 
 def test_breaks_of_the_order_are_noticed(tmp_path: Path) -> None:
-    kernel = EmulatedWide(spec((256, 256), Mask.CAUSAL, 80, 2, 1, 0, 1), tmp_path, ORDERED)
+    kernel = EmulatedWide(spec((256, 256), Mask.CAUSAL, 80, 2, 1, 1), tmp_path, ORDERED)
     shapes = Shape(128, 300, 0, 1), Shape(700, 300, 0, 1)
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(ORDERED, 1):

@@ -88,7 +88,7 @@ def first(of: Problem, deterministic: bool = False, pair: bool = False) -> Spec:
 def takes_pairs(dims: tuple[int, int], score: str) -> bool:
     """Do pairs of blocks have room for a score?"""
     of = problem(dims, Mask.SPANS, score)
-    return is_feasible(of, Sm90BackwardWide(64, 128, 2, 1, False, False, True), plan)
+    return is_feasible(of, Sm90BackwardWide(64, 128, 2, 1, False, True), plan)
 
 
 # ---- What the plan takes
@@ -171,7 +171,7 @@ def test_refusals_of_pairs(dims: tuple[int, int], score: str, reason: str) -> No
     """The consumer of dV reads what the score reads, that of dK sums gradients: each has registers if its own sum is
     narrower than 256.
     """
-    pair = Spec(problem(dims, Mask.CAUSAL, score), Sm90BackwardWide(64, 128, 2, 1, False, False, True))
+    pair = Spec(problem(dims, Mask.CAUSAL, score), Sm90BackwardWide(64, 128, 2, 1, False, True))
     if not reason:
         make_plan(pair)
         return
@@ -188,7 +188,7 @@ on_cpu = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on
 def emulated(of: Problem, knobs: tuple[int, ...], directory: Path, **more: Any) -> EmulatedWide:
     """`knobs`: keys of a tile, buffers of Q, of dO, whether deterministic, and by pairs. `more`: others by name."""
     tile_n, stages, stages_dout, deterministic, pair = *knobs, *(0,) * (5 - len(knobs))
-    flags = bool(deterministic), False, bool(pair)
+    flags = bool(deterministic), bool(pair)
     tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, *flags, **more)
     return EmulatedWide(Spec(of, tuning), directory)
 
@@ -551,7 +551,7 @@ def test_scores_in_fp16_on_a_gpu(dims: tuple[int, int], name: str, pair: bool) -
 @pytest.mark.parametrize("tile_n", [48, 64, 80, 96, 112, 128])
 def test_all_tiles_of_a_softcap_on_a_gpu(tile_n: int) -> None:
     of = problem((64, 128), Mask.CAUSAL, TEXTS["softcap"])
-    tuning = Sm90BackwardWide(64, tile_n, 2, 1, False, True)
+    tuning = Sm90BackwardWide(64, tile_n, 2, 1, False)
     check(Spec(of, tuning), "wide softcap", LIMIT[DType.BFLOAT16])
 
 

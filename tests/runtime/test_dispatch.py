@@ -221,6 +221,23 @@ def test_a_table_that_is_none(tmp_path: Path) -> None:
             tables.load(H200, tmp_path)
 
 
+def test_entries_of_kernels_that_are_gone_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a knob with a value that no kernel has any more; the others of the table count, and saving drops it."""
+    first, second = entries(replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A), 2)
+    older = [first.to_json(), second.to_json()]
+    for entry, descending in zip(older, (0, 1), strict=True):
+        entry["spec"]["tuning"]["descending"] = descending
+    path = tables.table_path(H200, tmp_path)
+    path.write_text(json.dumps(older))
+    assert tables.load(H200, tmp_path) == (first,)
+    assert "an entry is skipped" in caplog.text
+    assert "descending unknown" in caplog.text
+    tables.save(H200, [first], tmp_path)
+    assert json.loads(path.read_text()) == [first.to_json()]
+
+
 def test_the_space_serves_what_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_tables_of(tmp_path, monkeypatch)
     choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
@@ -365,8 +382,7 @@ def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch)
     }
 
 
-WALKING = Sm90Backward(64, 128, 4, 3, True, 2, False, False, False, persistent=1)
-IN_ORDER = {"deterministic": 1, "descending": 0}
+WALKING = Sm90Backward(64, 128, 4, 3, True, 2, False, False, persistent=1)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +392,7 @@ IN_ORDER = {"deterministic": 1, "descending": 0}
         (WALKING, 7, {"split_heads": 1, "persistent": 0}),  # a block for each q head
         # Two warps load in any deterministic kernel: 0 is the only value for it.
         (replace(WALKING, lag=False, loaders=2), 1, {"loaders": 0}),
-        (Sm90Backward(64, 128, 4, 3, False, 2, True, False, True, loaders=2), 4, {"loaders": 0}),
+        (Sm90Backward(64, 128, 4, 3, False, 2, True, False, loaders=2), 4, {"loaders": 0}),
     ],
     ids=["persistent", "persistent of a group", "persistent, two loaders", "two loaders"],
 )
@@ -389,7 +405,7 @@ def test_quiet_knobs_of_a_deterministic_variant(
     make_plan(loose)
     monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
     strict = dispatch.choose_for(problem, group, 1024, dispatch.Target("", (Arch.SM90A,)), deterministic=True)
-    assert strict.spec.tuning.to_json() == tuning.to_json() | IN_ORDER | changed
+    assert strict.spec.tuning.to_json() == tuning.to_json() | {"deterministic": 1} | changed
 
 
 def test_no_packaged_entry_is_without_a_deterministic_variant() -> None:
@@ -426,7 +442,7 @@ def test_an_entry_of_persistent_blocks_counts_where_there_are_none(
     monkeypatch.setenv(TABLES, str(tmp_path))
     monkeypatch.setattr(tables, "PACKAGED", tmp_path)
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
-    plain = Sm90Backward(64, 128, 3, 2, False, 1, False, False, False)
+    plain = Sm90Backward(64, 128, 3, 2, False, 1, False, False)
     near = Tuned(Spec(problem, replace(plain, persistent=1)), 7, 1024, 1.0, 100.0)
     far = Tuned(Spec(problem, replace(plain, stages=4)), 7, 4096, 1.0, 900.0)
     tables.save(H200, [near, far], tmp_path)
@@ -476,7 +492,7 @@ def test_a_deterministic_entry_counts_for_gradients_of_tensors(
     """Which are added in any order: the same knobs without `deterministic`, not an entry that is farther away."""
     only_tables_of(tmp_path, monkeypatch)
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
-    plain = Sm90Backward(64, 128, 3, 2, False, 1, False, False, False)
+    plain = Sm90Backward(64, 128, 3, 2, False, 1, False, False)
     strict = replace(plain, deterministic=True, **more)  # type: ignore[arg-type]
     near = Tuned(Spec(problem, strict), 1, 1024, 1.0, 100.0)
     far = Tuned(Spec(problem, replace(plain, stages=4)), 1, 4096, 1.0, 900.0)
@@ -505,9 +521,9 @@ def test_an_untuned_score_starts_from_a_pair_of_blocks(
     only_tables_of(tmp_path, monkeypatch)
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=256, mask=Mask.CAUSAL)
     near = Tuned(
-        Spec(problem, Sm90BackwardWide(64, 128, 2, 1, False, False, True, s_late=True)), 2, 8192, 1.0, 100.0
+        Spec(problem, Sm90BackwardWide(64, 128, 2, 1, False, True, s_late=True)), 2, 8192, 1.0, 100.0
     )
-    far = Tuned(Spec(problem, Sm90BackwardWide(64, 64, 2, 1, False, False)), 2, 1024, 1.0, 900.0)
+    far = Tuned(Spec(problem, Sm90BackwardWide(64, 64, 2, 1, False)), 2, 1024, 1.0, 900.0)
     tables.save(H200, [near, far], tmp_path)
     call = replace(problem, score=ScoreMod(score))
     choice = dispatch.choose_for(call, 2, 8192, dispatch.Target(H200, (Arch.SM90A,)))

@@ -226,7 +226,7 @@ def test_bounds_of_a_full_mask_on_an_h200() -> None:
 def test_persistent_blocks_of_a_backward_take_work_tiles_as_they_end() -> None:
     """So their balance is that of a block for each work tile, not that of fixed shares."""
     case = make_case("causal/4x1536", "12/12/64", DType.BFLOAT16, CPU)
-    plain = Sm90Backward(64, 128, 4, 3, True, 2, False, False, False)
+    plain = Sm90Backward(64, 128, 4, 3, True, 2, False, False)
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.CAUSAL)
     specs = [Spec(problem, tuning) for tuning in (plain, replace(plain, persistent=1))]
     _, limits = bounds(case, run_of("NVIDIA H200", *(variant(spec, 200.0) for spec in specs)))

@@ -1,18 +1,19 @@
-// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0
+// attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_g4
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
-//     --set in_regs=0 --set split_heads=1 --set deterministic=0 --set descending=0
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
+//     16 --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2
+//     --set lag=0 --set in_regs=0 --set split_heads=1 --set deterministic=0
+//     --set heads_together=4
 //
-//   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages           3   shared-memory buffers for Q
-//   stages_dout      2   shared-memory buffers for dO
-//   lag              0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
-//   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
-//   descending       0   blocks start with the last key tile, not that with most work (deterministic ones always do)
+//   tile_m           64   query rows per step of the main loop; always 64, the rows of a product for dQ
+//   tile_n          128   keys per block; always 128, 64 for each of two consumer warpgroups
+//   stages            2   shared-memory buffers for Q
+//   stages_dout       2   shared-memory buffers for dO
+//   lag               0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
+//   in_regs           0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
+//   split_heads       1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   deterministic     0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   heads_together    4   heads in work at least; 0: as many as fit the L2 cache, more if deterministic in packs
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -36,7 +37,6 @@
 //   plane       int                 batch entry * heads + head
 //
 // A block computes a key tile of one q head: it visits the query tiles that see it.
-// Of a key tile with far more visits than others, a block computes a piece of them.
 // Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are
 // transposed (keys x queries), so that P and dS arise in the registers that wgmma takes as A operands of dV and dK. dQ
 // needs dS of all keys of the tile, which therefore goes through shared memory.
@@ -68,16 +68,11 @@ struct Params {
     TensorRef dq;  // gradients, shaped as q, k, v
     TensorRef dk;
     TensorRef dv;
-    const int* starts;  // (seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]
-    const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
     float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
-    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
-    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -85,8 +80,6 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
-    int blocks_n;  // tiles_n + ceil(tiles_n / 8) - 1: blocks of a head where long lists are cut
-    int list_stride;  // entries per row of tile_list
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
@@ -118,7 +111,7 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
-constexpr int kStagesQ = 3;  // buffers of Q
+constexpr int kStagesQ = 2;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 constexpr int kDqColumns = 64;  // of dQ that a consumer computes: half of them, for all keys of the block
 constexpr int kDqSecond = kDqColumns;  // the first column of the second consumer
@@ -162,7 +155,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 219296, "the plan of this kernel disagrees");
+static_assert(kSharedBytes == 200840, "the plan of this kernel disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -371,34 +364,33 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned lo
     // clang-format on
 }
 
-// ---- Mask: spans ---------------------------------------------------------------------------------------------------
+// ---- Mask: causal --------------------------------------------------------------------------------------------------
 
-// The queries that see key `key` are [x, y).
-__device__ __forceinline__ int2 span_of(const Params& p, int key) {
-    return key < p.seq_k ? make_int2(__ldg(p.starts + key), __ldg(p.ends + key)) : make_int2(0, 0);
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+}
+
+// The key tile of the block with this rank; tiles with most work have the lowest rank.
+__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
+    return rank;
+}
+
+// The first query tile that sees key tile `tile`.
+__device__ __forceinline__ int first_visit(const Params& p, int tile) {
+    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
 }
 
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return __ldg(p.tile_count + tile);
+    return p.tiles_m - first_visit(p, tile);
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return __ldg(p.tile_list + static_cast<long long>(tile) * p.list_stride + index);
-}
-
-// A piece of the list of key tile `tile`: `count` visits from number `begin` on.
-struct Piece {
-    int tile, begin, count;
-};
-
-// The piece of the work tile with this rank; those with most visits have the lowest rank. Where none is left, `tile` is
-// -1 and `count` is 0. Its words are stored as they are used: a division here would cost ptxas the knowledge that all
-// threads agree on them.
-__device__ __forceinline__ Piece piece_of(const Params& p, int rank) {
-    const int* words = p.tile_order + rank * 3;
-    return {__ldg(words), __ldg(words + 1), __ldg(words + 2)};
+    const int query_tile = first_visit(p, tile) + index;
+    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
+    return query_tile * 2 + ((tile + 1) * kTileN > keys);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -406,6 +398,9 @@ __device__ __forceinline__ Piece piece_of(const Params& p, int rank) {
 // Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
+
+// Heads in work at least: a section has more of them only if their operands fit.
+constexpr long long kHeadsTogether = 4;
 
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
@@ -419,214 +414,13 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
-    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, kHeadsTogether), planes));
     const int section = fits * together;
-    const int first = index / (section * p.blocks_n) * section;
+    const int first = index / (section * p.tiles_n) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
-    const int rest = index - first * p.blocks_n;
+    const int rest = index - first * p.tiles_n;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
-}
-
-// ---- Tile schedule from starts/ends: built once per mask on the device, shared by all layers and heads -------------
-
-constexpr int kScheduleThreads = 128;
-constexpr int kRowGroups = 1;  // row groups of a query tile
-constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
-
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
-__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
-    const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
-    const unsigned own = __ballot_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0) {
-        votes[warp] = own;
-    }
-    __syncthreads();
-    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < kScheduleThreads / 32; ++w) {
-        before += w < warp ? __popc(votes[w]) : 0;
-        total += __popc(votes[w]);
-    }
-    return before;
-}
-
-constexpr int kUnit = kTileM / kRowGroups;  // query rows of a row group
-constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads;
-
-// The keys of a tile, as the threads of a block hold them.
-struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
-};
-
-// Block: the keys of a tile.
-__device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
-    __shared__ int latest[kScheduleThreads / 32];
-    __shared__ int earliest[kScheduleThreads / 32];
-    Keys keys;
-    keys.latest = 0;
-    keys.earliest = p.seq_q;
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const int in_tile = i * kScheduleThreads + threadIdx.x;
-        keys.units[i] = make_int2(0, 0);
-        if (in_tile < kTileN) {
-            const int2 span = span_of(p, key_tile * kTileN + in_tile);
-            keys.latest = max(keys.latest, span.x);
-            keys.earliest = min(keys.earliest, span.y);
-            const int first = max(span.x, 0);
-            const int last = min(span.y, p.seq_q);
-            if (first < last) {
-                keys.units[i] = make_int2(first / kUnit, (last - 1) / kUnit + 1);
-            }
-        }
-    }
-    latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
-    earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
-    __syncthreads();
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        keys.latest = max(keys.latest, latest[warp]);
-        keys.earliest = min(keys.earliest, earliest[warp]);
-    }
-    return keys;
-}
-
-// Block: how query tile `base` + threadIdx.x sees the keys: a bit for each row group that sees some pair, then one for
-// each that misses some; 0 if none is seen. `seen` is how many keys the last row group before `base` sees; it advances.
-__device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys, int base, int& seen) {
-    constexpr int units = kScheduleThreads * kRowGroups;
-    __shared__ int changes[units];  // how many more keys a row group sees than the one before it
-    __shared__ int sums[kScheduleThreads / 32];
-    for (int i = threadIdx.x; i < units; i += kScheduleThreads) {
-        changes[i] = 0;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned first = keys.units[i].x - base * kRowGroups;
-        const unsigned last = keys.units[i].y - base * kRowGroups;
-        if (first < units && first != last) {
-            atomicAdd(&changes[first], 1);
-        }
-        if (last < units && first != last) {
-            atomicAdd(&changes[last], -1);
-        }
-    }
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    int sum = 0;
-    int group_keys[kRowGroups];
-#pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-        sum += changes[threadIdx.x * kRowGroups + group];
-        group_keys[group] = sum;
-    }
-    int before = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, before, distance);
-        before += lane >= distance ? other : 0;
-    }
-    if (lane == 31) {
-        sums[threadIdx.x / 32] = before;
-    }
-    __syncthreads();
-    before += seen - sum;
-    for (int warp = 0; warp < kScheduleThreads / 32; ++warp) {
-        before += warp < threadIdx.x / 32 ? sums[warp] : 0;
-        seen += sums[warp];
-    }
-    unsigned kind = 0;
-#pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-        const int first = (base + threadIdx.x) * kTileM + group * kUnit;
-        const int last = min(first + kUnit, p.seq_q);
-        kind |= (before + group_keys[group] > 0) << group;
-        kind |= (keys.latest > first || keys.earliest < last) << kRowGroups + group;
-    }
-    return kind & kSomeRowGroups ? kind : 0;
-}
-
-// One block per owned tile: list the tiles it must visit, in ascending order.
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_schedule(const __grid_constant__ Params p) {
-    __shared__ unsigned votes[kScheduleThreads / 32];
-    const int tile = blockIdx.x;
-    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
-    const Keys keys = load_keys(p, tile);
-    int seen = 0;
-    int total = 0;
-    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
-        const int visited = base + threadIdx.x;
-        const unsigned kind = find_kind(p, keys, base, seen);
-        const int slot = count_before(kind != 0, votes, total);
-        if (kind != 0) {
-            list[slot] = visited << kRowGroups | kind >> kRowGroups;
-        }
-    }
-    if (threadIdx.x == 0) {
-        p.tile_count[tile] = total;
-    }
-}
-
-// Block: the sum of `mine` over its threads.
-__device__ __forceinline__ long long sum_of_block(long long mine) {
-    __shared__ long long all[kScheduleThreads];
-    __syncthreads();  // nobody reads the last values any more
-    all[threadIdx.x] = mine;
-    __syncthreads();
-    long long sum = 0;
-    for (int i = 0; i < kScheduleThreads; ++i) {
-        sum += all[i];
-    }
-    return sum;
-}
-
-// Into how many pieces a list of `visits` is cut, so that none has more than `most`; one piece if it is empty.
-__device__ __forceinline__ int pieces_of(int visits, int most) { return max(1, (visits + most - 1) / most); }
-
-// One block per owned tile. Cuts lists that are long beside the others, as that of a tile with a key
-// that all queries see: else a block would still walk it when all others have ended. Lists above `most` visits are
-// cut; the blocks beyond tiles_n suffice for that. The pieces of the tile get their ranks: those with more visits
-// come first, earlier tiles win ties.
-constexpr int kLeastVisits = 32;  // that are worth a block, which loads K and V and adds dK and dV to memory
-extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_order(const __grid_constant__ Params p) {
-    const int tile = blockIdx.x % p.tiles_n;
-    const long long plane = blockIdx.x / p.tiles_n;
-    const int* counts = p.tile_count + plane * p.tiles_n;
-    int* order = p.tile_order + plane * p.blocks_n * 3;
-    long long visits = 0;
-    for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
-        visits += counts[other];
-    }
-    const long long share = sum_of_block(visits) / (p.blocks_n - p.tiles_n + 1) + 1;
-    const int most = static_cast<int>(max(static_cast<long long>(kLeastVisits), share));
-    const int pieces = pieces_of(counts[tile], most);
-    const int length = (counts[tile] + pieces - 1) / pieces;
-    long long all = 0;
-    long long before = 0;
-    for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
-        const int theirs = pieces_of(counts[other], most);
-        const int their_length = (counts[other] + theirs - 1) / theirs;
-        all += theirs;
-        before += their_length > length || (their_length == length && other < tile) ? theirs : 0;
-    }
-    const int rank = static_cast<int>(sum_of_block(before));
-    for (int i = threadIdx.x; i < pieces; i += kScheduleThreads) {
-        const int begin = min(counts[tile], i * length);
-        int* words = order + (rank + i) * 3;
-        words[0] = tile;
-        words[1] = begin;
-        words[2] = min(counts[tile], begin + length) - begin;
-    }
-    const int end = static_cast<int>(sum_of_block(all));
-    for (int i = end + threadIdx.x; tile == 0 && i < p.blocks_n; i += kScheduleThreads) {
-        order[i * 3] = -1;
-        order[i * 3 + 1] = 0;
-        order[i * 3 + 2] = 0;
-    }
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -661,10 +455,9 @@ struct Ring {
     }
 };
 
-// The work of a block: a key tile of a head, its visits or a piece of them, the q heads it serves.
+// The work of a block: a key tile of a head, its visits, the q heads it serves.
 struct Work {
     int tile, head_kv, batch;
-    int first_visit;        // in the list of the tile
     int visits;             // for each q head
     int first_head, heads;  // q heads
 };
@@ -677,16 +470,14 @@ __device__ __forceinline__ Work work_of(const Params& p, int block) {
     work.heads = 1;
     work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
     work.batch = place.batch;
-    const Piece piece = piece_of(p, place.rank);
-    work.tile = piece.tile;
-    work.first_visit = piece.begin;
-    work.visits = piece.count;
+    work.tile = owned_tile(p, place.rank);
+    work.visits = visits(p, work.tile);
     return work;
 }
 
 // Visit `index` of a q head.
 __device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
-    return visit(p, work.tile, work.first_visit + index);
+    return visit(p, work.tile, index);
 }
 
 // The plane of the first q head among those of q and dO.
@@ -809,20 +600,16 @@ __device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], float scal
     }
 }
 
-// Warpgroup: P = 0 where the mask hides; `seen_by` are the queries that see the thread's two keys.
-__device__ __forceinline__ void apply_mask(float (&s)[kTileM / 2], int query0, const int2 (&seen_by)[2]) {
+// Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
+__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
     const int first = query0 + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int start = seen_by[half].x - first;
-        const int end = seen_by[half].y - first;
+    for (int i = 0; i < kTileM / 2; i += 4) {
 #pragma unroll
-        for (int i = half * 2; i < kTileM / 2; i += 4) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int query = i / 4 * 8 + c;
-                s[i + c] = query >= start && query < end ? s[i + c] : 0.0f;
-            }
+        for (int c = 0; c < 2; ++c) {
+            const int query = first + i * 2 + c;
+            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
+            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
         }
     }
 }
@@ -931,12 +718,6 @@ struct Buffers {
     unsigned q, dout, ds, empty_q, empty_do;
 };
 
-// The queries that see key `key`, none below 0: differences of query numbers fit an int, those of any starts may not.
-__device__ __forceinline__ int2 queries_of(const Params& p, int key) {
-    const int2 span = span_of(p, key);
-    return make_int2(max(span.x, 0), max(span.y, 0));
-}
-
 // A consumer warpgroup: 64 keys of the block's tile. Products run while scalar code does:
 // dS is computed beside dV, the next P beside dK.
 struct Consumer {
@@ -944,7 +725,7 @@ struct Consumer {
     const Work work;  // by value: a reference costs instructions in the main loop
     const unsigned base;    // of shared memory
     const int group, lane;  // number of the warpgroup; lane of the warp
-    int2 seen_by[2];  // the queries that see the thread's two keys
+    int key;  // the thread's first one; the other is key + 8
     Ring q_ring = {0, 0}, do_ring = {0, 0};
     unsigned k;  // where the own rows of K lie
     unsigned v;
@@ -960,9 +741,8 @@ struct Consumer {
     __device__ __forceinline__ Consumer(const Params& p, unsigned base, const Work& work,
                                         int group)
         : p(p), work(work), base(base), group(group), lane(threadIdx.x % 32) {
-        const int key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-        seen_by[0] = queries_of(p, key);
-        seen_by[1] = queries_of(p, key + 8);
+        key = work.tile * kTileN + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        asm volatile("" : "+r"(key));  // pinned: otherwise ptxas computes it anew in every masked step
         set_ones(ones);
     }
 
@@ -1028,7 +808,7 @@ struct Consumer {
         const int visit = load_int(base + kOffsetVisit + q_ring.stage * 8);
         probabilities(s, p.scale_log2);
         if (visit & 1) {
-            apply_mask(s, (visit >> 1) * kTileM, seen_by);
+            apply_mask(p, s, (visit >> 1) * kTileM, key);
         }
     }
 
@@ -1186,7 +966,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_g4_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1237,7 +1017,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_g4_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
@@ -1254,7 +1034,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postproces
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0_postprocess_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_g4_postprocess_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
@@ -1296,9 +1076,9 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
     barrier_init_fence();
 }
 
-// Grid: blocks_n x batch x heads_q blocks.
+// Grid: tiles_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_d0(
+attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_g4(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);

@@ -1,20 +1,17 @@
-// attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4
+// attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask causal --align
-//     16 --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2
-//     --set lag=0 --set in_regs=0 --set split_heads=1 --set deterministic=0
-//     --set descending=0 --set heads_together=4
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask dense --align 16
+//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
+//     --set in_regs=0 --set split_heads=1 --set deterministic=0
 //
-//   tile_m           64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n          128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages            2   shared-memory buffers for Q
-//   stages_dout       2   shared-memory buffers for dO
-//   lag               0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
-//   in_regs           0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads       1   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   deterministic     0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
-//   descending        0   blocks start with the last key tile, not that with most work (deterministic ones always do)
-//   heads_together    4   heads in work at least; 0: as many as fit the L2 cache, more if descending in packs
+//   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
+//   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
+//   stages           3   shared-memory buffers for Q
+//   stages_dout      2   shared-memory buffers for dO
+//   lag              0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
+//   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
+//   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -38,6 +35,7 @@
 //   plane       int                 batch entry * heads + head
 //
 // A block computes a key tile of one q head: it visits the query tiles that see it.
+// Of a key tile with far more visits than others, a block computes a piece of them.
 // Consumers: two warpgroups, each with 64 of the keys and a part of the columns of dQ. S and dP are
 // transposed (keys x queries), so that P and dS arise in the registers that wgmma takes as A operands of dV and dK. dQ
 // needs dS of all keys of the tile, which therefore goes through shared memory.
@@ -63,17 +61,29 @@ struct TensorRef {
     long long batch, head, row;
 };
 
+// A bool mask (batch, heads_q, seq_q, seq_k): its address, and strides, 0 where an axis is expanded.
+struct MaskRef {
+    const unsigned char* data;
+    long long batch, head, row, col;
+};
+
 struct Params {
     TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
     TensorRef dout;  // gradient of out
     TensorRef dq;  // gradients, shaped as q, k, v
     TensorRef dk;
     TensorRef dv;
+    MaskRef dense;  // dense mask as bytes, 1 where query i sees key j; or mask_bits
+    const unsigned* mask_bits;  // (mask_planes, seq_q, mask_words) dense mask as bits; or dense
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
     float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
+    unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
+    int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
+    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
+    int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -81,6 +91,12 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
+    int blocks_n;  // tiles_n + ceil(tiles_n / 8) - 1: blocks of a head where long lists are cut
+    int list_stride;  // entries per row of tile_list
+    int mask_batches;  // batch if each entry has a plane of its own, else 1
+    int mask_heads;  // heads if each q head (of spans also: kv head) has a plane of its own, else 1
+    int mask_words;  // words per row of mask_bits, ceil(seq_k / 32)
+    int bits_row;  // words per row of bits
     int padded_q;  // tiles_m * tile_m
     int padded_k;  // tiles_n * tile_n
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
@@ -112,7 +128,7 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
-constexpr int kStagesQ = 2;  // buffers of Q
+constexpr int kStagesQ = 3;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 constexpr int kDqColumns = 64;  // of dQ that a consumer computes: half of them, for all keys of the block
 constexpr int kDqSecond = kDqColumns;  // the first column of the second consumer
@@ -156,7 +172,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 200840, "the plan of this kernel disagrees");
+static_assert(kSharedBytes == 219296, "the plan of this kernel disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -365,33 +381,44 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqColumns / 2], unsigned lo
     // clang-format on
 }
 
-// ---- Mask: causal --------------------------------------------------------------------------------------------------
+// ---- Mask: dense ---------------------------------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
-    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+// The plane of the mask that q head `head` looks at.
+__device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
+    return (p.mask_batches > 1 ? batch * p.mask_heads : 0) + (p.mask_heads > 1 ? head : 0);
 }
 
-// The key tile of the block with this rank; tiles with most work have the lowest rank.
-__device__ __forceinline__ int owned_tile(const Params& p, int rank) {
-    return rank;
+// Bit i: is key `key` (below padded_k) seen by query `query0 + i`? `query0` is a multiple of 32 below padded_q.
+__device__ __forceinline__ unsigned seen_by(const Params& p, int plane, int key, int query0) {
+    return __ldg(p.bits + (static_cast<long long>(plane) * p.padded_k + key) * p.bits_row + query0 / 32);
 }
 
-// The first query tile that sees key tile `tile`.
-__device__ __forceinline__ int first_visit(const Params& p, int tile) {
-    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
+// Where the tables of the schedule hold owned tile `tile`.
+__device__ __forceinline__ long long entry_of(const Params& p, int plane, int tile) {
+    return static_cast<long long>(plane) * p.tiles_n + tile;
 }
 
 // How many query tiles key tile `tile` visits.
-__device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m - first_visit(p, tile);
+__device__ __forceinline__ int visits(const Params& p, int plane, int tile) {
+    return __ldg(p.tile_count + entry_of(p, plane, tile));
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
-__device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int query_tile = first_visit(p, tile) + index;
-    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
-    return query_tile * 2 + ((tile + 1) * kTileN > keys);
+__device__ __forceinline__ int visit(const Params& p, int plane, int tile, int index) {
+    return __ldg(p.tile_list + entry_of(p, plane, tile) * p.list_stride + index);
+}
+
+// A piece of the list of key tile `tile`: `count` visits from number `begin` on.
+struct Piece {
+    int tile, begin, count;
+};
+
+// The piece of the work tile with this rank; those with most visits have the lowest rank. Where none is left, `tile` is
+// -1 and `count` is 0. Its words are stored as they are used: a division here would cost ptxas the knowledge that all
+// threads agree on them.
+__device__ __forceinline__ Piece piece_of(const Params& p, int plane, int rank) {
+    const int* words = p.tile_order + (static_cast<long long>(plane) * p.blocks_n + rank) * 3;
+    return {__ldg(words), __ldg(words + 1), __ldg(words + 2)};
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -399,9 +426,6 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
-
-// Heads in work at least: a section has more of them only if their operands fit.
-constexpr long long kHeadsTogether = 4;
 
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
@@ -415,13 +439,164 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
-    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, kHeadsTogether), planes));
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
-    const int first = index / (section * p.tiles_n) * section;
+    const int first = index / (section * p.blocks_n) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
-    const int rest = index - first * p.tiles_n;
+    const int rest = index - first * p.blocks_n;
     const int plane = first + rest % width;
     return {rest / width, plane % heads, plane / heads};
+}
+
+// ---- Tile schedule from the dense mask: built once per mask on the device, shared by all layers and heads ----------
+
+constexpr int kScheduleThreads = 128;
+constexpr int kRowGroups = 1;  // row groups of a query tile
+constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
+
+// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
+__device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // nobody reads the last votes any more
+    const unsigned own = __ballot_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) {
+        votes[warp] = own;
+    }
+    __syncthreads();
+    int before = total + __popc(own & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < kScheduleThreads / 32; ++w) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        total += __popc(votes[w]);
+    }
+    return before;
+}
+
+// Thread: is key `key` visible to query `query` in plane `plane`? False outside of the mask.
+__device__ __forceinline__ bool pair_of(const Params& p, int plane, int query, int key) {
+    if (query >= p.seq_q || key >= p.seq_k) {
+        return false;
+    }
+    if (p.mask_bits != nullptr) {
+        const long long row = static_cast<long long>(plane) * p.seq_q + query;
+        return __ldg(p.mask_bits + row * p.mask_words + key / 32) >> key % 32 & 1;
+    }
+    const unsigned char* mask =
+        p.dense.data + plane / p.mask_heads * p.dense.batch + plane % p.mask_heads * p.dense.head;
+    return mask[query * p.dense.row + key * p.dense.col] != 0;
+}
+
+// One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
+// place of the list a bit for each row group that sees some pair, then for each that misses some; or 0.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_pack(const __grid_constant__ Params p) {
+    const int key_tile = blockIdx.x % p.tiles_n;
+    const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
+    const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    unsigned found = 0;
+    constexpr int words = kTileM / 32;
+    for (int i = warp; i < kTileN / 32 * words; i += kScheduleThreads / 32) {
+        const int query0 = query_tile * kTileM + i % words * 32;
+        const int key = key_tile * kTileN + i / words * 32 + lane;
+        unsigned word = 0;
+#pragma unroll 8
+        for (int j = 0; j < 32; ++j) {
+            word |= static_cast<unsigned>(pair_of(p, plane, query0 + j, key)) << j;
+        }
+        p.bits[(static_cast<long long>(plane) * p.padded_k + key) * p.bits_row + query0 / 32] = word;
+        const int queries = p.seq_q - query0;
+        found |= (word != 0) | (word != (queries >= 32 ? ~0u : queries > 0 ? (1u << queries) - 1 : 0u)) << 1;
+    }
+    unsigned kind = 0;
+#pragma unroll
+    for (int i = 0; i < kRowGroups * 2; ++i) {
+        kind |= (__syncthreads_or(found >> i & 1) != 0) << i;
+    }
+    if (threadIdx.x == 0) {
+        const long long row = entry_of(p, plane, key_tile);
+        p.tile_list[row * p.list_stride + query_tile] = kind & kSomeRowGroups ? kind : 0;
+    }
+}
+
+// One block per owned tile and plane: list the tiles it must visit, in ascending order.
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_schedule(const __grid_constant__ Params p) {
+    __shared__ unsigned votes[kScheduleThreads / 32];
+    const int tile = blockIdx.x;  // of all planes: plane * tiles_n + tile
+    int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
+    int total = 0;
+    for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
+        const int visited = base + threadIdx.x;
+        // What _pack wrote to the list. It is overwritten only where every thread has read.
+        const unsigned kind = visited < p.tiles_m ? list[visited] : 0;
+        const int slot = count_before(kind != 0, votes, total);
+        if (kind != 0) {
+            list[slot] = visited << kRowGroups | kind >> kRowGroups;
+        }
+    }
+    if (threadIdx.x == 0) {
+        p.tile_count[tile] = total;
+    }
+}
+
+// Block: the sum of `mine` over its threads.
+__device__ __forceinline__ long long sum_of_block(long long mine) {
+    __shared__ long long all[kScheduleThreads];
+    __syncthreads();  // nobody reads the last values any more
+    all[threadIdx.x] = mine;
+    __syncthreads();
+    long long sum = 0;
+    for (int i = 0; i < kScheduleThreads; ++i) {
+        sum += all[i];
+    }
+    return sum;
+}
+
+// Into how many pieces a list of `visits` is cut, so that none has more than `most`; one piece if it is empty.
+__device__ __forceinline__ int pieces_of(int visits, int most) { return max(1, (visits + most - 1) / most); }
+
+// One block per owned tile and plane. Cuts lists that are long beside the others, as that of a tile with a key
+// that all queries see: else a block would still walk it when all others have ended. Lists above `most` visits are
+// cut; the blocks beyond tiles_n suffice for that. The pieces of the tile get their ranks: those with more visits
+// come first, earlier tiles win ties.
+constexpr int kLeastVisits = 32;  // that are worth a block, which loads K and V and adds dK and dV to memory
+extern "C" __global__ void __launch_bounds__(kScheduleThreads)
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_order(const __grid_constant__ Params p) {
+    const int tile = blockIdx.x % p.tiles_n;
+    const long long plane = blockIdx.x / p.tiles_n;
+    const int* counts = p.tile_count + plane * p.tiles_n;
+    int* order = p.tile_order + plane * p.blocks_n * 3;
+    long long visits = 0;
+    for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
+        visits += counts[other];
+    }
+    const long long share = sum_of_block(visits) / (p.blocks_n - p.tiles_n + 1) + 1;
+    const int most = static_cast<int>(max(static_cast<long long>(kLeastVisits), share));
+    const int pieces = pieces_of(counts[tile], most);
+    const int length = (counts[tile] + pieces - 1) / pieces;
+    long long all = 0;
+    long long before = 0;
+    for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
+        const int theirs = pieces_of(counts[other], most);
+        const int their_length = (counts[other] + theirs - 1) / theirs;
+        all += theirs;
+        before += their_length > length || (their_length == length && other < tile) ? theirs : 0;
+    }
+    const int rank = static_cast<int>(sum_of_block(before));
+    for (int i = threadIdx.x; i < pieces; i += kScheduleThreads) {
+        const int begin = min(counts[tile], i * length);
+        int* words = order + (rank + i) * 3;
+        words[0] = tile;
+        words[1] = begin;
+        words[2] = min(counts[tile], begin + length) - begin;
+    }
+    const int end = static_cast<int>(sum_of_block(all));
+    for (int i = end + threadIdx.x; tile == 0 && i < p.blocks_n; i += kScheduleThreads) {
+        order[i * 3] = -1;
+        order[i * 3 + 1] = 0;
+        order[i * 3 + 2] = 0;
+    }
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -456,11 +631,13 @@ struct Ring {
     }
 };
 
-// The work of a block: a key tile of a head, its visits, the q heads it serves.
+// The work of a block: a key tile of a head, its visits or a piece of them, the q heads it serves.
 struct Work {
     int tile, head_kv, batch;
+    int first_visit;        // in the list of the tile
     int visits;             // for each q head
     int first_head, heads;  // q heads
+    int plane;  // of the mask
 };
 
 // The work of block `block` of the grid.
@@ -471,14 +648,17 @@ __device__ __forceinline__ Work work_of(const Params& p, int block) {
     work.heads = 1;
     work.head_kv = work.first_head / (p.heads_q / p.heads_kv);
     work.batch = place.batch;
-    work.tile = owned_tile(p, place.rank);
-    work.visits = visits(p, work.tile);
+    work.plane = mask_plane(p, place.batch, place.head);
+    const Piece piece = piece_of(p, work.plane, place.rank);
+    work.tile = piece.tile;
+    work.first_visit = piece.begin;
+    work.visits = piece.count;
     return work;
 }
 
 // Visit `index` of a q head.
 __device__ __forceinline__ int visit_of(const Params& p, const Work& work, int index) {
-    return visit(p, work.tile, index);
+    return visit(p, work.plane, work.tile, work.first_visit + index);
 }
 
 // The plane of the first q head among those of q and dO.
@@ -602,15 +782,17 @@ __device__ __forceinline__ void probabilities(float (&s)[kTileM / 2], float scal
 }
 
 // Warpgroup: P = 0 where the mask hides; `key` is the thread's first key.
-__device__ __forceinline__ void apply_mask(const Params& p, float (&s)[kTileM / 2], int query0, int key) {
-    const int first = query0 + threadIdx.x % 4 * 2;
+__device__ __forceinline__ void apply_mask(const Params& p, int plane, float (&s)[kTileM / 2], int query0, int key) {
 #pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
+    for (int word = 0; word < kTileM / 32; ++word) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int query = first + i * 2 + c;
-            s[i + c] = visible(p, query, key) ? s[i + c] : 0.0f;
-            s[i + 2 + c] = visible(p, query, key + 8) ? s[i + 2 + c] : 0.0f;
+        for (int half = 0; half < 2; ++half) {
+            const unsigned seen = seen_by(p, plane, key + half * 8, query0 + word * 32) >> threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float& value = s[word * 16 + i / 2 * 4 + half * 2 + i % 2];
+                value = seen >> (i / 2 * 8 + i % 2) & 1 ? value : 0.0f;
+            }
         }
     }
 }
@@ -809,7 +991,7 @@ struct Consumer {
         const int visit = load_int(base + kOffsetVisit + q_ring.stage * 8);
         probabilities(s, p.scale_log2);
         if (visit & 1) {
-            apply_mask(p, s, (visit >> 1) * kTileM, key);
+            apply_mask(p, work.plane, s, (visit >> 1) * kTileM, key);
         }
     }
 
@@ -967,7 +1149,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1018,7 +1200,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
@@ -1035,7 +1217,7 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4_postpr
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4_postprocess_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_postprocess_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
@@ -1077,9 +1259,9 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
     barrier_init_fence();
 }
 
-// Grid: tiles_n x batch x heads_q blocks.
+// Grid: blocks_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_d0_g4(
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
