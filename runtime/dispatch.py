@@ -162,20 +162,36 @@ def _by_speed(
 def _deterministic(spec: Spec, group: int) -> Spec | None:
     """The deterministic variant nearest to `spec`: the same knobs with sums in a fixed order, if that is feasible.
 
-    Under a mask a block for all q heads of a kv head would wait too often, so there is one for each q head.
+    Under a mask a block for all q heads of a kv head would wait too often, so there is one for each q head, and those
+    of a group start a tile apart.
     """
     knobs = spec.tuning.to_json()
     if "deterministic" not in knobs:
         return None
-    if "split_heads" in knobs and group > 1 and spec.problem.mask is not Mask.FULL:
+    grouped = group > 1 and spec.problem.mask is not Mask.FULL
+    if "split_heads" in knobs and grouped:
         knobs |= {"split_heads": 1}
     try:
         strict = tables.planned(Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1})))
-        return strict if make_plan(strict).deterministic else None
+        nearest = strict if make_plan(strict).deterministic else None
     except Infeasible:
         space = candidates(spec.problem, lambda tuning: bool(getattr(tuning, "deterministic", False)))
         fixed = (other for other in space if make_plan(other).deterministic)
-        return min(fixed, key=lambda other: _differing(other, knobs), default=None)
+        nearest = min(fixed, key=lambda other: _differing(other, knobs), default=None)
+    return _heads_apart(nearest) if nearest and grouped else nearest
+
+
+def _heads_apart(spec: Spec) -> Spec:
+    """The same with `launch_order` 3 if it can have that: heads of a group wait less for each other's dK and dV."""
+    knobs = spec.tuning.to_json()
+    if "launch_order" not in knobs:
+        return spec
+    apart = Spec(spec.problem, make_tuning(spec.problem, knobs | {"launch_order": 3}))
+    try:
+        make_plan(apart)
+    except Infeasible:
+        return spec
+    return apart
 
 
 def _differing(spec: Spec, knobs: dict[str, int]) -> int:

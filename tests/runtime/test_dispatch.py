@@ -354,18 +354,50 @@ def test_deterministic_takes_the_nearest_deterministic_variant(monkeypatch: pyte
     assert dispatch.choose_for(problem, 7, 1024, target).spec == loose
 
 
+@pytest.mark.parametrize("owner", [0, 1], ids=["from kv heads", "from q heads"])
 @pytest.mark.parametrize(
-    ("group", "mask", "split"), [(1, Mask.CAUSAL, 0), (7, Mask.CAUSAL, 1), (7, Mask.FULL, 0)]
+    ("group", "mask", "wanted"),
+    [
+        (1, Mask.CAUSAL, {}),
+        (1, Mask.SPANS, {}),
+        (7, Mask.FULL, {}),
+        (7, Mask.CAUSAL, {"split_heads": 1, "launch_order": 3}),
+        (7, Mask.SPANS, {"split_heads": 1, "launch_order": 3}),
+    ],
+    ids=str,
 )
-def test_deterministic_blocks_of_several_heads_need_a_full_mask(
-    monkeypatch: pytest.MonkeyPatch, group: int, mask: Mask, split: int
+def test_deterministic_heads_of_a_group_have_blocks_that_start_apart_under_a_mask(
+    monkeypatch: pytest.MonkeyPatch, group: int, mask: Mask, wanted: dict[str, int], owner: int
 ) -> None:
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=128, mask=mask)
-    loose = next(spec for spec in candidates(problem) if not spec.to_json()["tuning"]["split_heads"])
+    loose = next(spec for spec in candidates(problem) if spec.to_json()["tuning"]["split_heads"] == owner)
     monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
     strict = dispatch.choose_for(problem, group, 1024, dispatch.Target("", (Arch.SM90A,)), deterministic=True)
-    changed = {"deterministic": 1, "split_heads": split}
-    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | changed
+    assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"deterministic": 1} | wanted
+
+
+def test_deterministic_heads_start_apart_in_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, mask=Mask.DENSE)
+    loose = next(candidates(problem))
+    strict = dispatch._deterministic(loose, 7)
+    assert strict is not None
+    changed = {"deterministic": 1, "launch_order": 3}
+    assert strict.to_json()["tuning"] == loose.to_json()["tuning"] | changed
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "score"),
+    [(Arch.SM80, 64, ""), (Arch.SM90A, 192, ""), (Arch.SM90A, 64, "softcap: 30.0 * tanh(score / 30.0)")],
+    ids=str,
+)
+def test_heads_start_apart_in_families_with_launch_order(arch: Arch, head_dim: int, score: str) -> None:
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=arch, head_dim=head_dim, mask=Mask.CAUSAL)
+    problem = replace(problem, score=ScoreMod(score))
+    strict = dispatch._deterministic(next(candidates(problem)), 7)
+    assert strict is not None
+    knobs = strict.tuning.to_json()
+    assert knobs["deterministic"]
+    assert knobs.get("launch_order", -1) == (3 if arch is Arch.SM90A and head_dim == 64 else -1)
 
 
 def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,10 +421,10 @@ WALKING = Sm90Backward(64, 128, 4, 3, True, 2, False, False, persistent=1)
     ("tuning", "group", "changed"),
     [
         (WALKING, 1, {}),
-        (WALKING, 7, {"split_heads": 1, "persistent": 0}),  # a block for each q head
+        (WALKING, 7, {"split_heads": 1, "persistent": 0, "launch_order": 3}),  # a block for each q head
         # Two warps load in any deterministic kernel: 0 is the only value for it.
         (replace(WALKING, lag=False, loaders=2), 1, {"loaders": 0}),
-        (Sm90Backward(64, 128, 4, 3, False, 2, True, False, loaders=2), 4, {"loaders": 0}),
+        (Sm90Backward(64, 128, 4, 3, False, 2, True, False, loaders=2), 4, {"loaders": 0, "launch_order": 3}),
     ],
     ids=["persistent", "persistent of a group", "persistent, two loaders", "two loaders"],
 )
@@ -543,7 +575,7 @@ def strictly(size: int = 1024, group: int = 7, **changes: Any) -> dispatch.Choic
 
 
 def converted(spec: Spec) -> dict[str, int]:
-    return {**spec.to_json()["tuning"], "deterministic": 1, "split_heads": 1}
+    return {**spec.to_json()["tuning"], "deterministic": 1, "split_heads": 1, "launch_order": 3}
 
 
 def test_the_class_of_a_deterministic_entry_is_its_own(tmp_path: Path) -> None:

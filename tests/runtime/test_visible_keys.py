@@ -20,14 +20,15 @@ from attnforge.bagel.workloads import workload
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.plan import Plan
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import export, tables
+from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans
 from attnforge.runtime.masks import Spans, round_visible_keys
 from attnforge.runtime.search import search, worker
-from attnforge.runtime.search.case import Case
+from attnforge.runtime.search.case import Case, as_deterministic
 from attnforge.runtime.tables import Tuned
 
 CPU = torch.device("cpu")
@@ -207,6 +208,20 @@ def test_searches_begin_with_both_owners_of_dk_and_dv() -> None:
             knobs = [spec.to_json()["tuning"] for spec in order[:2]]
             assert knobs[0] == knobs[1] | {"split_heads": first}
             assert knobs[1]["split_heads"] == 1 - first
+
+
+def test_deterministic_searches_begin_with_both_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which only blocks for q heads can start a tile apart."""
+    monkeypatch.setenv(TABLES, str(tmp_path))
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path)
+    case = as_deterministic(make_case("pretrain/0", "7B", DType.BFLOAT16, CPU))
+    specs = list(deterministic_candidates(case.problem(Direction.BACKWARD, Arch.SM90A)))
+    order = search._with_incumbent(specs, case, H200)
+    first, second = (spec.tuning.to_json() for spec in order[:2])
+    assert (first["split_heads"], first["launch_order"]) == (1, 3)
+    assert second == first | {"split_heads": 0, "launch_order": 0}
 
 
 def test_a_package_takes_the_faster_of_two_that_only_differ_in_it(tmp_path: Path) -> None:
