@@ -1,11 +1,15 @@
-"""Context parallelism on 2, 4, ... GPUs of one machine: results against one GPU, and how the time scales.
+"""Context parallelism on 2, 4 or 8 GPUs of one machine, compared with one GPU: results, time and memory.
 
     torchrun --standalone --nproc-per-node gpu benchmarks/context_parallel.py [--profile]
 
-BAGEL-7B's attention (28/4/128, bf16) on the pack pretrain/0, and on samples of several packs up to 131072 tokens. A
-row for each length, number of GPUs and arguments: milliseconds of the slowest rank, forward and forward + backward;
-speed-up over one GPU in the same run; peak memory of rank 0; the largest RMS difference of out, dq, dk and dv from one
-GPU, relative to their RMS. --profile adds each rank's GPU time of a forward + backward by group of kernels.
+The problem is BAGEL-7B's attention (28/4/128, bf16) on the pack pretrain/0 and on a pack of 131072 tokens. There is one
+row per length, number of GPUs and arguments of context_parallel:
+
+- milliseconds of the slowest rank, forward and forward + backward, and the speed-ups over one GPU in the same run;
+- peak memory of rank 0 in GiB;
+- the largest relative RMS difference of out, dq, dk and dv from one GPU.
+
+--profile also prints each rank's GPU time by group of kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ REPEATS, ROUNDS = 10, 5
 
 
 def long_pack(tokens: int, device: str = "cuda") -> attnforge.bagel.PackedMask:
-    """Samples of pretrain/0 to 3 without their padding, as many as fit, then padding up to `tokens`."""
+    """A pack of `tokens` tokens: as many samples of pretrain/0 to 3 as fit, then padding."""
     samples: list[int] = []
     splits: list[int] = []
     modes: list[str] = []
@@ -61,6 +65,7 @@ def long_pack(tokens: int, device: str = "cuda") -> attnforge.bagel.PackedMask:
 
 
 def draw(tokens: int) -> list[Tensor]:
+    """Random q, k, v and dout (1, heads, tokens, DIM), the same on every rank."""
     generator = torch.Generator("cuda").manual_seed(0)
     heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
     return [
@@ -72,7 +77,7 @@ def draw(tokens: int) -> list[Tensor]:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Mean milliseconds of a call on the slowest rank; all ranks start together."""
+    """Mean milliseconds of a call on the slowest rank. All ranks start together."""
     call()
     dist.barrier()
     torch.cuda.synchronize()
@@ -88,7 +93,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 def passes(
     attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any
 ) -> tuple[Callable[[], None], Callable[[], list[Tensor]]]:
-    """The forward alone, and both passes: out and gradients."""
+    """Functions that run the forward, and forward + backward; the latter returns [out, dq, dk, dv]."""
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
 
     def both() -> list[Tensor]:
@@ -103,8 +108,8 @@ def passes(
 
 
 @dataclass
-class Contestant:
-    """A way to compute the attention of a pack: on one GPU, or on `size` with context_parallel's `arguments`."""
+class Setup:
+    """One row of the table: one GPU, or `size` GPUs with `arguments` of context_parallel."""
 
     size: int
     arguments: dict[str, Any]
@@ -112,7 +117,7 @@ class Contestant:
     tensors: list[Tensor]
     results: list[Tensor] = field(default_factory=list)
     peak: float = 0.0  # GiB
-    forward: list[float] = field(default_factory=list)  # milliseconds, a round each
+    forward: list[float] = field(default_factory=list)  # milliseconds, one per round
     both: list[float] = field(default_factory=list)
 
     def measure(self, mask: Any) -> None:
@@ -121,18 +126,18 @@ class Contestant:
         self.both.append(milliseconds(both))
 
 
-def contest(contestants: list[Contestant], mask: Any) -> None:
-    """Results and memory, then the times of all in turn, round by round: clocks differ from minute to minute."""
-    for one in contestants:
+def measure_all(setups: list[Setup], mask: Any) -> None:
+    """Measure results and memory, then times: all setups in each round, because clocks drift."""
+    for one in setups:
         one.results, peak = with_peak(passes(one.attend, one.tensors, mask)[1], one.tensors[0].device)
         one.peak = peak / 2**30
     for _ in range(ROUNDS):
-        for one in contestants:
+        for one in setups:
             one.measure(mask)
 
 
 def show_profile(title: str, attend: Callable[..., Tensor], tensors: list[Tensor], mask: Any) -> None:
-    """Where the time of both passes goes, rank by rank."""
+    """Print the GPU time of each rank by group of kernels, and its ten slowest kernels."""
     for name, call in zip(("forward", "both"), passes(attend, tensors, mask), strict=True):
         call()
         dist.barrier()
@@ -147,7 +152,7 @@ def show_profile(title: str, attend: Callable[..., Tensor], tensors: list[Tensor
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Largest over the tensors of RMS(a - b) / RMS(b), over all ranks."""
+    """The largest RMS(a - b) / RMS(b) of the tensors, over the rows of all ranks."""
     squares = [
         ((a.float() - b.float()).square().sum(), b.float().square().sum())
         for a, b in zip(ours, theirs, strict=True)
@@ -157,12 +162,12 @@ def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return float((sums[:, 0] / sums[:, 1]).sqrt().max())
 
 
-def show(tokens: int, contestants: list[Contestant]) -> float:
-    """A row for each; the largest difference from one GPU."""
-    one, worst = contestants[0], 0.0
+def show(tokens: int, setups: list[Setup]) -> float:
+    """Print the rows of the table. Returns the largest difference from one GPU."""
+    one, worst = setups[0], 0.0
     forward, both = median(one.forward), median(one.both)
     lines = [f"| {tokens} | 1 | | {forward:.2f} | {both:.2f} | | | {one.peak:.2f} | |"]
-    for cp in contestants[1:]:
+    for cp in setups[1:]:
         wrong = difference(cp.results, [cp.attend.shard(x, dim=2) for x in one.results])  # type: ignore[attr-defined]
         worst = max(worst, wrong)
         text = ", ".join(f"{name}={value}" for name, value in cp.arguments.items())
@@ -196,18 +201,18 @@ def main() -> None:
     }
     for tokens, mask in ((36864, workload("pretrain/0").mask("cuda")), (131072, long_pack(131072))):
         whole = draw(tokens)
-        contestants = [Contestant(1, {}, attnforge.attention, whole)]
+        setups = [Setup(1, {}, attnforge.attention, whole)]
         for (size, mesh), arguments in product(meshes.items(), ARGUMENTS):
             cp = attnforge.context_parallel(mesh, **arguments)
             shards = [cp.shard(x, dim=2).clone() for x in whole]
-            contestants.append(Contestant(size, arguments, cp, shards))
-        contest(contestants, mask)
-        worst = show(tokens, contestants)
-        for one in contestants if options.profile else ():
+            setups.append(Setup(size, arguments, cp, shards))
+        measure_all(setups, mask)
+        worst = show(tokens, setups)
+        for one in setups if options.profile else ():
             if not one.arguments:
                 show_profile(f"{tokens} tokens, {one.size} GPUs", one.attend, one.tensors, mask)
         if worst > 1e-2:
-            raise SystemExit(f"{tokens} tokens: off by {worst}")
+            raise SystemExit(f"{tokens} tokens: results differ from one GPU by {worst:.1e}, more than 1e-2")
     dist.destroy_process_group()
 
 

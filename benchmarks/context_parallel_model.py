@@ -1,20 +1,21 @@
-"""Context parallelism on more GPUs than were measured: the exchange code itself, simulated, and a model of its time.
+"""Predicted times of context parallelism on numbers of GPUs that were not measured.
 
     python benchmarks/context_parallel_model.py [--tokens 131072] [--ranks 2 4 8 16 32 64] [--node 8]
 
-No GPU is used. Each rank runs runtime/distributed/ in turn, in a process group that sends nothing and with kernels
-that compute nothing; what it would send to whom, and the visible pairs of its kernels, are recorded. A model turns
-these into time:
+Needs no GPU. For each rank in turn, runtime/distributed/ runs in a process group that sends nothing, with kernels that
+compute nothing. The bytes to each peer and the visible pairs of the rank's kernels are recorded, and a model predicts
+the time:
 
-    a launch of NCCL takes a latency + the bytes that leave a GPU / the bandwidth of the link, NVLink inside a node and
-    a network port for each GPU between nodes, whichever takes longer; a kernel takes one GPU's time times its share of
-    the pairs; nothing overlaps (pieces=1).
+- A collective takes a latency plus bytes / bandwidth: NVLink inside a node, one network port per GPU between nodes.
+  Both work at the same time, so the slower one counts.
+- A kernel takes the time of one GPU times its share of the pairs.
+- Nothing overlaps (pieces=1).
 
-context_parallel chooses U by the same model (runtime/distributed/cost.py).
+context_parallel chooses its Ulysses degree with the same model (runtime/distributed/cost.py).
 
-NVLink's bandwidth and the latency are fitted to the measured times of 2 H200s below, without and with shared heads; the
-rows of these show how far the model is off. The network's bandwidth is nine tenths of the data sheet's. Rows of more
-GPUs have not been measured.
+NVLink's bandwidth and the latency are fitted to `MEASURED`, times of 2 H200s with Ulysses degrees 1 and 2; the rows of
+2 GPUs show the error of the fit. The bandwidth of the network is 90 % of its data sheet. Rows of more than 2 GPUs are
+predictions.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ import attnforge
 from attnforge.bagel.workloads import workload
 from attnforge.runtime import ops
 from attnforge.runtime.distributed import exchange
-from attnforge.runtime.distributed.cost import Way
+from attnforge.runtime.distributed.cost import Partition
 from attnforge.runtime.distributed.links import Links
 from attnforge.runtime.masks import Spans
 
-# Milliseconds (forward, both passes) by tokens, GPUs and U: docs/recipes/context_parallel.md, one piece.
+# Milliseconds (forward, forward + backward) by (tokens, GPUs, Ulysses degree), with pieces=1.
 MEASURED = {
     (36864, 1, 1): (3.36, 14.65),
     (36864, 2, 1): (2.09, 7.41),
@@ -57,36 +58,36 @@ MEASURED = {
 
 @dataclass
 class Load:
-    """What one rank does in a pass: bytes that leave it inside its node and beyond, collectives, visible pairs."""
+    """What one rank does in one pass: bytes sent inside its node and to other nodes, collectives, visible pairs."""
 
-    near: float = 0.0
-    far: float = 0.0
+    intra_node: float = 0.0
+    inter_node: float = 0.0
     collectives: int = 0
     pairs: float = 0.0
 
     @property
     def sent(self) -> tuple[float, float, int]:
-        return self.near, self.far, self.collectives
+        return self.intra_node, self.inter_node, self.collectives
 
 
 @dataclass
 class Recorder:
-    """Counts the collectives of a rank, whose node has `node` GPUs."""
+    """Replaces the collectives and kernels of one rank, and records what they would do. node: GPUs per node."""
 
     rank: int
     node: int
     load: Load = field(default_factory=Load)
 
     def add(self, peers: Sequence[int], bytes_each: float) -> None:
-        """A collective in which `bytes_each` go to each of `peers`."""
+        """Record a collective that sends `bytes_each` bytes to each of `peers`."""
         self.load.collectives += 1
         for peer in peers:
             if peer == self.rank:
                 continue
             if peer // self.node == self.rank // self.node:
-                self.load.near += bytes_each
+                self.load.intra_node += bytes_each
             else:
-                self.load.far += bytes_each
+                self.load.inter_node += bytes_each
 
     def all_to_all(self, result: Tensor, x: Tensor, group: Any = None, **_: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
@@ -94,13 +95,13 @@ class Recorder:
         return mock.Mock()
 
     def all_gather(self, result: Tensor, x: Tensor, group: Any = None, **_: Any) -> Any:
-        """As rings, which send all data once through each GPU of a node, and once between nodes through all ports."""
+        """Record a ring all-gather: each GPU of a node receives everything once, and nodes use all their ports."""
         ranks = dist.get_process_group_ranks(group)
         here = sum(rank // self.node == self.rank // self.node for rank in ranks)
         size = x.numel() * x.element_size()
         self.load.collectives += 1
-        self.load.near += size * (len(ranks) - len(ranks) / here)
-        self.load.far += size * (len(ranks) - here) / here
+        self.load.intra_node += size * (len(ranks) - len(ranks) / here)
+        self.load.inter_node += size * (len(ranks) - here) / here
         return mock.Mock()
 
     def send(self, transfers: Sequence[Any]) -> Sequence[Any]:
@@ -130,25 +131,25 @@ class Recorder:
 
 
 def pairs_of(mask: Any, queries: int, keys: int) -> float:
-    """Visible pairs of a mask of one plane."""
+    """Visible pairs of one head, for a mask with one plane."""
     assert isinstance(mask, Spans)
     starts, ends = (x.clamp(0, queries).double() for x in (mask.starts, mask.ends))
     return float((ends - starts).clamp(min=0).sum())
 
 
-def torchrun_says(world: int, node: int) -> dict[str, str]:
-    """The environment by which ranks know their nodes."""
+def torchrun_environment(world: int, node: int) -> dict[str, str]:
+    """The environment variables of torchrun from which ranks derive their nodes."""
     sizes = {"LOCAL": min(node, world), "GROUP": -(-world // node)}
     return {f"{name}_WORLD_SIZE": str(size) for name, size in sizes.items()} | {"WORLD_SIZE": str(world)}
 
 
 @contextmanager
 def rank_of(rank: int, world: int, node: int) -> Iterator[Recorder]:
-    """This process as one rank of many, whose collectives and kernels are only recorded."""
+    """Run the body as rank `rank` of `world`, with collectives and kernels that are only recorded."""
     recorder = Recorder(rank, node)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     patches: list[Any] = [
-        mock.patch.dict(os.environ, torchrun_says(world, node)),
+        mock.patch.dict(os.environ, torchrun_environment(world, node)),
         mock.patch.object(dist, "all_to_all_single", recorder.all_to_all),
         mock.patch.object(exchange, "all_gather", recorder.all_gather),
         mock.patch.object(dist, "batch_isend_irecv", recorder.send),
@@ -166,9 +167,9 @@ def rank_of(rank: int, world: int, node: int) -> Iterator[Recorder]:
 
 def simulate(
     mask: attnforge.Spans, tokens: int, world: int, node: int, heads: int | None
-) -> tuple[Way, list[tuple[Load, Load]]]:
-    """How heads and rows are divided, and the loads of forward and backward of each rank."""
-    loads, way = [], Way(1, False)
+) -> tuple[Partition, list[tuple[Load, Load]]]:
+    """The partition that context_parallel chooses, and the (forward, backward) load of each rank."""
+    loads, partition = [], Partition(1, False)
     for rank in range(world):
         with rank_of(rank, world, node) as recorder:
             cp = attnforge.context_parallel(init_device_mesh("cpu", (world,)), heads=heads)
@@ -182,14 +183,17 @@ def simulate(
             recorder.forward_pairs = forward.pairs
             out.backward(torch.empty_like(out))
             loads.append((forward, recorder.load))
-            way = [*cp._layouts][-1]  # before it, where it differs, that of compiled code
-    return way, loads
+            partition = [*cp._layouts][-1]  # the one of compiled code, if it differs, was added before
+    return partition, loads
 
 
 def predict(
     loads: list[tuple[Load, Load]], links: Links, one: tuple[float, float], pairs: float
 ) -> tuple[float, float]:
-    """Milliseconds (forward, both) of the slowest rank; `one`: those of one GPU."""
+    """Milliseconds (forward, forward + backward) of the slowest rank.
+
+    one: the same times on one GPU. pairs: visible pairs of all heads of the whole pack.
+    """
     parts = [one[0], one[1] - one[0]]
     times = [
         max(part * load[i].pairs / pairs + links.seconds(*load[i].sent) * 1e3 for load in loads)
@@ -199,39 +203,44 @@ def predict(
 
 
 def fit(simulated: dict[tuple[int, int, int], list[tuple[Load, Load]]], pairs: dict[int, float]) -> Links:
-    """NVLink's bandwidth and the latency that give the measured times of 2 GPUs, by least squares of ratios."""
+    """NVLink's bandwidth and the latency, by least squares of the relative errors of the measured times."""
     rows, rest = [], []
-    for (tokens, world, shared), loads in simulated.items():
-        one, measured = MEASURED[tokens, 1, 1], MEASURED[tokens, world, shared]
+    for (tokens, world, ulysses_degree), loads in simulated.items():
+        one, measured = MEASURED[tokens, 1, 1], MEASURED[tokens, world, ulysses_degree]
         for i, (whole, time) in enumerate(
             ((one[0], measured[0]), (one[1] - one[0], measured[1] - measured[0]))
         ):
             load = max((load[i] for load in loads), key=lambda x: x.pairs)
-            rows.append(np.array([load.near, load.collectives]) / time)
+            rows.append(np.array([load.intra_node, load.collectives]) / time)
             rest.append((time - whole * load.pairs / pairs[tokens]) / time)
     (per_byte, latency), *_ = np.linalg.lstsq(np.array(rows), np.array(rest), rcond=None)
-    return Links(near=1e3 / per_byte, latency=max(0.0, latency) / 1e3)
+    return Links(intra_node=1e3 / per_byte, latency=max(0.0, latency) / 1e3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[36864, 131072], help="lengths of the pack")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[36864, 131072], help="lengths of the packs: 36864, 131072"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="numbers of GPUs")
     parser.add_argument("--node", type=int, default=8, help="GPUs of a node")
     options = parser.parse_args()
     masks = {36864: workload("pretrain/0").mask("cpu"), 131072: long_pack(131072, "cpu")}
     pairs = {tokens: pairs_of(mask, tokens, tokens) * HEADS_Q for tokens, mask in masks.items()}
     known = {
-        (tokens, world, shared): simulate(masks[tokens], tokens, world, options.node, shared)[1]
-        for tokens, world, shared in MEASURED
+        (tokens, world, ulysses_degree): simulate(masks[tokens], tokens, world, options.node, ulysses_degree)[
+            1
+        ]
+        for tokens, world, ulysses_degree in MEASURED
         if world > 1
     }
     links = fit(known, pairs)
     print(
-        f"fitted to 2 GPUs: NVLink {links.near / 1e9:.0f} GB/s a direction, {links.latency * 1e6:.0f} us a launch; "
-        f"network {links.far / 1e9:.0f} GB/s a GPU, nodes of {options.node}"
+        f"fitted to 2 GPUs: NVLink {links.intra_node / 1e9:.0f} GB/s per direction, "
+        f"latency {links.latency * 1e6:.0f} us; "
+        f"network {links.inter_node / 1e9:.0f} GB/s per GPU, {options.node} GPUs per node"
     )
     print("| tokens | GPUs | U | fwd ms | fwd+bwd ms | speed-up fwd | both | measured fwd | both |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -239,11 +248,11 @@ def main() -> None:
         one = MEASURED[tokens, 1, 1]
         for world in options.ranks:
             for heads in (None, *((world,) if (tokens, world, world) in MEASURED else ())):
-                way, loads = simulate(masks[tokens], tokens, world, options.node, heads)
+                partition, loads = simulate(masks[tokens], tokens, world, options.node, heads)
                 forward, both = predict(loads, links, one, pairs[tokens])
-                found = MEASURED.get((tokens, world, way.shared))
+                found = MEASURED.get((tokens, world, partition.ulysses_degree))
                 measured = f"{found[0]:.2f} | {found[1]:.2f}" if found else " | "
-                division = f"{way.shared}{', neighbours' if way.beside else ''}"
+                division = f"{partition.ulysses_degree}{', contiguous' if partition.contiguous else ''}"
                 print(
                     f"| {tokens} | {world} | {division} | {forward:.2f} | {both:.2f} | "
                     f"{one[0] / forward:.2f} | {one[1] / both:.2f} | {measured} |",

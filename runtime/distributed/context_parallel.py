@@ -1,20 +1,23 @@
-"""`context_parallel`: attention over a sequence that is split over the ranks of a device mesh.
+"""`context_parallel`: attention over sequences that are sharded over the ranks of a device mesh.
 
-Rank i of W holds rows [i n, (i + 1) n) of q, k and v. U divides W and the number of key heads, R = W / U:
+Rank i of W holds rows [i n, (i + 1) n) of q, k and v. The Ulysses degree U divides W and the number of kv heads; R = W
+/ U.
 
-- one all-to-all among U ranks turns "all heads of some rows" into "some heads of all their rows", for q, k and v
-  before the kernel and for its output after it;
-- if R > 1, an all-gather of k and v among R ranks completes the keys, and each of them computes the rows of its own
-  all-to-all group. Groups mix early and late rows, so that under a causal mask all ranks have the same work;
-- if U = 1, a rank fetches only the keys that its rows see. Some rows of ranks with many visible pairs are computed by
-  ranks with few: these rows of q go there, and their output comes back (deal.py).
+- U > 1 (head parallel, as in DeepSpeed Ulysses): an all-to-all among U ranks exchanges "all heads of n rows" for "1/U
+  of the heads of U n rows". It is applied to q, k and v before the kernel and to the output after it.
+- R > 1 and U > 1: in addition, k and v are all-gathered among the R ranks that have the same heads. Each rank computes
+  the rows of its Ulysses group. Groups mix early and late rows, so that a causal mask gives all ranks the same work.
+- U = 1 (row parallel): a rank fetches only the keys that its rows see. Ranks with many visible pairs send some of their
+  rows to ranks with few, which compute them and send the output back (row_assignment.py).
 
-U is the fastest by a model of kernels and links (cost.py): with few key heads and ranks, keys are less than queries and
-outputs, and documents see few keys of other ranks. The ranks of an all-to-all are neighbours, and so of one node, where
-the model says that this is worth more than equal work. Masks keep their kind. Queries keep their order in every group,
-so an interval of queries stays an interval; keys are permuted or left out, which spans, being per key, allow. Functions
-that read positions take neighbours, too, which keep keys in order: a rank adds the numbers of its first row and head to
-the indices (parts.py). With `pieces` > 1, exchanges overlap with kernels.
+By default U is the fastest according to a model of kernels and links (cost.py). U = 1 is usually the fastest for
+document masks, under which a rank needs few keys of others, and for few kv heads and ranks, because k and v are then
+smaller than q and out.
+
+Masks keep their type on every rank. Local queries are in ascending order, so that an interval of queries stays one
+interval. Local keys may be permuted or left out, because Spans are stored per key. Score and mask functions that read
+positions need keys in order; then Ulysses groups have consecutive ranks, and a rank adds its first row and head to the
+indices (local_slice.py). With `pieces` > 1, communication overlaps with kernels.
 """
 
 from __future__ import annotations
@@ -32,17 +35,22 @@ from torch.nn.functional import pad
 from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
 from attnforge.runtime.dispatch import SCORE_GRADIENTS_IN_ANY_ORDER
-from attnforge.runtime.distributed.cost import Shapes, Way, fastest
-from attnforge.runtime.distributed.deal import Deal, deal, dealt_spans, size_of
-from attnforge.runtime.distributed.exchange import Attention, Call, all_gather, cut
+from attnforge.runtime.distributed.cost import Partition, Shapes, fastest
+from attnforge.runtime.distributed.exchange import Attention, Call, all_gather, split_heads
 from attnforge.runtime.distributed.links import nodes_of
-from attnforge.runtime.distributed.parts import (
-    Place,
+from attnforge.runtime.distributed.local_slice import (
+    LocalSlice,
     expect_few_tensors,
     mask_at,
     planes_at,
     reads_heads,
     reads_positions,
+)
+from attnforge.runtime.distributed.row_assignment import (
+    RowAssignment,
+    assign_rows,
+    assigned_spans,
+    count_rows,
 )
 from attnforge.runtime.distributed.shards import (
     Layout,
@@ -58,7 +66,7 @@ from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
 from attnforge.runtime.sinks import with_sinks
 
-KEPT = 4  # lengths, kinds of scores and streams of which a mask's parts are kept
+KEPT = 4  # size of each cache of local masks and row assignments
 
 
 def context_parallel(
@@ -66,22 +74,24 @@ def context_parallel(
 ) -> ContextParallel:
     """Attention over sequences that are sharded over a one-dimensional `device_mesh` (or `mesh["cp"]`).
 
-        cp = attnforge.context_parallel(mesh)         # once; every rank of the mesh
-        x = cp.shard(x, dim=0)                        # this rank's rows of a pack; padded if they do not divide
-        out = cp.attention(q, k, v, mask)             # shards in, shard out; the mask is the whole pack's
+        cp = attnforge.context_parallel(mesh)         # once, on every rank of the mesh
+        x = cp.shard(x, dim=0)                        # this rank's rows, zero-padded to ceil(S / W)
+        out = cp.attention(q, k, v, mask)             # shards in, shard out; the mask is that of the whole sequence
 
-    heads: number of ranks that share the heads (U above), a divisor of the mesh size and of the kv heads; 1 only
-        gathers keys. None: the fastest for the mask of a call, by a model; the mask is read once. The largest possible
-        number for a DenseMask or a mask_mod, and in compiled code, which cannot read it.
-    pieces: number of portions of the heads in which exchanges and kernels overlap. 1 does not overlap, and was the
-        fastest on H200s, whose kernels leave no SM to the exchange (docs/recipes/context_parallel.md).
-    Raises ValueError for a mesh of more dimensions and for numbers that do not divide, TypeError for wrong types.
+    heads: the Ulysses degree, the number of ranks that split the heads: a divisor of the mesh size and of the number of
+        kv heads. 1 splits rows only. None: the fastest for the mask of a call, by a cost model that reads the mask
+        once. For a DenseMask or a mask_mod, and in compiled code, which cannot read the mask, None is the largest
+        possible degree.
+    pieces: number of chunks of heads; the communication of one chunk overlaps with the kernel of another. 1 does not
+        overlap. It was the fastest on H200s, because kernels occupy all SMs (docs/recipes/context_parallel.md).
+
+    Raises ValueError for a mesh of several dimensions and for numbers that do not divide, TypeError for wrong types.
     """
     return ContextParallel(device_mesh, heads, pieces)
 
 
 class ContextParallel:
-    """The result of `context_parallel`: `attention` on shards; `shard` and `gather` for other tensors."""
+    """The result of `context_parallel`: `attention` on shards, `shard` and `gather` for other tensors."""
 
     def __init__(self, device_mesh: DeviceMesh, heads: int | None, pieces: int) -> None:
         for name, number in (("heads", 1 if heads is None else heads), ("pieces", pieces)):
@@ -103,10 +113,12 @@ class ContextParallel:
         self._heads, self._pieces = heads, pieces
         self._nodes = nodes_of(dist.get_process_group_ranks(self._group))
         self._joined = set[torch.device]()
-        self._layouts: dict[Way, Layout] = {}
+        self._layouts: dict[Partition, Layout] = {}
         self._plain: dict[Any, Spans] = {}
-        self._plain_deals: dict[Any, Deal] = {}
-        self._deals: weakref.WeakKeyDictionary[Spans, dict[Any, Deal]] = weakref.WeakKeyDictionary()
+        self._plain_assignments: dict[Any, RowAssignment] = {}
+        self._assignments: weakref.WeakKeyDictionary[Spans, dict[Any, RowAssignment]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, dict[Any, Spans | DenseMask]] = (
             weakref.WeakKeyDictionary()
         )
@@ -115,7 +127,7 @@ class ContextParallel:
         )
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's rows of the whole `x`: ceil(S / W) along `dim`; the last ranks are padded with zeros."""
+        """This rank's rows of the whole `x`: ceil(S / W) along `dim`. The last ranks are padded with zeros."""
         total = x.shape[dim]
         rows = -(-total // self.world)
         begin = min(self.rank * rows, total)
@@ -127,9 +139,9 @@ class ContextParallel:
         return torch.cat([mine, zeros], dim)
 
     def gather(self, x: Tensor, dim: int = 0, total: int | None = None) -> Tensor:
-        """The inverse of `shard`, on every rank, without gradients.
+        """The inverse of `shard`: the whole tensor on every rank, without gradients.
 
-        total: number of rows of the whole; without it the padding stays.
+        total: number of rows of the whole tensor, without which the padding stays.
         """
         with torch.no_grad():
             first = x.movedim(dim, 0).contiguous()
@@ -183,21 +195,22 @@ class ContextParallel:
         score: Score | ScoreFunction | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`attnforge.attention` of the whole sequence; every rank passes its rows and gets its rows.
+        """`attnforge.attention` of the whole sequence. Every rank passes its rows and gets the output of its rows.
 
-        q: (B, Hq, n, D); k: (B, Hkv, n, D); v: (B, Hkv, n, Dv): rows [rank n, (rank + 1) n), n the same on all ranks.
-        mask: of the whole sequence, the same on all ranks: any that `attnforge.attention` takes, of `total` keys (and
-            queries).
-        score, sinks: as `attnforge.attention`, the whole call's, the same on all ranks: indices count from the first
-            row and head of the whole, captured tensors are of the whole. A rank's gradients of captured tensors and
-            sinks are its part of them: their sums over the ranks are the whole's, as for any parameter.
-        total: number of real rows, if the last of the W n rows are padding: padding sees nothing, is hidden, and its
-            output is zero. Default: the mask's length, else W n. n must be ceil(total / W).
+        q: (B, Hq, n, D), rows [rank n, (rank + 1) n) of the sequence, with the same n on all ranks. k: (B, Hkv, n, D)
+            and v: (B, Hkv, n, Dv) alike.
+        mask: of the whole sequence, the same on all ranks: any that `attnforge.attention` takes, with `total` queries
+            and keys.
+        score, sinks: as for `attnforge.attention`, the same on all ranks. Indices and captured tensors are those of the
+            whole call. The gradients of captured tensors and sinks are partial: sum them over the ranks, as for any
+            parameter.
+        total: number of rows without padding, if the last of the W n rows are padding; n must be ceil(total / W).
+            Padding keys are hidden, and the output of padding rows is zero. Default: the length of the mask, else W n.
 
-        Returns this rank's rows, in the layout and dtype of q; with return_lse also their lse, float32 (B, Hq, n), -inf
-        for padding. Both are differentiable; gradients are those of this rank's q, k and v.
-        The first call with a number of kv heads may create process groups: call it once before compiling.
-        Raises as `attnforge.attention`; ValueError also for shards that do not match the mask or each other.
+        Returns this rank's rows, with the layout and dtype of q; with return_lse also their lse, float32 (B, Hq, n),
+        which is -inf for padding. Both are differentiable with respect to this rank's q, k and v. The first call with a
+        number of kv heads may create process groups: call it once before compiling. Raises as `attnforge.attention`,
+        and ValueError for shards that do not match the mask or each other.
         """
         expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
         expect_number("scale", scale)
@@ -215,7 +228,7 @@ class ContextParallel:
         if sinks is not None:
             out, lse = with_sinks(results[0], results[1], sinks)
             real = min(max(0, total - self.rank * q.shape[2]), q.shape[2])
-            padding = q.shape[2] - real  # sees not even a sink
+            padding = q.shape[2] - real  # padding rows do not attend to sinks either
             results = (out, pad(lse[:, :, :real], (0, padding), value=-torch.inf) if padding else lse)
         return (results[0], results[1]) if return_lse else results[0]
 
@@ -231,28 +244,41 @@ class ContextParallel:
         with_lse: bool,
         deterministic: bool,
     ) -> Call:
-        """How this rank's part of a call is computed."""
+        """Choose the partition of a call and make this rank's masks."""
         rows, heads_q = q.shape[2], q.shape[1]
-        # A mask that is a function hides padding by its position, whatever it reads.
+        # A mask function always reads positions, because it hides padding by position.
         in_order = isinstance(mask, FunctionMask) or (score is not None and reads_positions(score))
-        found = self._deal(mask, rows, total, in_order, q.device)
-        way = self._way(q, k, v, found, in_order)
-        dealt = found if way.shared == 1 else None
-        layout = self._layout(way)
-        heads = heads_q // way.shared
-        pieces = cut(heads, k.shape[1] // way.shared, self._pieces)
+        candidate = self._assign_rows(mask, rows, total, in_order, q.device)
+        partition = self._partition(q, k, v, candidate, in_order)
+        assignment = candidate if partition.ulysses_degree == 1 else None
+        layout = self._layout(partition)
+        heads = heads_q // partition.ulysses_degree
+        pieces = split_heads(heads, k.shape[1] // partition.ulysses_degree, self._pieces)
         row, count = layout.queries[0] * rows, len(layout.queries) * rows
-        if dealt is not None:  # functions of positions compute one run
-            row, count = dealt.queries[self.rank][0][0], size_of(dealt.queries[self.rank])
-        head = 0 if layout.among_heads is None else dist.get_rank(layout.among_heads) * heads
-        moved: tuple[Leaf, ...] = ("q_idx",) if way.shared < self.world else ()
-        moved += ("h",) if heads < heads_q or len(pieces) > 1 else ()
-        places = tuple(
-            Place(head + x.q0, x.q1 - x.q0, heads_q, row, count, total, moved, q.device) for x in pieces
+        if assignment is not None:
+            # Used by functions of positions, for which `queries` is one range.
+            row, count = assignment.queries[self.rank][0][0], count_rows(assignment.queries[self.rank])
+        head = 0 if layout.ulysses_group is None else dist.get_rank(layout.ulysses_group) * heads
+        offset_indices: tuple[Leaf, ...] = ("q_idx",) if partition.ulysses_degree < self.world else ()
+        offset_indices += ("h",) if heads < heads_q or len(pieces) > 1 else ()
+        local_slices = tuple(
+            LocalSlice(head + x.q0, x.q1 - x.q0, heads_q, row, count, total, offset_indices, q.device)
+            for x in pieces
         )
-        masks = self._local_masks(mask, layout, rows, total, q.device, dealt, places)
-        expect_few_tensors(score, masks[0], places[0])
-        return Call(layout, way.shared, dealt, pieces, places, masks, scale, with_lse, deterministic, score)
+        masks = self._local_masks(mask, layout, rows, total, q.device, assignment, local_slices)
+        expect_few_tensors(score, masks[0], local_slices[0])
+        return Call(
+            layout,
+            partition.ulysses_degree,
+            assignment,
+            pieces,
+            local_slices,
+            masks,
+            scale,
+            with_lse,
+            deterministic,
+            score,
+        )
 
     __call__ = attention
 
@@ -305,7 +331,7 @@ class ContextParallel:
     def _check_functions(
         self, q: Tensor, k: Tensor, mask: ops.Mask, score: Score | None, total: int, deterministic: bool
     ) -> None:
-        """What would be refused later, when other ranks wait for this one. In a trace the fake kernels check."""
+        """Raise errors that would otherwise occur while other ranks wait. In a trace the fake kernels check instead."""
         if torch.compiler.is_compiling():
             return
         mod = mask if isinstance(mask, FunctionMask) else None
@@ -316,35 +342,38 @@ class ContextParallel:
         if deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise ValueError(SCORE_GRADIENTS_IN_ANY_ORDER)
 
-    def _deal(
+    def _assign_rows(
         self, mask: ops.Mask, rows: int, total: int, in_order: bool, device: torch.device
-    ) -> Deal | None:
-        """Rows and keys of the ranks if heads are not shared, once per mask; None if it cannot be known."""
+    ) -> RowAssignment | None:
+        """The row assignment for U = 1, cached per mask. None if U = 1 is excluded or the mask cannot be read."""
         unknown = isinstance(mask, (DenseMask, FunctionMask))
         if unknown or self.world == 1 or torch.compiler.is_compiling() or (self._heads or 1) > 1:
             return None
         key: Any = (rows, total, in_order)
         if isinstance(mask, Spans):
-            known = self._deals.setdefault(mask, {})
+            known = self._assignments.setdefault(mask, {})
         else:
-            key, known = (isinstance(mask, Causal), *key), self._plain_deals
+            key, known = (isinstance(mask, Causal), *key), self._plain_assignments
         if key not in known:
             self._join(device)
             if not isinstance(mask, Spans):
                 mask = plain_spans(isinstance(mask, Causal), total, torch.device("cpu"))
-            _keep(known, key, deal(mask, self._nodes, rows, in_order))
+            _keep(known, key, assign_rows(mask, self._nodes, rows, in_order))
         return known[key]
 
     def _join(self, device: torch.device) -> None:
-        """Make the group's communicator, which takes all ranks: those that send nothing skip later exchanges."""
+        """Create the group's communicator, which takes all ranks; ranks without transfers skip later launches."""
         if device not in self._joined:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             self._joined.add(device)
 
-    def _way(self, q: Tensor, k: Tensor, v: Tensor, found: Deal | None, in_order: bool) -> Way:
-        """How many ranks share heads (U), and which: by default the fastest way by the model of cost.py.
+    def _partition(
+        self, q: Tensor, k: Tensor, v: Tensor, assignment: RowAssignment | None, in_order: bool
+    ) -> Partition:
+        """The partition of a call: of the given Ulysses degree, else the fastest by the model of cost.py.
 
-        Without a deal it is the largest possible U. in_order: only ways that keep the keys in order.
+        assignment: the row assignment for U = 1; without it the largest possible degree is used.
+        in_order: only partitions that keep the keys in order.
         """
         heads_kv, world = k.shape[1], self.world
         if self._heads is not None:
@@ -352,22 +381,28 @@ class ContextParallel:
                 raise ValueError(
                     f"heads: {self._heads} ranks cannot share the {heads_kv} heads of k and v; use a divisor of them"
                 )
-            return Way.in_order(self._heads, world) if in_order else Way(self._heads, False)
-        # Not math.gcd, which Dynamo does not take of symbolic numbers.
+            return (
+                Partition.with_keys_in_order(self._heads, world)
+                if in_order
+                else Partition(self._heads, False)
+            )
+        # Not math.gcd: Dynamo does not support it for symbolic numbers.
         most = max(u for u in range(1, world + 1) if world % u == 0 and heads_kv % u == 0)
-        unknown = Way.in_order(most, world) if in_order else Way(most, False)
+        largest = Partition.with_keys_in_order(most, world) if in_order else Partition(most, False)
         if not torch.compiler.is_compiling():
-            self._layout(unknown)  # compiled code takes this way, and cannot create process groups
-        if found is None:
-            return unknown
+            self._layout(
+                largest
+            )  # for compiled code, which uses this partition and cannot create process groups
+        if assignment is None:
+            return largest
         dim = (q.shape[3] + v.shape[3]) / 2
         shapes = Shapes(q.shape[0], q.shape[2], q.shape[1], heads_kv, dim, q.element_size(), self._nodes)
-        return fastest(shapes, most, in_order, found)
+        return fastest(shapes, most, in_order, assignment)
 
-    def _layout(self, way: Way) -> Layout:
-        if way not in self._layouts:
-            self._layouts[way] = make_layout(self._group, *way)
-        return self._layouts[way]
+    def _layout(self, partition: Partition) -> Layout:
+        if partition not in self._layouts:
+            self._layouts[partition] = make_layout(self._group, *partition)
+        return self._layouts[partition]
 
     def _local_masks(
         self,
@@ -376,31 +411,33 @@ class ContextParallel:
         rows: int,
         total: int,
         device: torch.device,
-        dealt: Deal | None,
-        places: tuple[Place, ...],
+        assignment: RowAssignment | None,
+        local_slices: tuple[LocalSlice, ...],
     ) -> tuple[ops.Mask, ...]:
-        """The masks of the pieces, once per mask: what is made here owns tile schedules."""
+        """The mask of each piece, cached per mask because masks own their tile schedules."""
         if isinstance(mask, FunctionMask):
             keys = self.world * rows
-            if not reads_heads(mask):  # pieces share its tile lists
-                return self._kept(mask, places[:1], lambda place: mask_at(mask, place, keys)) * len(places)
-            return self._kept(mask, places, lambda place: mask_at(mask, place, keys))
-        local = self._local_mask(mask, layout, rows, total, device, dealt)
+            if not reads_heads(mask):  # all pieces share one mask and its tile lists
+                return self._kept(
+                    mask, local_slices[:1], lambda local_slice: mask_at(mask, local_slice, keys)
+                ) * len(local_slices)
+            return self._kept(mask, local_slices, lambda local_slice: mask_at(mask, local_slice, keys))
+        local = self._local_mask(mask, layout, rows, total, device, assignment)
         if isinstance(local, (Spans, DenseMask)):
-            return self._kept(local, places, lambda place: planes_at(local, place))
-        return (local,) * len(places)
+            return self._kept(local, local_slices, lambda local_slice: planes_at(local, local_slice))
+        return (local,) * len(local_slices)
 
     def _kept(
-        self, mask: Any, places: tuple[Place, ...], make: Callable[[Place], ops.Mask]
+        self, mask: Any, local_slices: tuple[LocalSlice, ...], make: Callable[[LocalSlice], ops.Mask]
     ) -> tuple[ops.Mask, ...]:
-        """What `make` gives for each place, kept as long as the mask. In a trace there are no tensors to keep."""
+        """`make(local_slice)` for each slice, cached as long as `mask` exists; not cached in a trace."""
         if torch.compiler.is_compiling():
-            return tuple(make(place) for place in places)
-        key = (places, _stream(mask.device))
+            return tuple(make(local_slice) for local_slice in local_slices)
+        key = (local_slices, _stream(mask.device))
         known = self._parts.get(mask)
         if known is None or known[0] != key:
-            known = (key, tuple(make(place) for place in places))
-            # Not the mask itself, which would never go.
+            known = (key, tuple(make(local_slice) for local_slice in local_slices))
+            # A value that refers to its key would never be freed: None stands for the mask itself.
             self._parts[mask] = (known[0], tuple(None if x is mask else x for x in known[1]))
         return tuple(mask if x is None else x for x in known[1])
 
@@ -411,15 +448,15 @@ class ContextParallel:
         rows: int,
         total: int,
         device: torch.device,
-        dealt: Deal | None = None,
+        assignment: RowAssignment | None = None,
     ) -> ops.Mask:
-        """The mask of this rank's queries and keys, in the order in which it has them."""
+        """The mask between this rank's queries and keys, in their local order."""
         if total == self.world * rows and (len(layout.queries) == self.world or mask is None):
             return mask
-        # Once per mask, not per layer: what is made here owns tile schedules. Not in a trace, which has no tensors yet.
+        # Cached per mask, because the result owns tile schedules. Not in a trace, which has no tensors yet.
         trace = torch.compiler.is_compiling()
         where = (layout.queries, layout.keys, rows, total)
-        of_rank = None if dealt is None else dealt.of(self.rank)
+        of_rank = None if assignment is None else assignment.of(self.rank)
         key: Any = (where, of_rank, 0 if trace else _stream(device))
         if not isinstance(mask, (Spans, DenseMask)):
             causal = isinstance(mask, Causal)
@@ -428,7 +465,11 @@ class ContextParallel:
             key = (causal, device, key)
             if key not in self._plain:
                 plain = plain_spans(causal, total, device)
-                local = local_spans(plain, *where) if dealt is None else dealt_spans(plain, dealt, self.rank)
+                local = (
+                    local_spans(plain, *where)
+                    if assignment is None
+                    else assigned_spans(plain, assignment, self.rank)
+                )
                 _keep(self._plain, key, local)
             return self._plain[key]
         known: dict[Any, Spans | DenseMask] = {} if trace else self._masks.setdefault(mask, {})
@@ -437,18 +478,22 @@ class ContextParallel:
         if isinstance(mask, DenseMask):
             _keep(known, key, local_dense(mask, *where))
         else:
-            local = local_spans(mask, *where) if dealt is None else dealt_spans(mask, dealt, self.rank)
+            local = (
+                local_spans(mask, *where)
+                if assignment is None
+                else assigned_spans(mask, assignment, self.rank)
+            )
             _keep(known, key, local)
         return known[key]
 
 
 def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add a value; of more than `KEPT` the oldest goes."""
+    """Add a value to a cache of at most `KEPT` values; the oldest one is removed."""
     if len(known) >= KEPT:
         del known[next(iter(known))]
     known[key] = value
 
 
 def _stream(device: torch.device) -> int:
-    """The number of the current stream, on which tile schedules are made."""
+    """The id of the current CUDA stream. Tile schedules are made on one stream."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0

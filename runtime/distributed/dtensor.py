@@ -1,4 +1,4 @@
-"""Attention on DTensors, as tensor parallelism makes them: each rank computes its batch entries and heads.
+"""Attention on DTensors, for tensor parallelism: each rank computes its batch entries and heads.
 
 `attnforge.attention` calls `attention_on_dtensors` if q, k or v is a DTensor. There is no communication.
 """
@@ -34,16 +34,17 @@ def attention_on_dtensors(
     return_lse: bool = False,
     deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attnforge.attention` of DTensors (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), differentiable.
+    """`attnforge.attention` of DTensors q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv), differentiable.
 
-    attention: computes the local part, `attnforge.attention`.
-    q, k, v: on one mesh with the same placements, each of them Replicate(), Shard(0) or Shard(1). If heads are
-        sharded, the number of ranks divides Hkv, so that each rank has the kv heads of its query heads.
-    mask: as for `attention`, for the whole problem, made of plain tensors on the rank's device. Each rank uses its
-        planes of a DenseMask or of Spans with one plane per batch entry or head.
+    attention: the function that computes the local problem, `attnforge.attention`.
+    q, k, v: on one mesh with the same placements, each of which is Replicate(), Shard(0) (batch) or Shard(1) (heads).
+        If heads are sharded, the number of ranks must divide Hkv, so that each rank has the kv heads of its query
+        heads.
+    mask: as for `attention`, for the global problem, made of plain tensors on the rank's device. If a DenseMask or
+        Spans has one plane per batch entry or head, each rank uses the planes of its shard.
 
-    Returns out, with return_lse also lse, as DTensors with the placements of q.
-    Raises TypeError or ValueError naming the argument.
+    Returns out, with return_lse also lse, as DTensors with the placements of q. Raises TypeError or ValueError that
+    names the argument.
     """
     mesh, placements = _common(q, k, v)
     if isinstance(mask, FunctionMask):
@@ -64,7 +65,7 @@ def attention_on_dtensors(
 
 
 def _common(q: Tensor, k: Tensor, v: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The mesh and the placements of all three, checked."""
+    """The mesh and the placements of q, k and v. Raises TypeError or ValueError if they are not supported."""
     expect_layout("(batch, heads, seq, head_dim)", q=q, k=k, v=v)
     tensors = {"q": q, "k": k, "v": v}
     name, first = next((n, x) for n, x in tensors.items() if isinstance(x, DTensor))
@@ -105,25 +106,25 @@ def _local(x: Tensor) -> Tensor:
 def _local_mask(
     mask: Spans | DenseMask, q: Tensor, k: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> Spans | DenseMask:
-    """The planes of this rank's batch entries and heads."""
+    """The planes of the mask for this rank's batch entries and heads."""
     spans = isinstance(mask, Spans)
     planes = mask.planes if isinstance(mask, Spans) else mask.shape[:2]
-    said = f"planes {planes}" if isinstance(mask, Spans) else f"shape {mask.shape}"
+    found = f"planes {planes}" if isinstance(mask, Spans) else f"shape {mask.shape}"
     for dim in (_BATCH, _HEADS):
         if planes[dim] == 1:
-            continue  # one for all
-        # Spans may be those of kv heads, which are shared out as q heads are.
+            continue  # one plane for all entries
+        # Spans may have one plane per kv head. kv heads are sharded like query heads.
         if planes[dim] not in ((q.shape[dim], k.shape[dim]) if spans else (q.shape[dim],)):
             raise ValueError(
-                f"mask: has {said}, expected 1 or {q.shape[dim]} in dimension {dim}, as for the whole q, of which each "
-                "rank takes its part"
+                f"mask: has {found}, expected 1 or {q.shape[dim]} in dimension {dim}: the mask must be that of the "
+                "global q, of which each rank uses its shard"
             )
         mask = mask.narrow(dim, *_shard(planes[dim], dim, mesh, placements))
     return mask
 
 
 def _shard(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:
-    """Start and length of this rank's part of `size` entries: DTensor splits as torch.chunk does."""
+    """Start and length of this rank's shard of `size` entries. DTensor splits like torch.chunk."""
     start, length = 0, size
     for i, placement in enumerate(placements):
         if placement.is_shard(dim):
@@ -136,7 +137,7 @@ def _shard(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Placement, .
 def _global(
     x: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> DTensor:
-    """`x` as this rank's part of a DTensor, whose axes have the order in memory that those of `x` have."""
+    """A DTensor of shape `shape` whose local shard is `x`, with axes in the same order in memory as in x."""
     strides, stride = [0] * x.dim(), 1
     for axis in sorted(range(x.dim()), key=lambda axis: (x.stride(axis), -axis)):
         strides[axis] = stride

@@ -1,4 +1,8 @@
-"""The operator of context parallelism: exchanges and kernels, overlapped. See context_parallel.py."""
+"""The autograd function of context parallelism: communication and kernels (see context_parallel.py).
+
+Shapes: B batch, n rows per rank, W ranks, U the Ulysses degree, h the heads of a piece that one rank computes, D
+head_dim. Exchanged tensors have the rows first, (rows, B, h, D), so that the rows of one rank are contiguous.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,15 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from attnforge.runtime import ops
-from attnforge.runtime.distributed.deal import Deal, Run, Runs, common, place_of, size_of
-from attnforge.runtime.distributed.parts import Place, add_gradients, score_at
+from attnforge.runtime.distributed.local_slice import LocalSlice, add_gradients, score_at
+from attnforge.runtime.distributed.row_assignment import (
+    RowAssignment,
+    RowRange,
+    RowRanges,
+    count_rows,
+    intersect,
+    offsets_in,
+)
 from attnforge.runtime.distributed.shards import Layout
 from attnforge.runtime.scores import Score
 
@@ -24,20 +35,26 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 @dataclass(frozen=True)
 class Call:
+    """How one rank computes its part of a call. `local_slices` and `masks` have one element per piece."""
+
     layout: Layout
-    shared: int  # U
-    deal: Deal | None  # where U is 1 and the mask can be read
+    ulysses_degree: int  # U, the number of ranks that split the heads
+    assignment: RowAssignment | None  # for U = 1, if the mask could be read; else None
     pieces: tuple[Piece, ...]
-    places: tuple[Place, ...]  # of the pieces
-    masks: tuple[ops.Mask, ...]  # of the pieces
+    local_slices: tuple[LocalSlice, ...]
+    masks: tuple[ops.Mask, ...]
     scale: float | None
     return_lse: bool
     deterministic: bool
-    score: Score | None  # of the whole
+    score: Score | None  # of the whole call
 
 
 class Piece(NamedTuple):
-    """Query heads [q0, q1) of those that a rank gets, and the key heads [k0, k1) that they read."""
+    """A chunk of heads that is exchanged and computed at once.
+
+    [q0, q1): its query heads, counted from the first head that the rank computes. [k0, k1): the kv heads that they
+    read.
+    """
 
     q0: int
     q1: int
@@ -53,8 +70,11 @@ class Piece(NamedTuple):
         return self.k0, self.k1
 
 
-def cut(heads_q: int, heads_kv: int, pieces: int) -> tuple[Piece, ...]:
-    """Up to `pieces` portions: whole groups of query heads if there are enough kv heads, else parts of groups."""
+def split_heads(heads_q: int, heads_kv: int, pieces: int) -> tuple[Piece, ...]:
+    """Split the heads that a rank computes into up to `pieces` chunks.
+
+    A chunk has whole groups of query heads if there are at least `pieces` kv heads, else a part of one group.
+    """
     group = heads_q // heads_kv
 
     def edges(count: int, parts: int) -> list[int]:
@@ -71,15 +91,17 @@ def cut(heads_q: int, heads_kv: int, pieces: int) -> tuple[Piece, ...]:
     )
 
 
-class _Flight:
-    """A running exchange. `land` makes the current stream wait for it and returns the result."""
+class _AsyncResult:
+    """The result of a communication that may still be running. `wait` must be called before it is used."""
 
     def __init__(self, result: Tensor, works: Sequence[Any] = (), *sources: Tensor) -> None:
+        """works: torch.distributed's handles. sources: tensors to keep alive until the communication ends."""
         self.result, self.works, self.sources = result, [*works], [*sources]
-        self.steps: list[Callable[[], object]] = []  # after the wait
+        self.steps: list[Callable[[], object]] = []  # run after the wait
 
-    def land(self) -> Tensor:
-        while self.works:  # those of several flights; gloo's can be waited for only once
+    def wait(self) -> Tensor:
+        """Make the current stream wait for the communication and return the result."""
+        while self.works:  # the list is shared by several results; gloo allows only one wait per work
             self.works.pop().wait()
         for step in self.steps:
             step()
@@ -87,247 +109,269 @@ class _Flight:
         return self.result
 
 
-def _exchange(x: Tensor, group: Any) -> _Flight:
-    """All-to-all of x (U, ...): slice u goes to rank u, slice u of the result came from it."""
+def _exchange(x: Tensor, group: Any) -> _AsyncResult:
+    """All-to-all of x (U, ...): x[u] is sent to rank u of `group`, and result[u] is received from it."""
     if group is None:
-        return _Flight(x)
+        return _AsyncResult(x)
     if torch.compiler.is_compiling():
         # Compiled code needs functional collectives; the compiler inserts the waits.
-        return _Flight(functional.all_to_all_single(x, None, None, group))
+        return _AsyncResult(functional.all_to_all_single(x, None, None, group))
     result = torch.empty_like(x)
-    return _Flight(result, [dist.all_to_all_single(result, x, group=group, async_op=True)], x)
+    return _AsyncResult(result, [dist.all_to_all_single(result, x, group=group, async_op=True)], x)
 
 
-class _Moves:
-    """What ranks that share no heads send each other in one launch: any number of tensors (rows, ...).
+class _PointToPoint:
+    """One batched launch of point-to-point transfers between ranks, for Ulysses degree 1.
 
-    All ranks add the same tensors in the same order, so that what one sends is what the other expects.
+    First register tensors (rows, B, heads, D) with `fetch`, `return_rows` and `reduce`, then call `start`. All ranks
+    must register the same tensors in the same order, so that sends and receives match.
     """
 
     def __init__(self, call: Call) -> None:
-        assert call.deal is not None
-        self._deal, self._group = call.deal, call.layout.among_rows
+        assert call.assignment is not None
+        self._assignment, self._group = call.assignment, call.layout.gather_group
         self._rank = dist.get_rank(self._group)
         self._transfers: list[Any] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._flights: list[_Flight] = []
+        self._results: list[_AsyncResult] = []
 
-    def fetch(self, x: Tensor, wanted: tuple[Runs, ...]) -> _Flight:
-        """x: the rows that this rank holds -> those that it wants."""
-        held = self._deal.held
-        return self._move(x, held[self._rank], held, wanted)
+    def fetch(self, x: Tensor, wanted: tuple[RowRanges, ...]) -> _AsyncResult:
+        """Rows that this rank holds -> rows `wanted[rank]`, received from the ranks that hold them."""
+        held = self._assignment.held
+        return self._exchange_rows(x, held[self._rank], held, wanted)
 
-    def give_back(self, x: Tensor) -> _Flight:
-        """x: the rows of this rank's `queries` -> those that it holds, each from the rank that computed it."""
-        deal = self._deal
-        return self._move(x, deal.queries[self._rank], deal.computed, deal.held)
+    def return_rows(self, x: Tensor) -> _AsyncResult:
+        """Rows of this rank's `queries` -> rows that it holds, each received from the rank that computed it."""
+        assignment = self._assignment
+        return self._exchange_rows(x, assignment.queries[self._rank], assignment.computed, assignment.held)
 
-    def _move(self, x: Tensor, rows: Runs, source: tuple[Runs, ...], target: tuple[Runs, ...]) -> _Flight:
-        """x: `rows`, of which this rank sends those of its `source` -> the rows of its `target`.
+    def _exchange_rows(
+        self, x: Tensor, rows: RowRanges, source: tuple[RowRanges, ...], target: tuple[RowRanges, ...]
+    ) -> _AsyncResult:
+        """The rows `target[rank]`, each from the rank that has it in `source`.
 
-        Where x has places for all of these, the result is a view of x, into which the others' rows are received.
+        x: its rows are `rows`, and this rank sends those of `source[rank]`. If x contains all target rows, the result
+            is a view of x, and rows of other ranks are received into it. Otherwise the result is a new tensor.
         """
         mine, rank = target[self._rank], self._rank
-        whole = common(mine, rows) == mine
-        result = _rows(x, mine[0], rows) if whole else x.new_empty(size_of(mine), *x.shape[1:])
-        flight = self._flight(result, x)
+        whole = intersect(mine, rows) == mine
+        result = _rows(x, mine[0], rows) if whole else x.new_empty(count_rows(mine), *x.shape[1:])
+        handle = self._expect(result, x)
         if not whole:
-            own = common(mine, source[rank])
-            self._copies += [(_rows(result, run, mine), _rows(x, run, rows)) for run in own]
+            own = intersect(mine, source[rank])
+            self._copies += [(_rows(result, row_range, mine), _rows(x, row_range, rows)) for row_range in own]
         for peer in self._peers():
-            for run in common(source[rank], target[peer]):
-                self._send(flight, _rows(x, run, rows), peer)
-            for run in common(mine, source[peer]):
-                self._receive(flight, _rows(result, run, mine), peer)
-        return flight
+            for row_range in intersect(source[rank], target[peer]):
+                self._send(handle, _rows(x, row_range, rows), peer)
+            for row_range in intersect(mine, source[peer]):
+                self._receive(handle, _rows(result, row_range, mine), peer)
+        return handle
 
-    def add_up(self, x: Tensor, dtype: torch.dtype) -> _Flight:
-        """x: a gradient of the rows of this rank's `keys` -> of those that it holds the ranks' sum, in `dtype`."""
-        held, keys, rank = self._deal.held, self._deal.keys, self._rank
+    def reduce(self, x: Tensor, dtype: torch.dtype) -> _AsyncResult:
+        """Gradients of this rank's `keys` -> sums over all ranks for the rows that it holds, in `dtype`."""
+        held, keys, rank = self._assignment.held, self._assignment.keys, self._rank
         mine, rows = held[rank], keys[rank]
         own = _rows(x, mine[0], rows)
-        flight = self._flight(own if x.dtype == dtype else own.to(dtype), x)
-        parts: list[tuple[Run, Tensor]] = []
+        handle = self._expect(own if x.dtype == dtype else own.to(dtype), x)
+        parts: list[tuple[RowRange, Tensor]] = []
         for peer in self._peers():
-            for run in common(rows, held[peer]):
-                self._send(flight, _rows(x, run, rows), peer)
-            for run in common(mine, keys[peer]):
-                parts.append((run, own.new_empty(size_of((run,)), *own.shape[1:])))
-                self._receive(flight, parts[-1][1], peer)
-        flight.steps.append(lambda: _add_parts(flight.result, own, mine[0][0], parts))
-        return flight
+            for row_range in intersect(rows, held[peer]):
+                self._send(handle, _rows(x, row_range, rows), peer)
+            for row_range in intersect(mine, keys[peer]):
+                parts.append((row_range, own.new_empty(count_rows((row_range,)), *own.shape[1:])))
+                self._receive(handle, parts[-1][1], peer)
+        handle.steps.append(lambda: _add_received(handle.result, own, mine[0][0], parts))
+        return handle
 
     def start(self) -> None:
+        """Launch all transfers, and copy the rows that stay on this rank while they run."""
         works = [*dist.batch_isend_irecv(self._transfers)] if self._transfers else []
-        for target, source in self._copies:  # while the others are on their way
+        for target, source in self._copies:
             target.copy_(source)
-        for flight in self._flights:
-            flight.works = works
+        for handle in self._results:
+            handle.works = works
 
     def _peers(self) -> Iterator[int]:
-        return (peer for peer in range(len(self._deal.held)) if peer != self._rank)
+        return (peer for peer in range(len(self._assignment.held)) if peer != self._rank)
 
-    def _flight(self, result: Tensor, source: Tensor) -> _Flight:
-        self._flights.append(_Flight(result, (), source))
-        return self._flights[-1]
+    def _expect(self, result: Tensor, source: Tensor) -> _AsyncResult:
+        self._results.append(_AsyncResult(result, (), source))
+        return self._results[-1]
 
-    def _send(self, flight: _Flight, x: Tensor, peer: int) -> None:
-        flight.sources.append(x.contiguous())
-        self._transfer(dist.isend, flight.sources[-1], peer)
+    def _send(self, handle: _AsyncResult, x: Tensor, peer: int) -> None:
+        handle.sources.append(x.contiguous())
+        self._transfer(dist.isend, handle.sources[-1], peer)
 
-    def _receive(self, flight: _Flight, into: Tensor, peer: int) -> None:
+    def _receive(self, handle: _AsyncResult, into: Tensor, peer: int) -> None:
         x = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
         if x is not into:
-            flight.steps.append(lambda: into.copy_(x))
+            handle.steps.append(lambda: into.copy_(x))
         self._transfer(dist.irecv, x, peer)
 
     def _transfer(self, call: Any, x: Tensor, peer: int) -> None:
         self._transfers.append(dist.P2POp(call, x, dist.get_global_rank(self._group, peer), self._group))
 
 
-def _rows(x: Tensor, run: Run, runs: Runs) -> Tensor:
-    """A run of the rows of x, whose rows are those of `runs`."""
-    first, last = place_of(run, runs)
+def _rows(x: Tensor, row_range: RowRange, ranges: RowRanges) -> Tensor:
+    """The rows `row_range` of x, whose rows are the concatenation of `ranges`."""
+    first, last = offsets_in(row_range, ranges)
     return x[first:last]
 
 
-def _add_parts(into: Tensor, own: Tensor, first: int, parts: Sequence[tuple[Run, Tensor]]) -> None:
-    """into = own + parts, where these are of some rows of own, which begin at `first`: in float32, rounded once."""
-    edges = sorted({edge for run, _ in parts for edge in run})
+def _add_received(into: Tensor, own: Tensor, first: int, parts: Sequence[tuple[RowRange, Tensor]]) -> None:
+    """into = own + parts, summed in float32 and rounded once.
+
+    own: (rows, ...) from row `first` of the sequence on. parts: (range of rows of the sequence, its summand).
+    """
+    edges = sorted({edge for row_range, _ in parts for edge in row_range})
     for a, b in pairwise(edges):
         rows = slice(a - first, b - first)
-        found = [own[rows], *(_rows(x, (a, b), (run,)) for run, x in parts if run[0] <= a and b <= run[1])]
-        if len(found) > 1:
-            into[rows] = torch.stack(found).sum(0) if len(found) > 2 else found[0] + found[1]
+        received = [_rows(x, (a, b), (at,)) for at, x in parts if at[0] <= a and b <= at[1]]
+        if len(received) == 1:
+            into[rows] = own[rows] + received[0]
+        elif received:
+            into[rows] = torch.stack([own[rows], *received]).sum(0)
 
 
-def _send_heads(x: Tensor, shared: int, first: int, last: int, group: Any) -> _Flight:
-    """x (B, U h, n, D), heads [first, last) of each of the U shares -> (U n, B, last - first, D)."""
-    shares = x.unflatten(1, (shared, -1))[:, :, first:last]
+def _ulysses_all_to_all(x: Tensor, ulysses_degree: int, first: int, last: int, group: Any) -> _AsyncResult:
+    """x (B, U h, n, D): rows of all heads -> (U n, B, last - first, D): some heads of the rows of all U ranks.
+
+    Each rank gets heads [first, last) of its share, 1/U of the heads.
+    """
+    shares = x.unflatten(1, (ulysses_degree, -1))[:, :, first:last]
     return _exchange(shares.permute(1, 3, 0, 2, 4).contiguous().flatten(0, 1), group)
 
 
-def _bring(
+def _redistribute_inputs(
     call: Call, rows: Sequence[Tensor], keys: Sequence[Tensor], piece: Piece
-) -> tuple[list[_Flight], list[_Flight]]:
-    """A piece's heads of `rows` (q or dout, lse's) and `keys` (k and v), to the ranks that compute with them.
+) -> tuple[list[_AsyncResult], list[_AsyncResult]]:
+    """Send a piece's heads of row tensors (q; dout and dlse) and key tensors (k and v) to the computing ranks.
 
-    (B, U h, n, D) -> (rows or keys of the kernel, B, heads of the piece, D).
+    Each tensor (B, U h, n, D) becomes (rows or keys of the kernel, B, heads of the piece, D).
     """
-    if call.deal is None:
+    if call.assignment is None:
         return (
-            [_send_rows(x, call, *piece.queries) for x in rows],
+            [_redistribute_rows(x, call, *piece.queries) for x in rows],
             [_gather_keys(x, call, *piece.keys) for x in keys],
         )
-    moves = _Moves(call)
-    flights = (
-        [moves.fetch(_by_rows(x[:, slice(*piece.queries)]), call.deal.queries) for x in rows],
-        [moves.fetch(_by_rows(x[:, slice(*piece.keys)]), call.deal.keys) for x in keys],
+    p2p = _PointToPoint(call)
+    handles = (
+        [p2p.fetch(_rows_first(x[:, slice(*piece.queries)]), call.assignment.queries) for x in rows],
+        [p2p.fetch(_rows_first(x[:, slice(*piece.keys)]), call.assignment.keys) for x in keys],
     )
-    moves.start()
-    return flights
+    p2p.start()
+    return handles
 
 
-def _take_back(
+def _return_results(
     call: Call, rows: Sequence[Tensor], keys: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[list[_Flight], list[_Flight]]:
-    """The inverse, of what kernels computed; gradients of keys are added up, and rounded to `dtype`.
+) -> tuple[list[_AsyncResult], list[_AsyncResult]]:
+    """Send row tensors (out and lse; dq) back to the ranks that hold these rows, and sum key tensors (dk and dv).
 
-    (B, h, rows or keys of the kernel, D) -> (U n, B, h, D), by shares of heads.
+    Each tensor (B, h, rows or keys of the kernel, D) becomes (U n, B, h, D). Key tensors are summed over ranks in
+    float32 and rounded to `dtype`.
     """
-    if call.deal is None:
-        return [_return_rows(x, call) for x in rows], _return_keys(keys, dtype, call) if keys else []
-    moves = _Moves(call)
-    flights = (
-        [moves.give_back(_by_rows(x)) for x in rows],
-        [moves.add_up(_by_rows(x), dtype) for x in keys],
+    if call.assignment is None:
+        return [_return_rows(x, call) for x in rows], _reduce_key_gradients(keys, dtype, call) if keys else []
+    p2p = _PointToPoint(call)
+    handles = (
+        [p2p.return_rows(_rows_first(x)) for x in rows],
+        [p2p.reduce(_rows_first(x), dtype) for x in keys],
     )
-    moves.start()
-    return flights
+    p2p.start()
+    return handles
 
 
-def _by_rows(x: Tensor) -> Tensor:
-    """(B, h, rows, D) as (rows, B, h, D)."""
+def _rows_first(x: Tensor) -> Tensor:
+    """(B, h, rows, D) -> (rows, B, h, D), a view."""
     return x.permute(2, 0, 1, 3)
 
 
-def _send_rows(x: Tensor, call: Call, first: int, last: int) -> _Flight:
-    """`_bring` without a deal: rows with their share of the heads."""
-    if call.shared > 1:
-        return _send_heads(x, call.shared, first, last, call.layout.among_heads)
-    return _Flight(_by_rows(x[:, first:last]))
+def _redistribute_rows(x: Tensor, call: Call, first: int, last: int) -> _AsyncResult:
+    """`_redistribute_inputs` of one row tensor, heads [first, last), without a row assignment."""
+    if call.ulysses_degree > 1:
+        return _ulysses_all_to_all(x, call.ulysses_degree, first, last, call.layout.ulysses_group)
+    return _AsyncResult(_rows_first(x[:, first:last]))
 
 
-def _return_rows(x: Tensor, call: Call) -> _Flight:
-    """`_take_back` without a deal."""
-    if call.shared > 1:
-        return _exchange(_by_rows(x).contiguous(), call.layout.among_heads)
-    return _Flight(_by_rows(x))
+def _return_rows(x: Tensor, call: Call) -> _AsyncResult:
+    """`_return_results` of one row tensor, without a row assignment."""
+    if call.ulysses_degree > 1:
+        return _exchange(_rows_first(x).contiguous(), call.layout.ulysses_group)
+    return _AsyncResult(_rows_first(x))
 
 
-def _take_heads(into: Tensor, x: Tensor, shared: int, first: int, last: int) -> None:
-    """x (U n, B, last - first, D) into its heads of `into` (B, U h, n, D)."""
-    rows = x.unflatten(0, (shared, -1))
-    into.unflatten(1, (shared, -1))[:, :, first:last].copy_(rows.permute(2, 0, 3, 1, 4))
+def _copy_heads(into: Tensor, x: Tensor, ulysses_degree: int, first: int, last: int) -> None:
+    """Copy x (U n, B, last - first, D) to heads [first, last) of each of the U shares of `into` (B, U h, n, D)."""
+    rows = x.unflatten(0, (ulysses_degree, -1))
+    into.unflatten(1, (ulysses_degree, -1))[:, :, first:last].copy_(rows.permute(2, 0, 3, 1, 4))
 
 
-def _collect(
-    heads: Sequence[tuple[int, int]], flights: Sequence[_Flight], shared: int, like: Tensor
+def _assemble_heads(
+    heads: Sequence[tuple[int, int]], handles: Sequence[_AsyncResult], ulysses_degree: int, like: Tensor
 ) -> Tensor:
-    """All heads in the layout of `like` (B, U h, n, D): what a single flight brings, if it has that layout."""
-    landed = [flight.land() for flight in flights]
-    if shared == 1 and len(landed) == 1:
-        whole = _heads_view(landed[0])
+    """The heads of all pieces as one tensor with the shape and strides of `like` (B, U h, n, D).
+
+    A single piece that already has these strides is returned without a copy.
+    """
+    received = [handle.wait() for handle in handles]
+    if ulysses_degree == 1 and len(received) == 1:
+        whole = _heads_first(received[0])
         strides = zip(whole.stride(), like.stride(), like.shape, strict=True)
         if all(a == b for a, b, size in strides if size > 1):
             return whole
-    into = torch.empty_like(like, device=landed[0].device)
-    for (first, last), x in zip(heads, landed, strict=True):
-        _take_heads(into, x, shared, first, last)
+    into = torch.empty_like(like, device=received[0].device)
+    for (first, last), x in zip(heads, received, strict=True):
+        _copy_heads(into, x, ulysses_degree, first, last)
     return into
 
 
-def _heads_view(x: Tensor) -> Tensor:
-    """(rows, B, h, D) as (B, h, rows, D)."""
+def _heads_first(x: Tensor) -> Tensor:
+    """(rows, B, h, D) -> (B, h, rows, D), a view."""
     return x.permute(1, 2, 0, 3)
 
 
 class Attention(torch.autograd.Function):
-    """Exchanges and kernels, forward and backward. Names with `u`: tensors with shared heads, laid out by rows."""
+    """Attention on sequence shards. Names that end in `_u` are tensors of the rank's kernel call."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, *captured: Tensor
     ) -> tuple[Tensor, ...]:
-        """`captured`: the tensors of the whole's score."""
-        shared, pieces = call.shared, call.pieces
-        keys: dict[tuple[int, int], list[_Flight]] = {}
-        flights = []
+        """q (B, Hq, n, D), k (B, Hkv, n, D), v (B, Hkv, n, Dv) -> (out,) or (out, lse).
+
+        captured: the tensors that the score of the whole call captures.
+        """
+        ulysses_degree, pieces = call.ulysses_degree, call.pieces
+        keys: dict[tuple[int, int], list[_AsyncResult]] = {}
+        handles = []
         for piece in pieces:
             new = () if piece.keys in keys else (k, v)
-            (flight,), found = _bring(call, (q,), new, piece)
-            flights.append(flight)
+            (handle,), found = _redistribute_inputs(call, (q,), new, piece)
+            handles.append(handle)
             keys.setdefault(piece.keys, found)
         saved, back, lses = [], [], []
-        for piece, place, mask, flight in zip(pieces, call.places, call.masks, flights, strict=True):
-            k_u, v_u = (_heads_view(x.land()) for x in keys[piece.keys])
-            q_u = _heads_view(flight.land())
-            score = None if call.score is None else score_at(call.score, captured, place)
+        for piece, local_slice, mask, handle in zip(
+            pieces, call.local_slices, call.masks, handles, strict=True
+        ):
+            k_u, v_u = (_heads_first(x.wait()) for x in keys[piece.keys])
+            q_u = _heads_first(handle.wait())
+            score = None if call.score is None else score_at(call.score, captured, local_slice)
             out_u, lse_u = ops.forward(q_u, k_u, v_u, mask, call.scale, score=score, check=False)
             saved += [q_u, k_u, v_u, out_u, lse_u]
             results = (out_u, lse_u[..., None]) if call.return_lse else (out_u,)
-            (first, *lse), _ = _take_back(call, results, (), q.dtype)
+            (first, *lse), _ = _return_results(call, results, (), q.dtype)
             back.append(first)
             lses += lse
         heads = [piece.queries for piece in pieces]
-        out = _collect(heads, back, shared, _like(q, v.shape[3]))
+        out = _assemble_heads(heads, back, ulysses_degree, _like(q, v.shape[3]))
         ctx.save_for_backward(*saved, *captured)
         ctx.call = call
         ctx.layouts = [torch.empty_like(x, device="meta") for x in (q, k, v)]
         if not call.return_lse:
             return (out,)
         like = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device="meta")
-        return out, _collect(heads, lses, shared, like).squeeze(3)
+        return out, _assemble_heads(heads, lses, ulysses_degree, like).squeeze(3)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *dlse: Tensor) -> Any:
@@ -336,68 +380,69 @@ class Attention(torch.autograd.Function):
         wanted = [i for i in range(len(captured)) if ctx.needs_input_grad[4 + i]]
         scores = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in wanted}
         wanted_rows = (dout, *(x[..., None] for x in dlse))
-        flights = [_bring(call, wanted_rows, (), piece)[0] for piece in pieces]
+        handles = [_redistribute_inputs(call, wanted_rows, (), piece)[0] for piece in pieces]
         back = []
-        keys: dict[tuple[int, int], list[_Flight]] = {}
-        sums: list[Tensor] = []  # of dk and dv, of several pieces of one kv head
-        for index, (piece, rows) in enumerate(zip(pieces, flights, strict=True)):
+        keys: dict[tuple[int, int], list[_AsyncResult]] = {}
+        sums: list[Tensor] = []  # of dk and dv in float32, if several pieces have the same kv head
+        for index, (piece, rows) in enumerate(zip(pieces, handles, strict=True)):
             q_u, k_u, v_u, out_u, lse_u = saved[5 * index : 5 * index + 5]
-            dout_u, *dlse_u = (_heads_view(row.land()) for row in rows)
-            place = call.places[index]
-            score = None if call.score is None else score_at(call.score, captured, place, wanted)
+            dout_u, *dlse_u = (_heads_first(row.wait()) for row in rows)
+            local_slice = call.local_slices[index]
+            score = None if call.score is None else score_at(call.score, captured, local_slice, wanted)
             dq_u, dk_u, dv_u, *of_score = ops.backward(
                 dout_u, q_u, k_u, v_u, out_u, lse_u, call.masks[index], call.scale, call.deterministic,
                 dlse=dlse_u[0].squeeze(3) if dlse_u else None, score=score, check=False,
             )  # fmt: skip
             parts = [dk_u, dv_u]
             if call.score is not None:
-                add_gradients(call.score, place, scores, of_score)
+                add_gradients(call.score, local_slice, scores, of_score)
             more = piece.keys in (other.keys for other in pieces[index + 1 :])
             if sums or more:
                 sums = (
                     [a + b for a, b in zip(sums, parts, strict=True)] if sums else [x.float() for x in parts]
                 )
-            (of_rows,), of_keys = _take_back(call, (dq_u,), () if more else sums or parts, k_u.dtype)
+            (of_rows,), of_keys = _return_results(call, (dq_u,), () if more else sums or parts, k_u.dtype)
             back.append(of_rows)
             if not more:
                 keys[piece.keys], sums = of_keys, []
-        dq = _collect([piece.queries for piece in pieces], back, call.shared, ctx.layouts[0])
+        dq = _assemble_heads([piece.queries for piece in pieces], back, call.ulysses_degree, ctx.layouts[0])
         dk, dv = (
-            _collect(list(keys), flights, call.shared, like)
-            for flights, like in zip(zip(*keys.values(), strict=True), ctx.layouts[1:], strict=True)
+            _assemble_heads(list(keys), handles, call.ulysses_degree, like)
+            for handles, like in zip(zip(*keys.values(), strict=True), ctx.layouts[1:], strict=True)
         )
         of_scores = (scores[i].to(x.dtype) if i in scores else None for i, x in enumerate(captured))
         return dq, dk, dv, None, *of_scores
 
 
 def _like(q: Tensor, dim: int) -> Tensor:
-    """A tensor without data in the layout of q (B, H, n, D) with `dim` columns; packed if `dim` differs from D."""
+    """A meta tensor (B, H, n, dim) with the strides of q (B, H, n, D); if dim != D, a transposed (B, n, H, dim)."""
     if dim == q.shape[3]:
         return torch.empty_like(q, device="meta")
     return torch.empty(q.shape[0], q.shape[2], q.shape[1], dim, dtype=q.dtype, device="meta").transpose(1, 2)
 
 
-def _gather_keys(x: Tensor, call: Call, first: int, last: int) -> _Flight:
-    """k or v (B, U h, n, D) -> (W n, B, last - first, D): heads [first, last) of this rank's share, of all keys."""
-    flight = _send_heads(x, call.shared, first, last, call.layout.among_heads)
-    group = call.layout.among_rows
+def _gather_keys(x: Tensor, call: Call, first: int, last: int) -> _AsyncResult:
+    """k or v (B, U h, n, D) -> (W n, B, last - first, D): heads [first, last) of the rank's share, all keys."""
+    handle = _ulysses_all_to_all(x, call.ulysses_degree, first, last, call.layout.ulysses_group)
+    group = call.layout.gather_group
     if group is None:
-        return flight
-    mine = flight.land()
+        return handle
+    mine = handle.wait()
     if torch.compiler.is_compiling():
-        return _Flight(functional.all_gather_tensor(mine, 0, group))
+        return _AsyncResult(functional.all_gather_tensor(mine, 0, group))
     whole = mine.new_empty(dist.get_world_size(group) * mine.shape[0], *mine.shape[1:])
-    return _Flight(whole, [all_gather(whole, mine, group, async_op=True)], mine)
+    return _AsyncResult(whole, [all_gather(whole, mine, group, async_op=True)], mine)
 
 
-def _return_keys(gradients: Sequence[Tensor], dtype: torch.dtype, call: Call) -> list[_Flight]:
-    """The inverse for dk and dv: (B, h, W n, D) -> sums (U n, B, h, D), in `dtype`.
+def _reduce_key_gradients(gradients: Sequence[Tensor], dtype: torch.dtype, call: Call) -> list[_AsyncResult]:
+    """dk and dv (B, h, W n, D) -> sums over the gather group (U n, B, h, D), in `dtype`.
 
-    Ranks exchange what they add up instead of reducing it on the way: kernels' bf16, added in float32 and rounded once.
+    An all-to-all in the dtype of the gradients, followed by a sum in float32 that is rounded once. A reduce-scatter
+    would round at every step.
     """
-    group = call.layout.among_rows
+    group = call.layout.gather_group
     parts = [_exchange(x.permute(2, 0, 1, 3).contiguous(), group) for x in gradients]
-    mine = [part.land() for part in parts]
+    mine = [part.wait() for part in parts]
     if group is not None:
         mine = [x.unflatten(0, (dist.get_world_size(group), -1)).sum(0) for x in mine]
-    return [_exchange(x.to(dtype), call.layout.among_heads) for x in mine]
+    return [_exchange(x.to(dtype), call.layout.ulysses_group) for x in mine]

@@ -1,4 +1,7 @@
-"""How context parallelism divides heads, rows and masks among ranks (see context_parallel.py)."""
+"""Process groups, row layout and local masks of context parallelism (see context_parallel.py).
+
+A block is the n consecutive rows that one rank holds. Block i belongs to rank i.
+"""
 
 from __future__ import annotations
 
@@ -13,53 +16,62 @@ from attnforge.runtime.masks import DenseMask, Spans
 
 
 class Layout(NamedTuple):
-    """Process groups and the distribution of rows, for one U. A block is the n rows of one rank."""
+    """Process groups and blocks of one rank, for one `Partition`."""
 
-    among_heads: Any  # process group of the all-to-all, None if U is 1
-    among_rows: Any  # process group of the all-gather, None if R is 1
+    ulysses_group: Any  # process group of the all-to-all between heads and rows; None if U = 1
+    gather_group: Any  # process group of the all-gather of keys; None if R = 1
     queries: tuple[int, ...]  # blocks whose queries this rank computes, ascending
     keys: tuple[int, ...]  # blocks in the order of the gathered keys
 
 
-def make_layout(group: Any, shared: int, beside: bool) -> Layout:
-    """Create the layout. Only the members of a process group take part in creating it."""
+def make_layout(group: Any, ulysses_degree: int, contiguous: bool) -> Layout:
+    """Create the layout of this rank. Creating a process group is collective among the members of that group only."""
     ranks = dist.get_process_group_ranks(group)
     world = len(ranks)
-    queries, neighbours, keys = divide(world, shared, dist.get_rank(group), beside)
-    if shared in (1, world):
-        return Layout(group if shared > 1 else None, group if shared < world else None, queries, keys)
-    among_heads = dist.new_group([ranks[block] for block in queries], use_local_synchronization=True)
-    among_rows = dist.new_group([ranks[block] for block in neighbours], use_local_synchronization=True)
-    return Layout(among_heads, among_rows, queries, keys)
+    queries, gather_ranks, keys = divide(world, ulysses_degree, dist.get_rank(group), contiguous)
+    if ulysses_degree in (1, world):
+        return Layout(
+            group if ulysses_degree > 1 else None, group if ulysses_degree < world else None, queries, keys
+        )
+    ulysses_group = dist.new_group([ranks[block] for block in queries], use_local_synchronization=True)
+    gather_group = dist.new_group([ranks[block] for block in gather_ranks], use_local_synchronization=True)
+    return Layout(ulysses_group, gather_group, queries, keys)
 
 
 def divide(
-    world: int, shared: int, rank: int, beside: bool = False
+    world: int, ulysses_degree: int, rank: int, contiguous: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(all-to-all group of a rank, its all-gather group, blocks of keys in the order of the gathered keys).
+    """(Ulysses group, gather group, blocks of keys in the order in which they are gathered) of a rank.
 
-    beside: groups of the all-to-all, which moves most bytes, are of neighbours, and so of one node. Keys stay in order.
-    Otherwise each has early and late rows.
+    The Ulysses group exchanges rows for heads by all-to-all. The gather group all-gathers the keys of the same heads;
+    it has one rank of each Ulysses group.
+
+    contiguous: Ulysses groups, which send the most bytes, have consecutive ranks, and keys keep their order. Otherwise
+        every Ulysses group has early and late blocks, so that a causal mask gives all ranks the same work.
     """
-    gathered = world // shared
-    if beside:
-        team, place = divmod(rank, shared)
+    gathered = world // ulysses_degree
+    if contiguous:
+        team, place = divmod(rank, ulysses_degree)
         return (
-            tuple(range(team * shared, (team + 1) * shared)),
-            tuple(range(place, world, shared)),
+            tuple(range(team * ulysses_degree, (team + 1) * ulysses_degree)),
+            tuple(range(place, world, ulysses_degree)),
             tuple(range(world)),
         )
 
     def team_of(block: int) -> int:
-        """The all-to-all group of a block: 0 1 .. R-1, R-1 .. 1 0, 0 1 ..: early and late rows in each."""
-        turn, place = divmod(block, gathered)
-        return place if turn % 2 == 0 else gathered - 1 - place
+        """The Ulysses group of a block: 0, 1, .., R - 1, R - 1, .., 1, 0, 0, 1, .. for blocks 0, 1, ..."""
+        round_, place = divmod(block, gathered)
+        return place if round_ % 2 == 0 else gathered - 1 - place
 
     teams = [tuple(block for block in range(world) if team_of(block) == t) for t in range(gathered)]
-    # One rank of each team, at the same place of its team: they have the same heads.
+    # Ranks at the same position of their Ulysses groups have the same heads.
     first = rank // gathered * gathered
-    neighbours = tuple(range(first, first + gathered))
-    return teams[team_of(rank)], neighbours, tuple(b for block in neighbours for b in teams[team_of(block)])
+    gather_ranks = tuple(range(first, first + gathered))
+    return (
+        teams[team_of(rank)],
+        gather_ranks,
+        tuple(b for block in gather_ranks for b in teams[team_of(block)]),
+    )
 
 
 def local_spans(
@@ -69,34 +81,39 @@ def local_spans(
     rows: int,
     total: int,
 ) -> Spans:
-    """The mask between the queries of the blocks `queries` and the keys of the blocks `keys`; `total` rows are real."""
+    """The mask between the queries of the blocks `queries` and the keys of the blocks `keys`.
+
+    rows: rows of a block. total: rows of the whole sequence without padding; padding is hidden from all queries.
+    """
     device = mask.device
     first = torch.tensor(queries, device=device) * rows
 
     def count(position: Tensor) -> Tensor:
-        """Number of this rank's queries before a position."""
+        """Number of this rank's queries before a position of the whole sequence."""
         return (position.clamp(0, total)[..., None] - first).clamp(0, rows).sum(-1)
 
     return renumbered_spans(mask, count, rows_of(keys, rows, device), len(keys) * rows - total)
 
 
 def renumbered_spans(mask: Spans, count: Callable[[Tensor], Tensor], keys: Tensor, padding: int) -> Spans:
-    """The mask between a rank's queries and the keys with these numbers in the whole sequence.
+    """The mask between a rank's queries and a selection of keys.
 
-    `count` gives the number of the rank's queries before a position. Nothing sees the `padding` keys behind the mask's.
+    count: maps positions of the whole sequence to the number of the rank's queries before them.
+    keys: (n,) int64, indices of the selected keys in the padded sequence.
+    padding: number of padding keys after the keys of `mask`; no query sees them.
     """
     starts, ends = (
         torch.nn.functional.pad(count(x).to(torch.int32), (0, padding))[..., keys]
         for x in (mask.starts, mask.ends)
     )
-    # A rank has early and late rows, so its queries see about as many keys as all queries do.
+    # The mean over a rank's queries is close to the mean over all queries, because a rank has early and late rows.
     return Spans(starts, ends, visible_keys=mask.visible_keys)
 
 
 def local_dense(
     mask: DenseMask, queries: tuple[int, ...], keys: tuple[int, ...], rows: int, total: int
 ) -> DenseMask:
-    """As `local_spans`, for a mask of all heads."""
+    """`local_spans` for a DenseMask; the result has the heads of `mask`."""
     row, column = (rows_of(blocks, rows, mask.device) for blocks in (queries, keys))
     real = (row < total)[:, None] & (column < total)[None]
     row, column = row.clamp(max=total - 1), column.clamp(max=total - 1)
@@ -112,17 +129,17 @@ def local_plain(
     total: int,
     device: torch.device,
 ) -> Spans:
-    """As `local_spans`, of Causal() or None."""
+    """`local_spans` for Causal() (`causal=True`) or for no mask."""
     return local_spans(plain_spans(causal, total, device), queries, keys, rows, total)
 
 
 def plain_spans(causal: bool, total: int, device: torch.device) -> Spans:
-    """Causal() or None of `total` rows."""
+    """Causal() (`causal=True`) or no mask, as Spans of `total` rows and keys."""
     key = torch.arange(total, dtype=torch.int32, device=device)
     starts = key if causal else torch.zeros_like(key)
     return Spans(starts, torch.full_like(key, total), visible_keys=total // 2 if causal else total)
 
 
 def rows_of(blocks: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """Row numbers in the whole sequence of the rows of some blocks, int64."""
+    """Indices in the whole sequence of the rows of `blocks`, int64, of length len(blocks) * rows."""
     return torch.cat([torch.arange(block * rows, (block + 1) * rows, device=device) for block in blocks])

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
-from attnforge.runtime.distributed import deal, links
-from attnforge.runtime.distributed.cost import Way
+from attnforge.runtime.distributed import links, row_assignment
+from attnforge.runtime.distributed.cost import Partition
 from attnforge.runtime.ops import Mask
 from attnforge.runtime.search.reference import reference
 
@@ -210,15 +210,17 @@ def check_reuse(mesh: DeviceMesh) -> None:
     assert isinstance(mask, attnforge.Spans)
     x = [torch.randn(1, heads, 24, 16, requires_grad=True) for heads in (4, 2, 2)]
     q, k, v = x
-    layout = cp._layout(Way(2, False))
+    layout = cp._layout(Partition(2, False))
     first = cp._local_mask(mask, layout, 24, 96, mask.device)
     assert first is cp._local_mask(mask, layout, 24, 96, mask.device)
     alone = attnforge.context_parallel(mesh)
     for one in (mask, attnforge.Causal()):
-        deals = [alone._deal(one, 24, 96, in_order, mask.device) for in_order in (False, True) * 2]
-        assert deals[0] is deals[2], "made again for each kind of score"
-        assert deals[1] is deals[3]
-        assert deals[0] is not deals[1]
+        assignments = [
+            alone._assign_rows(one, 24, 96, in_order, mask.device) for in_order in (False, True) * 2
+        ]
+        assert assignments[0] is assignments[2], "made again for each kind of score"
+        assert assignments[1] is assignments[3]
+        assert assignments[0] is not assignments[1]
     starts, ends = (
         mask.starts,
         mask.ends,
@@ -286,7 +288,7 @@ FUNCTIONS = (
     Functions(96, 4, 2, "softcap", heads=2),  # reads no position
     Functions(96, 4, 2, "softcap", compiled=True),  # another division than that of the eager call before
     Functions(93, 4, 2, "alibi", sinks=True),
-    Functions(96, 8, 4, "alibi"),  # all heads are shared
+    Functions(96, 8, 4, "alibi"),  # all ranks split the heads
     Functions(93, 4, 1, "slopes", pieces=2),
     Functions(93, 4, 2, "plane", heads=2),  # neighbours share them, and keys stay in order
     Functions(96, 4, 2, "table", mask="window", compiled=True),
@@ -300,7 +302,7 @@ FUNCTIONS = (
 
 FUNCTIONS_ON_GPUS = (
     Functions(701, 4, 2, "softcap", heads=1),
-    Functions(701, 4, 2, "alibi", sinks=True),  # all heads are shared
+    Functions(701, 4, 2, "alibi", sinks=True),  # all ranks split the heads
     Functions(701, 4, 1, "slopes", pieces=2),  # keys are gathered only
     Functions(701, 4, 2, mask="documents", heads=1),
     Functions(704, 4, 2, mask="heads", pieces=2),
@@ -370,8 +372,8 @@ def main() -> None:
     device = torch.device(name if cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     torch.set_num_threads(1)
     # As if kernels were slow and had small tiles, so that rows of these short sequences move, too.
-    links.RATE = 1e6
-    deal.TILE, deal.BLOCK, deal.GAP = 4, 4, 16
+    links.KERNEL_FLOPS = 1e6
+    row_assignment.TILE, row_assignment.KEY_BLOCK, row_assignment.MAX_GAP = 4, 4, 16
     if not cpu:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if cpu else "nccl")

@@ -11,7 +11,7 @@ from oracle import unions
 from ranks import torchrun
 
 import attnforge
-from attnforge.runtime.distributed.exchange import cut
+from attnforge.runtime.distributed.exchange import split_heads
 from attnforge.runtime.distributed.shards import (
     divide,
     local_dense,
@@ -22,40 +22,44 @@ from attnforge.runtime.distributed.shards import (
 
 WORKER = Path(__file__).parent / "context_parallel_worker.py"
 SPLITS = [
-    (world, shared, beside)
-    for world, shared, beside in product((1, 2, 4, 6, 8, 16), (1, 2, 4), (False, True))
-    if world % shared == 0 and (not beside or 1 < shared < world)
+    (world, ulysses_degree, contiguous)
+    for world, ulysses_degree, contiguous in product((1, 2, 4, 6, 8, 16), (1, 2, 4), (False, True))
+    if world % ulysses_degree == 0 and (not contiguous or 1 < ulysses_degree < world)
 ]
 
 
-@pytest.mark.parametrize(("world", "shared", "beside"), SPLITS)
-def test_every_head_of_every_row_is_computed_once(world: int, shared: int, beside: bool) -> None:
+@pytest.mark.parametrize(("world", "ulysses_degree", "contiguous"), SPLITS)
+def test_every_head_of_every_row_is_computed_once(world: int, ulysses_degree: int, contiguous: bool) -> None:
     done = set()
     for rank in range(world):
-        queries, neighbours, keys = divide(world, shared, rank, beside)
+        queries, gather_ranks, keys = divide(world, ulysses_degree, rank, contiguous)
         assert rank in queries
-        assert rank in neighbours
-        assert (len(queries), len(neighbours)) == (shared, world // shared)
+        assert rank in gather_ranks
+        assert (len(queries), len(gather_ranks)) == (ulysses_degree, world // ulysses_degree)
         assert sorted(keys) == list(range(world))
         share = queries.index(rank)
-        assert {divide(world, shared, other, beside)[0].index(other) for other in neighbours} == {share}
+        assert {
+            divide(world, ulysses_degree, other, contiguous)[0].index(other) for other in gather_ranks
+        } == {share}
         done |= {(share, block) for block in queries}
-        if beside or shared in (1, world):
+        if contiguous or ulysses_degree in (1, world):
             assert keys == tuple(range(world)), "functions of positions need keys in order"
-            assert queries == tuple(range(queries[0], queries[0] + shared)), "and rows from a first one on"
-    assert len(done) == shared * world
+            assert queries == tuple(range(queries[0], queries[0] + ulysses_degree)), (
+                "and rows from a first one on"
+            )
+    assert len(done) == ulysses_degree * world
 
 
-@pytest.mark.parametrize(("world", "shared"), [(8, 4), (16, 4), (4, 2), (12, 4)])
-def test_a_causal_mask_is_the_same_work_for_all(world: int, shared: int) -> None:
-    work = [sum(2 * block + 1 for block in divide(world, shared, rank)[0]) for rank in range(world)]
+@pytest.mark.parametrize(("world", "ulysses_degree"), [(8, 4), (16, 4), (4, 2), (12, 4)])
+def test_a_causal_mask_is_the_same_work_for_all(world: int, ulysses_degree: int) -> None:
+    work = [sum(2 * block + 1 for block in divide(world, ulysses_degree, rank)[0]) for rank in range(world)]
     assert len(set(work)) == 1
 
 
-@pytest.mark.parametrize(("world", "shared", "beside"), SPLITS)
+@pytest.mark.parametrize(("world", "ulysses_degree", "contiguous"), SPLITS)
 @pytest.mark.parametrize("total", [96, 90])
 def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(
-    world: int, shared: int, beside: bool, total: int
+    world: int, ulysses_degree: int, contiguous: bool, total: int
 ) -> None:
     rows = -(-total // world)
     splits = [total // 3, total // 4, total - total // 3 - total // 4]
@@ -64,7 +68,7 @@ def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(
     holes = attnforge.DenseMask(torch.rand(1, 3, total, total) < 0.5)
     two, many = unions(total, total, 2, "cpu"), unions(total, total, 3, "cpu", (2, 3))
     for rank, mask in product(range(world), (packed, attnforge.Causal(), None, holes, two, many)):
-        queries, _, keys = divide(world, shared, rank, beside)
+        queries, _, keys = divide(world, ulysses_degree, rank, contiguous)
         seen = torch.ones(total, total, dtype=torch.bool) if mask is None else mask.visible(total, total)
         padded = torch.zeros(*seen.shape[:-2], rows * world, rows * world, dtype=torch.bool)
         padded[..., :total, :total] = seen
@@ -83,7 +87,7 @@ def test_masks_are_those_of_the_rows_and_keys_that_a_rank_has(
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(7, 1), (14, 2), (28, 4), (4, 4)])
 def test_pieces_cover_the_heads(heads_q: int, heads_kv: int, pieces: int) -> None:
     group = heads_q // heads_kv
-    portions = cut(heads_q, heads_kv, pieces)
+    portions = split_heads(heads_q, heads_kv, pieces)
     assert [head for piece in portions for head in range(piece.q0, piece.q1)] == list(range(heads_q))
     for piece in portions:
         ratio, rest = divmod(piece.q1 - piece.q0, piece.k1 - piece.k0)
@@ -101,7 +105,7 @@ def test_four_processes_are_one() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gpus_are_one(ranks: int) -> None:
-    """With NCCL and tensor cores: rows that move, keys that are gathered, heads that are shared, functions."""
+    """With NCCL and tensor cores: rows that move, gathered keys, split heads, functions."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{torch.cuda.device_count()} GPUs, {ranks} needed")
     assert f"{ranks} ranks, torch.bfloat16" in torchrun(ranks, WORKER, "cuda")

@@ -12,8 +12,8 @@ import attnforge
 from attnforge import masks, scores
 from attnforge.codegen.part import part_of
 from attnforge.codegen.score import ScoreMod
-from attnforge.runtime.distributed.parts import (
-    Place,
+from attnforge.runtime.distributed.local_slice import (
+    LocalSlice,
     add_gradients,
     expect_few_tensors,
     mask_at,
@@ -35,15 +35,15 @@ SCORES = {
 PLACES = [(1, 3, 30, 20, ("q_idx", "h")), (1, 3, 0, 70, ("h",)), (0, 4, 60, 20, ("q_idx",))]
 
 
-def place_of(head: int, heads: int, row: int, rows: int, moved: tuple[str, ...]) -> Place:
-    return Place(head, heads, 4, row, rows, 70, moved, torch.device("cpu"))  # type: ignore[arg-type]
+def slice_of(head: int, heads: int, row: int, rows: int, moved: tuple[str, ...]) -> LocalSlice:
+    return LocalSlice(head, heads, 4, row, rows, 70, moved, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("name", list(SCORES))
 def test_scores(name: str, at: tuple[int, int, int, int, tuple[str, ...]]) -> None:
     score, (head, heads, row, rows, _) = SCORES[name], at
-    part = score_at(score, score.tensors, place_of(*at))
+    part = score_at(score, score.tensors, slice_of(*at))
     real = min(row + rows, 70) - row
     # Scores are drawn for the whole; the part has those of its own rows.
     sizes = (2, 4, 70, 70)
@@ -64,7 +64,7 @@ def test_scores(name: str, at: tuple[int, int, int, int, tuple[str, ...]]) -> No
 def test_what_fast_kernels_recognise_stays() -> None:
     """ALiBi's lines, and a text without new tensors where only heads are taken."""
     alibi = SCORES["alibi"]
-    part = score_at(alibi, alibi.tensors, place_of(1, 3, 30, 20, ("q_idx", "h")))
+    part = score_at(alibi, alibi.tensors, slice_of(1, 3, 30, 20, ("q_idx", "h")))
     assert ScoreMod(alibi.text).lines is not None
     assert ScoreMod(part.text).lines is not None
     assert part_of(ScoreMod(alibi.text), ("h",)).text == alibi.text
@@ -75,7 +75,7 @@ def test_what_fast_kernels_recognise_stays() -> None:
 def test_masks(name: str, at: tuple[int, int, int, int, tuple[str, ...]]) -> None:
     """Keys are padded to 80: padding is hidden, and sees nothing."""
     mask, (head, heads, row, rows, _) = masks.mask_mod(mask_functions(SHAPE)[name], 70, 70, "cpu"), at
-    part = mask_at(mask, place_of(*at), 80)
+    part = mask_at(mask, slice_of(*at), 80)
     whole = mask.visible_rows(torch.arange(70), 2, 4).expand(2, 4, 70, 70)
     whole = torch.nn.functional.pad(whole, (0, 10, 0, 10))[:, head : head + heads, row : row + rows]
     found = part.visible_rows(torch.arange(rows), 2, heads).expand(2, heads, rows, 80)
@@ -84,10 +84,10 @@ def test_masks(name: str, at: tuple[int, int, int, int, tuple[str, ...]]) -> Non
 
 def test_a_mask_that_is_the_same_for_a_part_keeps_its_schedules() -> None:
     window = masks.mask_mod(mask_functions(SHAPE)["window"], 70, 70, "cpu")
-    assert mask_at(window, place_of(1, 3, 0, 70, ("h",)), 70) is window
-    assert mask_at(window, place_of(1, 3, 0, 70, ("h",)), 80) is not window
+    assert mask_at(window, slice_of(1, 3, 0, 70, ("h",)), 70) is window
+    assert mask_at(window, slice_of(1, 3, 0, 70, ("h",)), 80) is not window
     heads = masks.mask_mod(mask_functions(SHAPE)["heads"], 70, 70, "cpu")
-    assert mask_at(heads, place_of(1, 3, 0, 70, ("h",)), 70) is not heads
+    assert mask_at(heads, slice_of(1, 3, 0, 70, ("h",)), 70) is not heads
 
 
 @pytest.mark.parametrize("planes", [1, 2, 4])
@@ -96,7 +96,7 @@ def test_planes(planes: int) -> None:
     starts = torch.arange(planes * 70, dtype=torch.int32).view(1, planes, 1, 70) % 50
     spans = attnforge.Spans(starts, starts + 20)
     for head, heads in ((0, 2), (2, 2), (3, 1), (0, 4)):
-        part = planes_at(spans, place_of(head, heads, 0, 70, ("h",)))
+        part = planes_at(spans, slice_of(head, heads, 0, 70, ("h",)))
         seen = spans.visible(70, 70).expand(1, planes, 70, 70).repeat_interleave(4 // planes, 1)
         own = part.visible(70, 70)
         own = own.expand(1, -1, 70, 70) if own.dim() == 4 else own.expand(1, 1, 70, 70)
@@ -109,13 +109,13 @@ def test_gradients_are_added_where_they_belong() -> None:
     bias = scores.bias(torch.zeros(1, 4, 70, 1))
     sums = {0: torch.zeros(bias.tensors[0].shape)}
     for number, (head, row) in enumerate(((0, 0), (2, 35)), 1):
-        place = place_of(head, 2, row, 35, ("q_idx", "h"))
+        place = slice_of(head, 2, row, 35, ("q_idx", "h"))
         (own,) = score_at(bias, bias.tensors, place, wanted=[0]).tensors
         add_gradients(bias, place, sums, [torch.full_like(own, number)])
     expected = torch.zeros(4, 70)
     expected[:2, :35], expected[2:, 35:] = 1, 2
     assert torch.equal(sums[0], expected)
-    wanted = score_at(bias, bias.tensors, place_of(0, 2, 0, 35, ("h",)), wanted=[0])
+    wanted = score_at(bias, bias.tensors, slice_of(0, 2, 0, 35, ("h",)), wanted=[0])
     assert ScoreMod(wanted.text).wanted == (0,)
 
 
@@ -134,7 +134,7 @@ def test_what_is_read() -> None:
 
 def test_too_many_tensors() -> None:
     """Score and mask each get one more where a rank has to know its place."""
-    place, t = place_of(0, 4, 30, 20, ("q_idx",)), [torch.rand(70) for _ in range(4)]
+    place, t = slice_of(0, 4, 30, 20, ("q_idx",)), [torch.rand(70) for _ in range(4)]
     four = scores.score_mod(lambda s, b, h, i, j: s + t[0][i] + t[1][j] + t[2][i] * t[3][(i + j) % 70])
     with pytest.raises(ValueError, match="score, mask: capture 5 tensors, at most 4 are supported"):
         expect_few_tensors(four, None, place)

@@ -1,4 +1,4 @@
-"""Which rows ranks compute and which keys they read where heads are not shared."""
+"""Which rows ranks compute and which keys they read, for Ulysses degree 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from oracle import unions
 from torch import Tensor
 
 import attnforge
-from attnforge.runtime.distributed.deal import TILE, Deal, Runs, common, deal, dealt_spans, place_of, size_of
+from attnforge.runtime.distributed.row_assignment import (
+    TILE,
+    RowAssignment,
+    RowRanges,
+    assign_rows,
+    assigned_spans,
+    count_rows,
+    intersect,
+    offsets_in,
+)
 from attnforge.runtime.distributed.shards import plain_spans
 
 CPU = torch.device("cpu")
@@ -35,8 +44,8 @@ def masks(total: int) -> dict[str, attnforge.Spans]:
     }
 
 
-def positions(runs: Runs) -> Tensor:
-    return torch.cat([torch.arange(*run) for run in runs])
+def positions(ranges: RowRanges) -> Tensor:
+    return torch.cat([torch.arange(*row_range) for row_range in ranges])
 
 
 def padded(mask: attnforge.Spans, total: int, length: int) -> Tensor:
@@ -54,7 +63,7 @@ def test_each_pair_is_computed_once(world: int, total: int, in_order: bool) -> N
     """The parts' masks show what the whole's does, and no key that a rank's rows see is missing."""
     rows = -(-total // world)
     for name, mask in masks(total).items():
-        found = deal(mask, (0,) * world, rows, in_order)
+        found = assign_rows(mask, (0,) * world, rows, in_order)
         whole = padded(mask, total, world * rows)
         assert torch.equal(positions(tuple(sorted(sum(found.computed, ())))), torch.arange(world * rows)), (
             name
@@ -64,18 +73,18 @@ def test_each_pair_is_computed_once(world: int, total: int, in_order: bool) -> N
             here, there = positions(queries), positions(keys)
             hidden = torch.isin(here, positions(computed), invert=True)
             expected = whole[..., here, :] & ~hidden[:, None]
-            local = dealt_spans(mask, found, rank).visible(len(here), len(there))
+            local = assigned_spans(mask, found, rank).visible(len(here), len(there))
             assert torch.equal(local, expected[..., there]), name
             assert local.sum() == expected.sum(), f"{name}: a key is missing"
-            assert common(found.held[rank], keys) == found.held[rank]
-            assert in_order or common(found.held[rank], queries) == found.held[rank]
+            assert intersect(found.held[rank], keys) == found.held[rank]
+            assert in_order or intersect(found.held[rank], queries) == found.held[rank]
             assert not in_order or (len(queries), keys) == (1, ((0, world * rows),))
 
 
 @pytest.fixture
 def slow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any work is worth the links' time."""
-    monkeypatch.setattr("attnforge.runtime.distributed.links.RATE", 1e6)
+    monkeypatch.setattr("attnforge.runtime.distributed.links.KERNEL_FLOPS", 1e6)
 
 
 @pytest.mark.usefixtures("slow_kernels")
@@ -84,17 +93,17 @@ def slow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_ranks_have_as_much_work(world: int, in_order: bool) -> None:
     total = 40 * TILE * world
     for name, mask in masks(total).items():
-        found = deal(mask, (0,) * world, total // world, in_order)
-        mean = sum(found.load) / world
-        assert sum(found.load) == pytest.approx(sum(found.work))
-        assert max(found.load) <= 1.04 * mean, (name, found.load)
+        found = assign_rows(mask, (0,) * world, total // world, in_order)
+        mean = sum(found.pairs_computed) / world
+        assert sum(found.pairs_computed) == pytest.approx(sum(found.pairs_held))
+        assert max(found.pairs_computed) <= 1.04 * mean, (name, found.pairs_computed)
 
 
 def test_work_is_of_whole_tiles() -> None:
     """One key for a row costs as much as for its whole tile."""
     key = torch.arange(4 * TILE, dtype=torch.int32)
-    found = deal(attnforge.Spans(key, key + 1), (0,) * 2, 2 * TILE)
-    assert found.work == found.load == (2 * TILE * TILE,) * 2
+    found = assign_rows(attnforge.Spans(key, key + 1), (0,) * 2, 2 * TILE)
+    assert found.pairs_held == found.pairs_computed == (2 * TILE * TILE,) * 2
 
 
 def test_work_is_of_one_head() -> None:
@@ -104,45 +113,49 @@ def test_work_is_of_one_head() -> None:
         starts, torch.stack((one.ends, one.starts))[None, :, None]
     )  # one head sees nothing
     assert mask.planes == (1, 2)
-    assert 2 * sum(deal(mask, (0, 0), 2 * TILE).work) == sum(deal(one, (0, 0), 2 * TILE).work)
+    assert 2 * sum(assign_rows(mask, (0, 0), 2 * TILE).pairs_held) == sum(
+        assign_rows(one, (0, 0), 2 * TILE).pairs_held
+    )
 
 
 def test_an_empty_interval_fetches_nothing() -> None:
     key = torch.arange(4 * TILE, dtype=torch.int32)
     gone = attnforge.Spans(torch.where(key % 2 == 0, key, 0), torch.where(key % 2 == 0, key + 1, 0))
-    assert not deal(gone, (0, 0), 2 * TILE).fetched(deal(gone, (0, 0), 2 * TILE).keys).any()
+    assert (
+        not assign_rows(gone, (0, 0), 2 * TILE).rows_fetched(assign_rows(gone, (0, 0), 2 * TILE).keys).any()
+    )
 
 
 def test_rows_that_are_balanced_stay() -> None:
-    found = deal(plain_spans(False, 64, CPU), (0,) * 4, 16)
+    found = assign_rows(plain_spans(False, 64, CPU), (0,) * 4, 16)
     assert found.computed == found.queries == found.held
-    assert deal(plain_spans(False, 64, CPU), (0,) * 4, 16, in_order=True).computed == found.held
+    assert assign_rows(plain_spans(False, 64, CPU), (0,) * 4, 16, in_order=True).computed == found.held
     first = torch.zeros(64, dtype=torch.int32)
-    alone = deal(attnforge.Spans(first, first + 1), (0,) * 64, 1, in_order=True).computed
-    assert alone == tuple((run,) for run in pairwise(range(65))), "a row each at least"
+    alone = assign_rows(attnforge.Spans(first, first + 1), (0,) * 64, 1, in_order=True).computed
+    assert alone == tuple((row_range,) for row_range in pairwise(range(65))), "a row each at least"
 
 
 def test_the_end_with_fewer_rows_is_given() -> None:
     """Under a causal mask the last ranks give their last rows, which see most, straight to the first ranks."""
-    found = deal(plain_spans(True, 64 * TILE, CPU), (0,) * 4, 16 * TILE)
+    found = assign_rows(plain_spans(True, 64 * TILE, CPU), (0,) * 4, 16 * TILE)
     for rank in (2, 3):
         ((first, last),) = found.computed[rank]
         assert first == found.held[rank][0][0]
         assert last < found.held[rank][0][1]
-    given = [run for rank in (0, 1) for run in found.computed[rank][1:]]
+    given = [row_range for rank in (0, 1) for row_range in found.computed[rank][1:]]
     assert min(first for first, _ in given) > 32 * TILE
-    assert size_of(tuple(given)) < 16 * TILE
-    assert all(len(runs) > 1 for runs in found.computed[:2])
+    assert count_rows(tuple(given)) < 16 * TILE
+    assert all(len(ranges) > 1 for ranges in found.computed[:2])
 
 
 def test_only_keys_that_are_seen_are_fetched() -> None:
     sizes = [1024, 1024, 1024, 1024]
     documents = attnforge.bagel.PackedMask(sizes, sizes, ["causal"] * 4, "cpu")
-    found = deal(documents, (0,) * 2, 2048)
-    assert found.fetched(found.keys).tolist() == [[0, 0], [0, 0]]
+    found = assign_rows(documents, (0,) * 2, 2048)
+    assert found.rows_fetched(found.keys).tolist() == [[0, 0], [0, 0]]
     sizes = [1920, 256, 1920]
     across = attnforge.bagel.PackedMask(sizes, sizes, ["causal"] * 3, "cpu")
-    found = deal(across, (0,) * 2, 2048)
+    found = assign_rows(across, (0,) * 2, 2048)
     assert found.keys == (((0, 2048),), ((1920, 2048), (2048, 4096)))
 
 
@@ -154,8 +167,8 @@ def test_rows_with_few_pairs_stay() -> None:
         band = attnforge.Spans(key, torch.where(key < block, key + pairs, key))
         for nodes in ((0, 0), (0, 0, 0, 0)):  # to three others the giver sends what each of them gets
             rows = 4 * block // len(nodes)
-            assert (deal(band, nodes, rows).computed != deal(band, nodes, rows).held) == moves
-        assert deal(band, (0, 1), 2 * block).computed == deal(band, (0, 1), 2 * block).held
+            assert (assign_rows(band, nodes, rows).computed != assign_rows(band, nodes, rows).held) == moves
+        assert assign_rows(band, (0, 1), 2 * block).computed == assign_rows(band, (0, 1), 2 * block).held
 
 
 def test_nodes_keep_their_rows() -> None:
@@ -163,22 +176,22 @@ def test_nodes_keep_their_rows() -> None:
     block = 64 * TILE
     key = torch.arange(4 * block, dtype=torch.int32)
     uneven = attnforge.Spans(key, torch.where(key // block % 2 == 0, key + 4000, key + 300))
-    found = deal(uneven, (0, 0, 1, 1), block)
-    assert found.fetched(found.queries)[[0, 0, 1, 1, 2, 2, 3, 3], [2, 3, 2, 3, 0, 1, 0, 1]].sum() == 0
-    assert max(found.load) < 1.1 * sum(found.load) / 4
+    found = assign_rows(uneven, (0, 0, 1, 1), block)
+    assert found.rows_fetched(found.queries)[[0, 0, 1, 1, 2, 2, 3, 3], [2, 3, 2, 3, 0, 1, 0, 1]].sum() == 0
+    assert max(found.pairs_computed) < 1.1 * sum(found.pairs_computed) / 4
     causal = plain_spans(True, 4 * block, CPU)
-    found = deal(causal, (0, 0, 1, 1), block)
-    assert found.fetched(found.queries)[:2, 2:].sum() > 0
-    assert max(found.load) < 1.1 * sum(found.load) / 4
+    found = assign_rows(causal, (0, 0, 1, 1), block)
+    assert found.rows_fetched(found.queries)[:2, 2:].sum() > 0
+    assert max(found.pairs_computed) < 1.1 * sum(found.pairs_computed) / 4
 
 
 def test_places() -> None:
-    runs = ((10, 20), (40, 50))
-    assert place_of((12, 15), runs) == (2, 5)
-    assert place_of((40, 50), runs) == (10, 20)
+    ranges = ((10, 20), (40, 50))
+    assert offsets_in((12, 15), ranges) == (2, 5)
+    assert offsets_in((40, 50), ranges) == (10, 20)
     with pytest.raises(ValueError, match="not in one of"):
-        place_of((15, 45), runs)
-    assert common(((0, 12), (18, 45)), runs) == ((10, 12), (18, 20), (40, 45))
+        offsets_in((15, 45), ranges)
+    assert intersect(((0, 12), (18, 45)), ranges) == ((10, 12), (18, 20), (40, 45))
 
 
 @pytest.mark.usefixtures("slow_kernels")
@@ -192,11 +205,13 @@ def test_many_masks_at_random() -> None:
         key = torch.arange(world * rows)
         end = ends[torch.searchsorted(ends, key, right=True).clamp(max=39)]
         mask = attnforge.Spans(key.int(), end.int())
-        found: Deal = deal(mask, (0,) * world, rows)
+        found: RowAssignment = assign_rows(mask, (0,) * world, rows)
         assert torch.equal(positions(tuple(sorted(sum(found.computed, ())))), key)
-        assert max(found.load) <= 1.05 * sum(found.load) / world + 2 * 3 * rows
+        assert max(found.pairs_computed) <= 1.05 * sum(found.pairs_computed) / world + 2 * 3 * rows
         seen = 0
         for rank in range(world):
             queries, _, keys = found.of(rank)
-            seen += int(dealt_spans(mask, found, rank).visible(size_of(queries), size_of(keys)).sum())
+            seen += int(
+                assigned_spans(mask, found, rank).visible(count_rows(queries), count_rows(keys)).sum()
+            )
         assert seen == int((end - key).clamp(min=0).sum())
