@@ -1,15 +1,18 @@
-"""Attention on a few rows and keys in float64, with bounds of what rounding alone explains: O(samples x length) work.
+"""Attention at a few rows and keys in float64, with error bounds for the kernels' results.
 
-The bounds follow the arithmetic of a flash attention to first order. Let F = 2^-24, u the unit roundoff of the dtype, P
-that of operands of matrix products (u in 16 bits, 2^-21 in float32), w the exact weights, s the exact scores:
+The work is O(samples x length). canary.py compares kernels with these values while a program trains.
 
-    scores     e_ij = F ((D + 16) scale sum_d |q_id| |k_jd| + 8 (|s_ij| + |max_i s| + |lse_i|)),  r = expm1(e)
+The bounds are a first-order analysis of flash attention's rounding errors. F = 2^-24 is the unit roundoff of float32, u
+that of the dtype, P that of the operands of matrix products (u for 16-bit types, 2^-21 for float32), w the exact
+weights, s the exact scores, D head_dim and n the number of keys:
+
+    scores     e_ij = F ((D + 16) scale sum_d |q_id| |k_jd| + 8 (|s_ij| + |max_j s_ij| + |lse_i|)),  r = expm1(e)
     out        sum_j w_ij |v_j| (r_ij + sum_j w_ij r_ij + 2 P + n F) + u |out|
     dS         w_ij (r_ij |dP - delta| + error(dP) + error(delta)) + P |dS|
-    dq, dk, dv the same sums as those that they are made of, + u of the result
+    dq, dk, dv the errors of dS and w, propagated through the sums that define them, + u times the result
 
-A function of the score multiplies e by its slope. Gradients are those of the operator's own inputs: out and lse are
-taken as they were given to it. `spread` is the standard deviation of the same roundings, if they are independent.
+A score function multiplies e by its derivative. Gradients are those that follow from the backward's inputs: out and lse
+are taken as given. `Sample.spread` is the standard deviation of the error if the roundings are independent.
 """
 
 from __future__ import annotations
@@ -29,14 +32,18 @@ SINGLE = 2.0**-24
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 OPERAND = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
-EXPLODES = 0.5  # an error of the exponent beyond which rounding may leave nothing of the weights
-LARGEST_LSE = 2.0**22  # rows beyond it get zero gradients
-SCORE_ROUNDINGS = 64  # units of F that a function of the score may lose of its value
+EXPLODES = 0.5  # error of the exponent above which results have no bound
+LARGEST_LSE = 2.0**22  # rows with a larger |lse| get zero gradients
+SCORE_ROUNDINGS = 64  # relative error of a score function, in units of F
 
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors of one call as the operators get them; `mask` is the data of its kind, unused beside a mask_mod."""
+    """The tensors of one call, as the operators get them.
+
+    mask: the data of `kind`, or None; unused if there is a mask_mod.
+    captured: tensors of the score function, then those of the mask function.
+    """
 
     q: Tensor
     k: Tensor
@@ -45,7 +52,7 @@ class Call:
     kind: Mask
     scale: float
     score: ScoreMod
-    captured: tuple[Tensor, ...] = ()  # of the score, then of mask_mod
+    captured: tuple[Tensor, ...] = ()  # of score, then of mask_mod
     mask_mod: MaskMod = field(default_factory=MaskMod)
 
     @property
@@ -53,7 +60,7 @@ class Call:
         return self.q.shape[1] // self.k.shape[1]
 
     def plane(self, b: int, h: int) -> Tensor:
-        """The mask's data of a batch entry and a query head: (n, 2, Sk) of spans, (Sq, words) of a dense mask."""
+        """The mask data of one batch entry and query head: (n, 2, Sk) for Spans, (Sq, words) for a DenseMask."""
         assert self.mask is not None
         if self.mask.dim() == 2:
             return self.mask[None]
@@ -61,7 +68,7 @@ class Call:
         return self.mask[b % planes[0], h * planes[1] // self.q.shape[1]]
 
     def visible(self, b: int, h: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """bool (R, C): which of the keys (C) the rows (R) see."""
+        """bool (R, C): which of the keys (C,) each of the rows (R,) sees."""
         row, key = rows[:, None], keys[None]
         if self.mask_mod:
             captured = self.captured[len(self.score.tensors) :]
@@ -80,7 +87,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Sample:
-    """One result on its sample: what it is, where, and how far it may be from the exact value."""
+    """One result at sampled indices, with its exact value and error bounds. R samples of C columns."""
 
     name: str  # out, lse, dq, dk, dv
     batch: int
@@ -94,7 +101,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Scores:
-    """Pairs of rows and keys: score, error of the exponent without the row's own part, slope of the function."""
+    """Scores of rows and keys, (R, C).
+
+    error: bound on the absolute error of the exponent s - row_max, without the terms of row_max and lse.
+    slope: derivative of the score function.
+    """
 
     value: Tensor  # (R, C), 0 where hidden
     seen: Tensor
@@ -116,12 +127,12 @@ def _scores(call: Call, b: int, h: int, rows: Tensor, keys: Tensor, q: Tensor, k
 
 
 def terms(n: int) -> float:
-    """Relative error of a sum of n products in float32."""
+    """Bound on the relative error of a float32 sum of n products."""
     return SINGLE * (n + 16)
 
 
 def forward_samples(call: Call, b: int, h: int, rows: Tensor, out: Tensor, lse: Tensor) -> list[Sample]:
-    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) at query rows `rows` of one head."""
+    """out and lse at query rows `rows` of query head h. out: (B, Hq, Sq, Dv), lse: (B, Hq, Sq)."""
     unit, operand, tiny = (table[call.q.dtype] for table in (UNIT, OPERAND, TINY))
     q, k, v = _plane(call, b, h, rows)
     keys = torch.arange(k.shape[0], device=k.device)
@@ -149,7 +160,7 @@ def forward_samples(call: Call, b: int, h: int, rows: Tensor, out: Tensor, lse: 
 
 @dataclass(frozen=True)
 class Given:
-    """What the backward takes besides the call, and what it returned."""
+    """Inputs of the backward that are not in `Call`, and its results."""
 
     dout: Tensor
     out: Tensor
@@ -162,7 +173,7 @@ class Given:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Weights and gradients of scores of pairs (R, C), with their errors: that of w, and that of ds."""
+    """Weights w and score gradients ds of rows and keys (R, C), with bounds on their errors, and dout of the rows."""
 
     w: Tensor
     w_error: Tensor
@@ -180,7 +191,7 @@ def _pairs(
     dead = (lse == -torch.inf) | (lse.abs() > LARGEST_LSE)
     lse = lse.masked_fill(dead, 0)
     seen = x.seen & ~dead
-    # Nothing is known of weights that rounding alone may change beyond measure.
+    # A large error of the exponent leaves weights without a bound.
     error = (x.error + 8 * SINGLE * lse.abs()).masked_fill(~seen, 0)
     r = error.expm1().masked_fill(error > EXPLODES, torch.inf)
     w = (x.value - lse).exp().masked_fill(~seen, 0)
@@ -202,7 +213,7 @@ def _pairs(
 
 
 def dq_sample(call: Call, given: Given, b: int, h: int, rows: Tensor) -> Sample:
-    """dq at query rows `rows` of one head."""
+    """dq at query rows `rows` of query head h."""
     q, k, v = _plane(call, b, h, rows)
     pairs = _pairs(call, given, b, h, rows, torch.arange(k.shape[0], device=k.device), q, k, v)
     return _finish(
@@ -216,7 +227,7 @@ def dq_sample(call: Call, given: Given, b: int, h: int, rows: Tensor) -> Sample:
 
 
 def dk_dv_samples(call: Call, given: Given, b: int, head: int, keys: Tensor) -> list[Sample]:
-    """dk and dv at keys `keys` of one kv head: sums over all rows of its query heads."""
+    """dk and dv at keys `keys` of one kv head: sums over all rows of all its query heads."""
     rows = torch.arange(call.q.shape[2], device=call.q.device)
     k, v = (x[b, head, keys].double() for x in (call.k, call.v))
     many = 2 * terms(rows.numel() * call.group)
@@ -245,6 +256,7 @@ def _finish(
     variance: Tensor,
     count: int,
 ) -> Sample:
+    """A `Sample` of a gradient from the accumulated error and variance, plus the rounding of the result."""
     name, b, h, index, got = place
     unit, tiny = UNIT[call.q.dtype], TINY[call.q.dtype]
     error = error.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -254,12 +266,12 @@ def _finish(
 
 
 def _plane(call: Call, b: int, h: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of q and all of k and v of one query head, in float64."""
+    """(q at `rows`, k, v) of query head h, in float64."""
     of_k = h // call.group
     return call.q[b, h, rows].double(), call.k[b, of_k].double(), call.v[b, of_k].double()
 
 
-# ---- Functions of a score
+# ---- Score and mask functions
 
 _INFIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "+": torch.add,
@@ -280,33 +292,36 @@ _INFIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "==": torch.eq,
     "!=": torch.ne,
 }
-# tanh_approx has an error on GPUs that rounding does not explain.
+# tanh_approx is here because its error on GPUs is larger than a rounding error.
 _JUMPS = ("<", "<=", ">", ">=", "==", "!=", "floor", "ceil", "int", "tanh_approx")
 
 
 def apply_score(
     score: ScoreMod, raw: Tensor, indices: dict[str, Tensor], captured: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The function of raw scores (R, C) and its derivative, computed in the dtype of `raw`, float64 or float32."""
+    """The score function of raw scores (R, C) and its derivative, both (R, C).
+
+    They are computed in the dtype of `raw`, float64 or float32.
+    """
     leaves = {"score": raw} | indices
     value, slope = (_run(*f, leaves, captured, raw.dtype) for f in (score.parsed, score.gradient))
     return value.to(raw.dtype).expand(raw.shape), slope.to(raw.dtype).expand(raw.shape)
 
 
 def jumps(score: ScoreMod) -> bool:
-    """Whether the function may jump where the score crosses a value, or is approximate: its results have no bound."""
+    """Whether the score function may be discontinuous or is approximate, so that its results have no error bound."""
     return bool(score) and any(node.op in _JUMPS for node in score.moved)
 
 
 def rounds(mask_mod: MaskMod) -> bool:
-    """Whether the function computes in float32: rounding may then show a pair or hide it."""
+    """Whether the mask function computes in float32. Rounding may then change which pairs are visible."""
     exact = ("const", "leaf", "float", "neg", "abs", "maximum", "minimum", "where")
     nodes = mask_mod.parsed[0].nodes if mask_mod else []
     return any(x.kind == "float" and not x.op.startswith("load:") and x.op not in exact for x in nodes)
 
 
 def indices_of(b: int, h: int, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
-    """The leaves of a function beside the score, for pairs (R, C)."""
+    """The index leaves b, h, q_idx and kv_idx of a function, which broadcast to (R, C)."""
     one = {"b": torch.tensor(b, device=rows.device), "h": torch.tensor(h, device=rows.device)}
     return one | {"q_idx": rows[:, None], "kv_idx": keys[None]}
 
@@ -318,7 +333,7 @@ def _run(
     captured: Sequence[Tensor],
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The value of a program (codegen/score.py) in `dtype`, for tensors of scores and indices that broadcast."""
+    """Evaluate node `result` of a program (codegen/score.py). Leaves are tensors that broadcast to (R, C)."""
     values: list[Tensor] = []
     types = {"float": dtype, "int": torch.int64, "bool": torch.bool}
     device = leaves["score"].device
@@ -344,7 +359,7 @@ def _run(
 
 
 def _load(x: Tensor, at: list[Tensor]) -> Tensor:
-    """As kernels read it: an index below 0 counts from the end, one outside is moved inside."""
+    """Index a captured tensor as kernels do: a negative index counts from the end, then indices are clamped."""
     inside = [torch.where(i < 0, i + size, i).clamp(0, size - 1) for i, size in zip(at, x.shape, strict=True)]
     found = x[tuple(torch.broadcast_tensors(*inside))]
     return found.double() if found.dtype.is_floating_point else found.long()

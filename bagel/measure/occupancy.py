@@ -1,7 +1,8 @@
-"""Upper bounds from tile schedules: hidden pairs in visited tiles, and SMs that idle until the last one ends.
+"""Upper bounds on a kernel's speed from its tile schedule.
 
-A simulation on the host, from the lists of tiles and the order in which blocks take them (schedule.cuh.jinja).
-Time is counted in full tiles: one tile of one head takes 1.
+Two effects are counted: hidden pairs inside visited tiles, and SMs that are idle at the end of the kernel. The host
+simulates the lists of tiles and the order in which thread blocks take them, as templates/common/schedule.cuh.jinja
+implements it. Unit of time: one full tile of one head takes 1.
 """
 
 from __future__ import annotations
@@ -20,25 +21,29 @@ from attnforge.codegen.spec import Direction, Mask
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.search.case import Case
 
-MULTIPROCESSORS = 132  # of an H100 or H200
-LEAST_VISITS = 32  # kLeastVisits of the template
-ENLARGED_MB = 32  # of a section that is enlarged, at most (kEnlarged)
+MULTIPROCESSORS = 132  # SMs of an H100 or H200
+LEAST_VISITS = 32  # visited tiles of a piece, at least (kLeastVisits of the template)
+ENLARGED_MB = 32  # MiB of L2 cache of an enlarged section, at most (kEnlarged)
 
-# static: one persistent block per SM takes work tiles alternately from both ends of a round.
-# dynamic: the next work tile goes to the first free SM.
+# static: one persistent block per SM; in every other round, blocks take work tiles in reverse order.
+# dynamic: the next work tile goes to the SM that is free first.
 Order = Literal["static", "dynamic"]
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Sections of heads of a kernel: MiB of the L2 cache (kCacheBytes), heads at least (kHeadsTogether)."""
+    """Parameters of the launch order: heads are processed in sections whose k and v fit into the L2 cache.
+
+    cache_mb: MiB of the L2 cache per section (kCacheBytes of the template). least: heads per section at least
+        (kHeadsTogether).
+    """
 
     cache_mb: int = SECTION_MB
     least: int = 1
 
     @staticmethod
     def of(plan: Plan) -> Sections:
-        """Those of a GPU kernel, as schedule.cuh.jinja has them."""
+        """The parameters of a GPU kernel, with the defaults of schedule.cuh.jinja."""
         problem, tuning = plan.spec.problem, plan.spec.tuning
         larger = 32 if problem.direction is Direction.FORWARD else 40
         listed = plan.descending and problem.mask.listed
@@ -51,7 +56,10 @@ DEFAULT_SECTIONS = Sections()
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in units of a full tile: a masked tile, and the overhead of a work tile (first loads, the epilogue)."""
+    """Costs in units of a full tile.
+
+    masked: a tile that needs the mask. work_tile: the overhead of each work tile (first loads and epilogue).
+    """
 
     masked: float = 1.0
     work_tile: float = 0.0
@@ -59,26 +67,26 @@ class Costs:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One pass under one tile shape. A work tile is one query tile (backward: key tile) of one head."""
+    """The simulated schedule of one pass. A work tile is one query tile (backward: key tile) of one head."""
 
-    full: int  # row groups of the tiles of one head that need no mask; a tile has one by default
-    masked: int  # visited row groups that need the mask
-    tile_use: float  # visible pairs over pairs in visited row groups
-    useful: float  # visible pairs of all heads, in tiles
-    busy: tuple[float, ...]  # work of each SM: all start at 0 and run without a pause
+    full: int  # visited row groups of one head that need no mask
+    masked: int  # visited row groups of one head that need the mask
+    tile_use: float  # visible pairs / pairs in visited row groups
+    useful: float  # visible pairs of all heads and batch entries, in tiles
+    busy: tuple[float, ...]  # work of each SM; all start at time 0 and never pause
 
     @property
     def balance(self) -> float:
-        """Work over what all SMs could have done until the last one finished."""
+        """Mean over maximum of the SMs' work."""
         return sum(self.busy) / (len(self.busy) * max(self.busy))
 
     @property
     def allowed(self) -> float:
-        """Rate of visible pairs, relative to full tiles without a pause."""
+        """Upper bound on the rate of visible pairs, relative to SMs that compute full tiles all the time."""
         return self.useful / (len(self.busy) * max(self.busy))
 
     def running(self, time: float) -> int:
-        """Number of busy SMs at `time`."""
+        """Number of SMs that are busy at `time`."""
         return sum(end > time for end in self.busy)
 
 
@@ -94,13 +102,16 @@ def simulate(
     row_groups: int = 1,
     sections: Sections = DEFAULT_SECTIONS,
 ) -> Schedule:
-    """The schedule of a case. Backward has a work tile per key tile and query head, without `split_heads` per kv head.
+    """Simulate the schedule of a case.
 
-    A tile may have several `row_groups` that skip what is hidden from them: a visited one is 1 / row_groups of a tile.
+    order: the tile scheduler, see `Order`.
+    split_heads: backward: one work tile per key tile and query head; if False, per key tile and kv head.
+    row_groups: row groups per tile, each of which skips tiles that are hidden from it. A visited one costs 1 /
+        row_groups.
     """
     costs = costs or Costs()
     kinds = _kinds(case, tile_m, tile_n, row_groups, _causal_forward(case, direction))
-    # The dimensions that a work tile is summed over.
+    # Sum over row groups and over the axis that a work tile iterates over.
     others = (1, 2) if direction is Direction.FORWARD else (0, 1)
     full, masked = (kinds == FULL).sum(others), (kinds == PARTIAL).sum(others)
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
@@ -110,7 +121,7 @@ def simulate(
         ranked = _cut(steps, visits, costs.work_tile)
     else:
         ranked = (steps + costs.work_tile)[_longest_first(case, direction, visits)]
-    # Without a mask, last query tiles that are not full start after all others.
+    # Without a mask, incomplete query tiles are launched after all others.
     last = row_groups > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
     rounds = order == "static"
     work_tiles = ranked[
@@ -132,14 +143,15 @@ def simulate(
 
 
 def _causal_forward(case: Case, direction: Direction) -> bool:
-    """Whether tiles end with the last query, so that the last one has most work."""
+    """Whether tiles are aligned with the last query. The last tile then has the most work."""
     return case.mask_kind is Mask.CAUSAL and direction is Direction.FORWARD
 
 
 def _kinds(case: Case, tile_m: int, tile_n: int, row_groups: int, from_end: bool) -> Tensor:
-    """Kind of each row group of each tile: (tiles_m, row_groups, tiles_n). Those beyond the last query are empty.
+    """The kind (EMPTY, PARTIAL or FULL) of each row group of each tile: (tiles_m, row_groups, tiles_n).
 
-    With `from_end` the last tile ends with the last query, and row groups before the first one are empty.
+    Row groups after the last query are EMPTY. from_end: the last tile ends with the last query, and row groups before
+    the first query are EMPTY.
     """
     spans, queries = spans_of(case), case.seq_q
     if from_end:
@@ -153,7 +165,7 @@ def _kinds(case: Case, tile_m: int, tile_n: int, row_groups: int, from_end: bool
 
 
 def spans_of(case: Case) -> Spans:
-    """The case's mask, which is not dense, as intervals."""
+    """The mask of a case as Spans. The mask must not be dense."""
     if isinstance(case.mask, Spans):
         return case.mask
     key = torch.arange(case.seq_k, dtype=torch.int32)
@@ -163,7 +175,10 @@ def spans_of(case: Case) -> Spans:
 
 
 def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
-    """Tile of each rank: by visited tiles, earlier tiles winning ties; without a list by the template's rule."""
+    """The tile of each rank, (tiles,). Rank 0 starts first.
+
+    Spans: by descending number of visited tiles, ties by ascending tile. Other masks: the fixed order of the template.
+    """
     if case.mask_kind is Mask.SPANS:
         return torch.argsort(visits, descending=True, stable=True)
     tile = torch.arange(visits.numel())
@@ -171,9 +186,9 @@ def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
 
 
 def _cut(steps: Tensor, visits: Tensor, work_tile: float) -> Tensor:
-    """Work of the pieces of all lists of visits, the longest first, as `_order` of the template cuts them.
+    """Work of each piece of a list of visited tiles, longest first. Long lists are cut as by the template's `_order`.
 
-    There are blocks for an eighth more pieces than tiles, less one; those without a piece have no work.
+    The grid has tiles + ceil(tiles / 8) - 1 entries; entries without a piece have no work.
     """
     tiles = visits.numel()
     spare = -(-tiles // 8)
@@ -198,10 +213,10 @@ def _ranks(
     multiprocessors: int = MULTIPROCESSORS,
     sections: Sections = DEFAULT_SECTIONS,
 ) -> Tensor:
-    """Rank of the tile of each work tile, in the order in which they start (`place_of` of the template).
+    """Rank of the tile of each work tile, in launch order (`place_of` of the template).
 
-    With `last`, the work tiles of the last rank come after all others. With `alternating`, every other section of a
-    causal forward starts with the last rank, and small sections are enlarged.
+    last: the work tiles of the last rank are launched after all others.
+    alternating: in a causal forward, every other section begins with the last rank, and small sections are enlarged.
     """
     forward = direction is Direction.FORWARD
     heads = case.heads_q if forward or split_heads else case.heads_kv
@@ -230,12 +245,16 @@ def _ranks(
 
 
 def _even_heads(fits: int, tiles: int, blocks: int, enlarged: int) -> int:
-    """KV heads of a section of an alternating order (`even_heads` of the template)."""
+    """kv heads per section of an alternating order (`even_heads` of the template).
+
+    fits: kv heads that fit into the cache. tiles: work tiles per kv head. blocks: thread blocks. enlarged: largest
+        factor.
+    """
     return min(fits * enlarged, -(-2 * blocks // tiles)) if 4 * fits * tiles < 5 * blocks else fits
 
 
 def _static(work_tiles: Tensor, multiprocessors: int) -> Tensor:
-    """Work of each block, one per SM; blocks take work tiles alternately from both ends of each round."""
+    """Work of each SM. Each runs one persistent block; blocks take work tiles in rounds of alternating direction."""
     grid = min(multiprocessors, work_tiles.numel())
     padded = torch.zeros(-(-work_tiles.numel() // grid) * grid, dtype=work_tiles.dtype)
     padded[: work_tiles.numel()] = work_tiles
@@ -245,7 +264,7 @@ def _static(work_tiles: Tensor, multiprocessors: int) -> Tensor:
 
 
 def _dynamic(work_tiles: Tensor, multiprocessors: int) -> Tensor:
-    """Work of each SM if every work tile goes to the first free one."""
+    """Work of each SM, if every work tile goes to the SM that is free first."""
     ends = [0.0] * multiprocessors
     for work_tile in work_tiles.tolist():
         heapq.heapreplace(ends, ends[0] + work_tile)
