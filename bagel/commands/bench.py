@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 def bench(
     selection: Selection, suite: str, peers: str | None, json_out: Path | None, markdown: Path | None
 ) -> None:
-    """Time our kernels against their peers: SDPA's backends, FlexAttention, and those that are installed of
+    """Time our kernels against their peers: SDPA's backends, FlexAttention and, if they are installed,
     FlashAttention 3, FlashAttention 4 and cudnn.flex_attention.
 
-    Each peer is timed interleaved with ours.
+    Runs of ours and of each peer are interleaved.
     """
     from attnforge.bagel.measure import bench as bench_module
     from attnforge.bagel.measure.report import bench_markdown

@@ -24,9 +24,9 @@ MOST_QUERIES, LEAST_KEYS, KEYS_OF_A_QUERY = 512, 1024, 4
 
 @click.command(short_help="Which kernel runs a call, and why.")
 @selecting
-@click.option("--gpu", metavar="NAME", help="As on this GPU, by its name: 'NVIDIA H200'.")
-@click.option("--deterministic", is_flag=True, help="As with deterministic=True.")
-@click.option("--most", **number(5, least=0), help="Passed-over entries to show.")
+@click.option("--gpu", metavar="NAME", help="Explain for this GPU, e.g. 'NVIDIA H200', instead of --device.")
+@click.option("--deterministic", is_flag=True, help="Explain calls with deterministic=True.")
+@click.option("--most", **number(5, least=0), help="Table entries to show that were not chosen.")
 def explain(selection: Selection, deterministic: bool, most: int) -> None:
     """Say which kernel runs a call, from which table entry, and why not the others.
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @file_option("--shapes", help="Lines of B H S D [Dv].  [default: the challenge's, or by --head-dim]")
 @file_option("--specs", help="Exactly the kernels of a JSON list of specs, or of a tuned table.")
 @click.option("--name", metavar="NAME", help="Name of the package.  [default: custom_attention]")
-@click.option("--head-dim", "head_dims", multiple=True, **number(), help="Repeatable.")
+@click.option("--head-dim", "head_dims", multiple=True, **number(), help="head_dim of q and k. Repeatable.")
 @dtype_option("dtypes", multiple=True, help=f"{choices(DType)}. Repeatable.")
 @click.option(
     "--mask", "masks", type=values(Mask), multiple=True, metavar="KIND", help=f"{choices(Mask)}. Repeatable."

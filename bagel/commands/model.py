@@ -20,7 +20,13 @@ from attnforge.codegen.spec import Arch
     metavar="ARCH",
     help="sm80, sm86, sm89, sm100 or sm120. Repeatable.  [default: all]",
 )
-@click.option("--head-dim", "head_dims", multiple=True, **number(), help="Repeatable.  [default: all]")
+@click.option(
+    "--head-dim",
+    "head_dims",
+    multiple=True,
+    **number(),
+    help="Only this head_dim. Repeatable.  [default: all]",
+)
 @click.option("--table-out", type=DIRECTORY, metavar="DIR", help="Write tables to DIR/modelled.")
 def model(archs: tuple[str, ...], head_dims: tuple[int, ...], table_out: Path | None) -> None:
     """Choose kernels by a cost model, for GPUs without measurements.

@@ -11,7 +11,7 @@ from attnforge.bagel.commands.options import out_option
 
 
 @click.command(short_help="List the presets of --model.")
-@click.option("--sources", is_flag=True, help="Also where the numbers are from.")
+@click.option("--sources", is_flag=True, help="Also print the source of each number.")
 @out_option("--json", "json_out", help="Write the presets to this file.")
 def models(sources: bool, json_out: Path | None) -> None:
     """List the presets of --model: heads, head dims and the mask that a model is trained with.

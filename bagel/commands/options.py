@@ -80,12 +80,12 @@ model_option = functools.partial(
 )
 PACK_HELP = (
     "Workload: pretrain/0, full/4x8192, causal/2048, blocks/0.9, ... Repeatable.  "
-    "[default: finetune/0, on a GPU also pretrain/0; in bench those of --suite]"
+    "[default: finetune/0 and, on a GPU, pretrain/0; in bench, those of --suite]"
 )
-PACKS_HELP = "Packs recorded by attnforge.bagel.record; runs 3 of them, lightest to heaviest."
+PACKS_HELP = "File of attnforge.bagel.record. Three of its packs are run, from few to many visible pairs."
 LENGTH_HELP = "Queries and keys of --mask.  [default: 8192 on a GPU, 1024 on a CPU]"
-SCORE_HELP = "softcap:50, alibi, relative_bias:128 or FILE.py:NAME (a function or a Score). Repeatable."
-MASK_HELP = "causal, full, window:N (causal, N keys), or a .npy or .npz file. Repeatable."
+SCORE_HELP = "Score function: softcap:50, alibi, relative_bias:128 or FILE.py:NAME (a function or a Score). Repeatable."
+MASK_HELP = "causal, full, window:N (causal, each query sees N keys), or a .npy or .npz file. Repeatable."
 
 # The fields of a problem that neither tensors nor masks decide: each is an option.
 ASKED = tuple(f for f in PROBLEM_FIELDS if f.optional and f.match == "same")
@@ -125,7 +125,7 @@ SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--batch", **number(), help="Batch entries.  [default: 1]"),
     model_option(),
     click.option("--heads", metavar="Q[/KV]", callback=_numbers(2), help="Query and kv heads, e.g. 32/8."),
-    click.option("--head-dim", **number(), help="Columns of q and k."),
+    click.option("--head-dim", **number(), help="head_dim of q and k."),
     *(click.option(f.option, f.name, **field_type(f)) for f in ASKED),
     click.option("--score", "scores", multiple=True, metavar="SCORE", help=SCORE_HELP),
     dtype_option(help=f"{choices(DType)}.  [default: by device]"),

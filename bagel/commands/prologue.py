@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Search the kernels of qk_norm_rope.")
 @model_option(default="7B", show_default=True)
-@click.option("--tokens", **number(), help="Of the pack.  [default: 36864, on a CPU 1024]")
+@click.option("--tokens", **number(), help="Tokens of the pack.  [default: 36864 on a GPU, 1024 on a CPU]")
 @dtype_option(default="bf16", show_default=True, help=f"{choices(DType)}.")
 @direction_option()
 @click.option("--variants", **number(), help="At most N variants per pass.")

@@ -312,7 +312,7 @@ def remarks(finished: Finished) -> Iterator[str]:
     yield from ([f"conditions: {'; '.join(facts)}"] if finished.conditions.facts else [])
     if finished.finalists < len(finished.ranked[:SHOWN]):
         again = f"the first {finished.finalists} were timed again, interleaved"
-        yield f"{again}; the others once, in turns with one variant"
+        yield f"{again}; the others once, interleaved with one variant"
     if finished.tied:
         yield f"the winner and {finished.tied} after it cannot be told apart: their intervals overlap"
 

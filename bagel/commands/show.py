@@ -28,14 +28,19 @@ KINDS = {"source": "cuda", "ptx": "ptx", "sass": "nasm", "registers": ""}
     help="source, ptx, sass or registers.  [default: source]",
 )
 @click.option(
-    "--score", "scores", multiple=True, metavar="SCORE", help=f"Of a kernel in no table: {SCORE_HELP}"
+    "--score",
+    "scores",
+    multiple=True,
+    metavar="SCORE",
+    help=f"For a kernel that is in no tuned table. {SCORE_HELP}",
 )
 def show(kernel: str, other: str | None, what: str, scores: tuple[str, ...]) -> None:
     """Show a kernel, or the difference of two.
 
-    KERNEL is a name as profilers, `explain`, `tables show` and files have it. With OTHER, the difference from KERNEL
-    to OTHER is printed. SASS and registers are of the kernel as it runs: it is compiled if it is not in the cache.
-    A name has only a digest of a score's or a mask's function: the function is looked up in the tables.
+    KERNEL is a kernel's name, as profilers, `explain` and `tables show` print it. With OTHER, the difference from
+    KERNEL to OTHER is printed. For SASS and registers the kernel is compiled, unless it is in the cache.
+
+    A name contains only a digest of a score or mask function. The function is looked up in the tuned tables.
     """
     from attnforge.codegen.slugs import parse
 

@@ -93,12 +93,11 @@ def diff(first: Path, second: Path) -> None:
 def merge(sources: tuple[Path, ...], into: Path | None) -> None:
     """Merge folders into one.
 
-    Of two entries of one problem class the faster stays. Their speeds are of different runs, and perhaps of different
-    GPUs of the model: the same kernel differs by up to 10 %. Classes whose two kernels are closer than that are listed,
-    to be searched again.
+    If several folders have an entry for a problem class, the fastest one is kept. Speeds that were measured in
+    different runs, or on different GPUs of one model, differ by up to 10 %. Classes whose entries differ by less are
+    listed, so that you can search them again.
 
-    The sources of the kernels taken are rendered beside the table, as `search` does; the package's own folder gets
-    none.
+    The kernels' sources are written next to the table, as by `search`, except in the package's own folder.
     """
     from attnforge.runtime.tables import folders, load, save, writable
 

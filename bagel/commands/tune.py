@@ -61,8 +61,16 @@ def place(env: Mapping[str, str]) -> Place:
 
 
 @click.command(short_help="Search every problem of a device, on one GPU or many.")
-@click.option("--model", "models", multiple=True, metavar="NAME", help="Repeatable.  [default: BAGEL's]")
-@click.option("--pack", "packs", multiple=True, metavar="NAME", help="Repeatable.  [default: by device]")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="Model preset. Repeatable.  [default: BAGEL's models]",
+)
+@click.option(
+    "--pack", "packs", multiple=True, metavar="NAME", help="Workload. Repeatable.  [default: by device]"
+)
 @click.option(
     "--dtype",
     "dtypes",
@@ -104,9 +112,9 @@ def tune(
 ) -> None:
     """Search every problem of a device and add the winners to its tuned table.
 
-    Processes that share --dir share the work: `torchrun --nproc-per-node 4 -m attnforge.cli tune` takes four GPUs, a
-    Slurm array as many as it has tasks. There is no server: each problem has a lock and a JSONL log in DIR.
-    Another process continues what a killed one leaves. Run the command again to continue an interrupted search.
+    Processes that share --dir share the work, each on its own GPU. Start them with torchrun (`torchrun
+    --nproc-per-node 4 -m attnforge.cli tune`) or as a Slurm array. There is no server: each problem has a lock and a
+    JSONL log in DIR. Run the command again to continue an interrupted search.
     """
     from attnforge.bagel.commands.search_screen import sigterm_as_interrupt
     from attnforge.bagel.commands.selection import Request, select

@@ -26,7 +26,8 @@ from attnforge.runtime.build.settings import CACHE_DIR, settings
 @model_option(default="7B", show_default=True)
 @click.option("--gpu", metavar="NAME", help="The GPU, as nvidia-smi -L names it: 'NVIDIA H200'.")
 @arch_option(
-    type=click.Choice([arch.value for arch in Arch if arch.is_gpu]), help="Or its architecture, e.g. sm90a."
+    type=click.Choice([arch.value for arch in Arch if arch.is_gpu]),
+    help="An architecture instead of --gpu, e.g. sm90a.",
 )
 @click.option("--cache", type=DIRECTORY, metavar="DIR", help="Cache directory to fill.")
 @dtype_option(multiple=True, help=f"{choices(DType)}. Repeatable.  [default: bf16]")
@@ -37,7 +38,7 @@ from attnforge.runtime.build.settings import CACHE_DIR, settings
     metavar="KIND",
     help=f"{choices(Mask)}. Repeatable.  [default: all]",
 )
-@click.option("--deterministic", is_flag=True, help="Also the kernels of deterministic=True.")
+@click.option("--deterministic", is_flag=True, help="Also compile the kernels for deterministic=True.")
 @workers_option()
 def warm(
     model: str,

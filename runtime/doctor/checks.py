@@ -123,9 +123,9 @@ def file_system(path: Path) -> str:
 
 def _processor() -> Iterator[Finding]:
     refusal = host.amx_refusal()
-    tiles = f"no tile registers of Intel AMX: {refusal}" if refusal else "tile registers of Intel AMX"
-    pairs = "pairs of bf16" if host.has_bf16() else "no pairs of bf16"
-    yield Finding("CPU", INFO, f"kernels use vectors of {host.lanes()} floats, {pairs}, {tiles}")
+    amx = f"Intel AMX: no ({refusal})" if refusal else "Intel AMX: yes"
+    bf16 = "yes" if host.has_bf16() else "no"
+    yield Finding("CPU", INFO, f"{host.lanes()} floats per vector; bf16 dot products: {bf16}; {amx}")
 
 
 def _launcher() -> Iterator[Finding]:
