@@ -103,7 +103,8 @@ def _farther(name: str, offer: Offer, taken: Offer, deterministic: bool) -> str:
     if name == "speed":
         return f"slower: {mine.tflops:#.4g} TFLOP/s, the chosen one {best.tflops:#.4g}"
     if name == "score":
-        return f"for the score {mine.spec.problem.score}" if mine.spec.problem.score else "for no score"
+        score = mine.spec.problem.score
+        return f"for the score function {score}" if score else "for calls without a score function"
     if name in {f.name for f in dataclasses.fields(Problem)}:
         value = getattr(mine.spec.problem, name)
         return f"for another {name}: {getattr(value, 'value', value)}"

@@ -149,14 +149,13 @@ def seconds(shapes: Shapes, partition: Partition, assignment: RowAssignment) -> 
     if partition.ulysses_degree == 1:
         slowest = max(assignment.pairs_computed)
     else:
-        teams = {
+        groups = {
             _groups(s.world, partition.ulysses_degree, rank, partition.contiguous)[0]
             for rank in range(s.world)
         }
-        slowest = (
-            max(sum(assignment.pairs_held[block] for block in team) for team in teams)
-            / partition.ulysses_degree
-        )
+        # The ranks of a group compute the rows of the whole group, each with 1/U of the heads.
+        most_pairs = max(sum(assignment.pairs_held[block] for block in group) for group in groups)
+        slowest = most_pairs / partition.ulysses_degree
     kernels = FLOP_PER_PAIR * s.dim * s.batch * s.heads_q * slowest / KERNEL_FLOPS
     return kernels + _exchange(s, partition, assignment)
 

@@ -49,28 +49,28 @@ def divide(
     contiguous: Ulysses groups, which send the most bytes, have consecutive ranks, and keys keep their order. Otherwise
         every Ulysses group has early and late blocks, so that a causal mask gives all ranks the same work.
     """
-    gathered = world // ulysses_degree
+    gather_size = world // ulysses_degree
     if contiguous:
-        team, place = divmod(rank, ulysses_degree)
+        index, place = divmod(rank, ulysses_degree)
         return (
-            tuple(range(team * ulysses_degree, (team + 1) * ulysses_degree)),
+            tuple(range(index * ulysses_degree, (index + 1) * ulysses_degree)),
             tuple(range(place, world, ulysses_degree)),
             tuple(range(world)),
         )
 
-    def team_of(block: int) -> int:
+    def group_of(block: int) -> int:
         """The Ulysses group of a block: 0, 1, .., R - 1, R - 1, .., 1, 0, 0, 1, .. for blocks 0, 1, ..."""
-        round_, place = divmod(block, gathered)
-        return place if round_ % 2 == 0 else gathered - 1 - place
+        round_, place = divmod(block, gather_size)
+        return place if round_ % 2 == 0 else gather_size - 1 - place
 
-    teams = [tuple(block for block in range(world) if team_of(block) == t) for t in range(gathered)]
+    groups = [tuple(block for block in range(world) if group_of(block) == t) for t in range(gather_size)]
     # Ranks at the same position of their Ulysses groups have the same heads.
-    first = rank // gathered * gathered
-    gather_ranks = tuple(range(first, first + gathered))
+    first = rank // gather_size * gather_size
+    gather_ranks = tuple(range(first, first + gather_size))
     return (
-        teams[team_of(rank)],
+        groups[group_of(rank)],
         gather_ranks,
-        tuple(b for block in gather_ranks for b in teams[team_of(block)]),
+        tuple(b for block in gather_ranks for b in groups[group_of(block)]),
     )
 
 
