@@ -348,6 +348,8 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
         yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic)
     yield from _walks(problem)
     yield from _wider(problem)
+    if problem.mask is Mask.CAUSAL:
+        yield from deterministic_tunings(problem)  # whose launch orders may win there
 
 
 def _walks(problem: Problem) -> Iterator[Sm90Backward]:
