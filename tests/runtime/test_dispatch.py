@@ -66,6 +66,31 @@ def test_a_later_winner_replaces_its_class_only(tmp_path: Path) -> None:
     assert {entry.spec for entry in tables.load(H200, tmp_path)} == {better.spec, second.spec}
 
 
+@pytest.mark.parametrize(("speed", "replaces"), [(99.0, False), (100.0, True), (101.0, True)])
+def test_a_winner_of_another_run_replaces_what_is_not_faster(
+    speed: float, replaces: bool, tmp_path: Path
+) -> None:
+    """One that was timed beside the present one replaces it in any case."""
+    first, second = entries(PROBLEM, 2)
+    later = replace(first, spec=second.spec, tflops=speed)
+    for beside, taken in (((), replaces), ((first.spec,), True)):
+        tables.save(H200, [first], tmp_path)
+        tables.save(H200, [later], tmp_path, beside=beside)
+        assert [entry.spec for entry in tables.load(H200, tmp_path)] == [later.spec if taken else first.spec]
+
+
+def test_a_table_does_not_depend_on_the_order_of_searches(tmp_path: Path) -> None:
+    """So that a table under version control changes in the lines of the new winners alone."""
+    a, b, c = entries(PROBLEM, 3)
+    orders = (a, b, c), (c, a, b)
+    for number, order in enumerate(orders):
+        for entry in order:
+            path = tables.save(H200, [entry], tmp_path / str(number))
+        tables.save(H200, order, tmp_path / "at once")
+    texts = {path.read_text() for path in tmp_path.glob(f"*/{path.name}")}
+    assert len(texts) == 1
+
+
 def test_nearest_length_first(tmp_path: Path) -> None:
     a, b, c = entries(PROBLEM, 3)  # 1024, 2048, 4096 rows
     tables.save(H200, [a, b, c], tmp_path)
@@ -333,6 +358,25 @@ def test_where_two_families_were_measured_the_faster_one_runs(
     assert arch(8192) is Arch.SM90A
 
 
+def test_what_was_measured_is_of_the_very_class(tmp_path: Path) -> None:
+    """By which families are compared: of the mask, dtype, octave of rows, GQA ratio and device of a call."""
+    tables.save(H200, entries(PROBLEM, 1), tmp_path)
+
+    def speed(group: int = 7, size: int = 1024, name: str = H200, **changes: Any) -> float | None:
+        return tables.measured(replace(PROBLEM, **changes), group, size, name, [tmp_path])
+
+    assert speed() == speed(size=2047) == 100.0
+    others: tuple[dict[str, Any], ...] = (
+        {"group": 8},
+        {"size": 2048},
+        {"name": OTHER},
+        {"mask": Mask.CAUSAL},
+        {"dtype": DType.FLOAT16},
+        {"score": ScoreMod("softcap: 30.0 * tanh(score / 30.0)")},
+    )
+    assert [speed(**other) for other in others] == [None] * len(others)
+
+
 def test_nothing_feasible() -> None:
     with pytest.raises(Infeasible, match="q: no cpu fwd kernel for head_dim 257"):
         dispatch.choose(replace(CPU, head_dim=257), 1, 100, torch.device("cpu"))
@@ -536,6 +580,17 @@ def test_a_deterministic_entry_counts_for_gradients_of_tensors(
     assert choice.reason.endswith(f"; without {without}")
     with pytest.raises(Infeasible, match="are added in any order"):
         dispatch.choose_for(call, 1, 1024, target, deterministic=True)
+
+
+def test_only_knobs_in_the_way_are_dropped() -> None:
+    """A score takes no persistent blocks, but sums in a fixed order. Of spans that order of blocks is no order."""
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
+    tuning = replace(WALKING, deterministic=True, launch_order=2)
+    curved = Spec(replace(problem, score=ScoreMod("softcap: 30.0 * tanh(score / 30.0)")), tuning)
+    assert tables.planned(Spec(problem, tuning)).tuning == tuning
+    assert tables.planned(curved).tuning == replace(tuning, persistent=0)
+    with pytest.raises(Infeasible, match="launch_order 2: needs a causal mask"):
+        tables.planned(Spec(replace(problem, mask=Mask.SPANS), tuning))
 
 
 @pytest.mark.parametrize(
