@@ -162,6 +162,24 @@ def test_order_of_what_matters(tmp_path: Path) -> None:
     assert best(tmp_path, 4500, 1 << 17) == dense.spec, "two octaves shorter, and long sees three fewer"
 
 
+def test_the_length_says_what_full_and_causal_calls_see(tmp_path: Path) -> None:
+    """Of entries of spans they take the one of as many visible keys: all, or half of them."""
+    half, whole = tuned(0, 18432, tflops=1.0), tuned(4, 36864, tflops=1.0)
+    for faster in (half, whole):
+        entries = (replace(entry, tflops=2.0 if entry is faster else 1.0) for entry in (half, whole))
+        tables.save(H200, entries, tmp_path)
+        for mask, near in ((Mask.CAUSAL, half), (Mask.FULL, whole)):
+            call = replace(BACKWARD, mask=mask)
+            assert next(tables.choose(call, 7, 36864, H200, (tmp_path,)))[0].tuning == near.spec.tuning
+
+
+def test_of_two_as_near_the_nearer_length_counts(tmp_path: Path) -> None:
+    same, shorter = tuned(0, 1500), tuned(4, 700, size=20000, tflops=9.0)
+    tables.save(H200, [same, shorter], tmp_path)
+    assert best(tmp_path, 700) == same.spec, "an octave of visible keys, not one of rows"
+    assert best(tmp_path, 700, size=20000) == shorter.spec
+
+
 def test_unknown_keys_may_be_seen_by_all_queries(tmp_path: Path) -> None:
     """Blocks that visit all queries which see their keys are for masks that say how many these are."""
     divided, whole = tuned(0, 4500), tuned(1, 700, size=1 << 17, tflops=9.0)
