@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,15 +24,16 @@ from rich.status import Status
 
 from attnforge.bagel.commands import search_screen
 from attnforge.bagel.measure.bench import Row
-from attnforge.codegen.families import make_plan
+from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates, deterministic_candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.dispatch import Target, choose_for
+from attnforge.runtime.masks import Spans
 from attnforge.runtime.search import search as engine
 from attnforge.runtime.search import winners
 from attnforge.runtime.search.case import Case, as_deterministic, causal_case
@@ -138,6 +141,61 @@ def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch)
     assert slugs[0] == late.slug
     assert len(set(slugs)) == 3
     assert started.space == len(list(candidates(small_case().problem(FORWARD, Arch.CPU))))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_incumbent_is_what_a_call_of_the_case_takes(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its GQA ratio, rows of q and visible keys."""
+    key = torch.arange(90, dtype=torch.int32)
+    mask = Spans(key // 9, key // 3, visible_keys=15)
+    case = Case("spans", 1, 6, 2, 40, 90, 64, DType.BFLOAT16, mask, 600, CPU, deterministic=deterministic)
+    space = list(islice(candidates(case.problem(BACKWARD, Arch.SM90A)), 9))
+    asked: list[tuple[object, ...]] = []
+
+    def choose_for(problem: object, group: int, size: int, target: Target, *rest: object) -> SimpleNamespace:
+        asked.append((group, size, target.name, *rest))
+        return SimpleNamespace(spec=space[5])
+
+    def choose(
+        problem: object, group: int, size: int, name: str, *, visible_keys: int
+    ) -> Iterator[tuple[Spec, str]]:
+        asked.append((group, size, name, visible_keys))
+        return iter([(space[5], "tuned")])
+
+    monkeypatch.setattr(engine, "choose_for", choose_for)
+    monkeypatch.setattr(tables, "choose", choose)
+    assert engine._with_incumbent(space, case, "dev")[0] == space[5]
+    assert asked == [(3, 40, "dev", *([True] if deterministic else []), case.visible_keys)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "changes", "twin"),
+    [
+        (Mask.CAUSAL, {"persistent": 1}, {"persistent": 0}),  # a block for each q head walks no tiles
+        (Mask.SPANS, {"deterministic": 1, "launch_order": 4}, {}),  # neither is what other searches try
+        (Mask.CAUSAL, {"deterministic": 1, "launch_order": 1}, None),  # an order of blocks per kv head
+    ],
+    ids=str,
+)
+def test_the_other_owner_of_dk_and_dv_comes_next(
+    mask: Mask, changes: dict[str, int], twin: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The incumbent with the other split_heads, changed as calls change an entry, if it can be."""
+    case = causal_case("causal/64", (1, 4, 2, 64, 64), DType.BFLOAT16, CPU)
+    problem = replace(case.problem(BACKWARD, Arch.SM90A), mask=mask)
+    space = list(islice(candidates(problem), 99))
+    plain = next(spec.tuning for spec in space if not spec.to_json()["tuning"]["split_heads"])
+    knobs = plain.to_json() | {"stages": 2} | changes
+    first = Spec(problem, make_tuning(problem, knobs))
+    make_plan(first)
+    monkeypatch.setattr(tables, "choose", lambda *_, **__: iter([(first, "tuned")]))
+    expected = [first]
+    if twin is not None:
+        expected.append(Spec(problem, make_tuning(problem, knobs | {"split_heads": 1} | twin)))
+    order = engine._with_incumbent(space, case, "dev")
+    assert order == [*expected, *(spec for spec in space if spec not in expected)]
 
 
 def scoped(**values: int) -> list[dict[str, int]]:
@@ -396,6 +454,32 @@ def test_a_worse_winner_never_replaces_a_better_one(tmp_path: Path, monkeypatch:
     assert faster.table == mine / "dev.json"
     assert [entry.spec for entry in tables.known("dev")] == [second], "the user's folder comes first"
     assert [entry.spec for entry in tables.load("dev", packaged)] == [first]
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what an older log had, and what was being shown."""
+    case, now, shown = small_case(), [100.0], list[Event]()
+    slow, fast, *_ = candidates(case.problem(FORWARD, Arch.CPU))
+    results = Result(slow, "ok", ms=2.0, tflops=1.0), Result(fast, "ok", ms=1.0, tflops=2.0)
+    begin = Started(case, FORWARD, 21, 3)
+    events: list[Event] = [begin, Measured(results[0], resumed=True), Measured(results[1], resumed=False)]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def show(event: Event) -> None:
+        shown.append(event)
+        now[0] += 5.0
+        if event == events[-1]:
+            raise KeyboardInterrupt
+
+    end, interrupted = engine.watch_events(events, case, FORWARD, show)
+    assert (shown, interrupted) == (events, True)
+    assert (end.ranked, end.space, end.seconds) == (results[::-1], 21, 15.0)
+    last = Finished(case, FORWARD, results[1:], (), 1.0)
+    shown.clear()
+    assert engine.watch_events([begin, last], case, FORWARD, shown.append) == (last, False)
+    assert shown == [begin, last]
+    with pytest.raises(RuntimeError, match="ended without a result"):
+        engine.watch_events(events, case, FORWARD)
 
 
 def test_an_interrupted_search_keeps_its_best(
