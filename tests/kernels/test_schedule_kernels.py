@@ -170,6 +170,18 @@ def test_spans(name: str, tmp_path: Path) -> None:
                 assert not tables["tile_counter"].any()
 
 
+def test_long_tiles_are_so_beside_the_mean_of_all(tmp_path: Path) -> None:
+    """Of more key tiles than a block has threads, of which the last ones raise the mean."""
+    schedule = EmulatedSchedule(spec_of("long tiles first", Mask.SPANS), tmp_path)
+    seq_q, seq_k = 320, 17000
+    tile = torch.arange(seq_k, dtype=torch.int32) // 128
+    visits = torch.where(tile < 128, 1 + (tile % 3 == 0).int(), 5)
+    starts, ends = torch.zeros_like(tile), (64 * visits).int()
+    tables = schedule.run(starts, ends, seq_q, seq_k)
+    check(schedule, tables, torch.arange(seq_q)[:, None] < ends)
+    assert tables["tile_order"][:6].tolist() == [132, 131, 130, 129, 128, 0]
+
+
 @pytest.mark.parametrize("planes", [0, 1])
 def test_lists_much_longer_than_others_are_cut(planes: int, tmp_path: Path) -> None:
     """Keys that all queries see, in the first, one in the middle and the last tile; the other keys see few."""
@@ -350,11 +362,19 @@ def test_schedules_are_shared_by_plans_that_render_the_same() -> None:
         (64,),
         (Mask.SPANS, Mask.DENSE),
     )
-    for direction, arch, dtype, head_dim, mask in problems:
-        for spec in itertools.islice(candidates(Problem(direction, arch, dtype, head_dim, mask)), 0, 24, 6):
-            source = render(spec)
-            text = "".join(section.findall(source.text)).replace(spec.symbol, "kernel")
-            texts.setdefault(source.plan.schedule_kind, set()).add(text)
+    specs = [
+        spec
+        for problem in itertools.starmap(Problem, problems)
+        for spec in itertools.islice(candidates(problem), 0, 24, 6)
+    ]
+    specs += [spec_of(name, Mask.SPANS) for name in VARIANTS]
+    before_hopper = replace(
+        spec_of("deterministic", Mask.SPANS), tuning=Sm80Backward(64, 128, 8, 2, 4, 8, 4, False, True)
+    )
+    for spec in (*specs, before_hopper):
+        source = render(spec)
+        text = "".join(section.findall(source.text)).replace(spec.symbol, "kernel")
+        texts.setdefault(source.plan.schedule_kind, set()).add(text)
     assert len(texts) > 10
     assert {kind for kind, found in texts.items() if len(found) > 1} == set()
 
