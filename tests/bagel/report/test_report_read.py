@@ -234,13 +234,14 @@ def test_persistent_blocks_of_a_backward_take_work_tiles_as_they_end() -> None:
     assert first.balance == second.balance
 
 
-def test_the_roof_of_an_unknown_device_is_measured() -> None:
+@pytest.mark.parametrize("device", ["cpu avx2", "NVIDIA H100 PCIe"])
+def test_the_roof_of_a_device_without_known_multiprocessors_is_measured(device: str) -> None:
     """The fastest variant reaches it in visited tiles, and no variant is above its bound."""
     case = case_of("finetune/0 0.5B", "fp32")
     specs = list(candidates(Problem(FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.SPANS, 4)))
     few = {spec.tuning.tile_m: spec for spec in specs}
     variants = [variant(spec, 0.01 * n) for n, spec in enumerate(few.values(), 1)]
-    roof, limits = bounds(case, run_of("cpu avx2", *variants))
+    roof, limits = bounds(case, run_of(device, *variants))
     assert roof.measured
     assert len(limits) > 1
     assert max(v.tflops / bound.tile_use for v, bound in limits) == roof.tflops
@@ -257,14 +258,29 @@ def test_data_sheets_agree_with_their_multiprocessors() -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "rate"), [("H100 PCIe", 756), ("H100 NVL, H200 NVL", 835), ("H20, H20-3e", 148)]
+)
+def test_rates_of_chips_with_other_clocks(names: str, rate: float) -> None:
+    """Which no multiprocessors here check."""
+    for name in names.split(", "):
+        sheet = data_sheet(f"NVIDIA {name}")
+        assert sheet is not None
+        assert (sheet.tflops, sheet.gpu) == (rate, None), name
+
+
+@pytest.mark.parametrize(
     ("name", "memory", "listed"),
     [
         ("NVIDIA H200", 4.8, True),
         ("nvidia-h100-80gb-hbm3", 3.35, True),
         ("NVIDIA GH200 480GB", 4.0, True),
         ("NVIDIA H200 NVL", 4.8, False),
+        ("nvidia_h200_nvl", 4.8, False),
         ("NVIDIA A100-SXM4-40GB", 1.555, True),
+        ("NVIDIA A100-SXM4-80GB", 2.039, True),
+        ("NVIDIA GeForce RTX 3090", 0.936, True),
         ("NVIDIA GeForce RTX 4090", 1.008, True),
+        ("NVIDIA GeForce RTX 5090", 1.792, True),
     ],
 )
 def test_data_sheet_by_name(name: str, memory: float, listed: bool) -> None:
