@@ -380,11 +380,32 @@ def test_factors_that_the_softmax_takes(formula: str, unit: float) -> None:
         ("score + t0[kv_idx - q_idx]", 0),  # one value a diagonal
         ("score + t0[minimum(kv_idx, 8)]", 0),
         ("score + t0[minimum(kv_idx - q_idx, q_idx - kv_idx)]", 0),  # turns
+        ("score + t0[kv_idx - q_idx - minimum(q_idx - kv_idx, 8)]", 1),  # both rise with the distance
+        ("score + t0[minimum(kv_idx - q_idx, kv_idx // 2)]", 0),
         ("score + t0[h]", 0),
     ],
 )
 def test_indices_that_most_tiles_have_one_value_of(formula: str, steps: int) -> None:
     assert len(ScoreMod(f"a(t0: float32[1]): {formula}").steps) == steps
+
+
+@pytest.mark.parametrize(
+    ("index", "by_distance"),
+    [
+        ("kv_idx - q_idx + 8", True),
+        ("abs(q_idx - kv_idx - h)", True),
+        ("minimum(kv_idx - q_idx, 8) // 2", True),
+        ("kv_idx", False),
+        ("kv_idx + q_idx", False),
+        ("2 * kv_idx - q_idx", False),
+        ("kv_idx - q_idx + minimum(kv_idx, 3)", False),
+        ("h", False),  # the same for all pairs
+    ],
+)
+def test_elements_that_a_diagonal_shares(index: str, by_distance: bool) -> None:
+    """Gradients of such elements are summed along diagonals first."""
+    (read,) = ScoreMod(f"a(t0: float32[1] grad): score + t0[{index}]").reads
+    assert read.by_distance == by_distance
 
 
 def test_derivatives_read_no_index_where_steps_stand_for_all_pairs() -> None:
