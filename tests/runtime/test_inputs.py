@@ -180,6 +180,21 @@ def test_handles() -> None:
         kernels.load(next(candidates(gpu)), torch.device("cpu"))
 
 
+def test_a_gpu_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its kernels are not loaded twice."""
+    from attnforge.codegen.space import candidates
+    from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+    from attnforge.runtime import kernels
+    from attnforge.runtime.build.settings import settings
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    found = [str(kernels.with_index(torch.device(name))) for name in ("cuda", "cuda:1", "cpu")]
+    assert found == ["cuda:3", "cuda:1", "cpu"]
+    spec = next(candidates(Problem(Direction.FORWARD, Arch.SM80, DType.BFLOAT16, D, Mask.FULL, 16)))
+    monkeypatch.setattr(kernels, "_handles", {(spec, torch.device("cuda:3"), settings().chaos): 77})
+    assert kernels.load(spec, torch.device("cuda")) == 77
+
+
 @pytest.mark.gpu
 def test_mixed_devices() -> None:
     good: dict[str, Any] = {n: tensor(1, 2, S, D).bfloat16().cuda() for n in "qkv"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,18 @@ def test_windows_are_spans(seq_q: int, seq_k: int, causal: bool, window: tuple[i
     assert flash_attn.band(seq_q, seq_k, sides, torch.device("cpu")) is mask or not isinstance(
         mask, attnforge.Spans
     )
+
+
+def test_each_gpu_keeps_windows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda` is another one after torch.cuda.set_device."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=0))
+    monkeypatch.setattr(flash_attn, "_kept_band", lambda *key: key)
+    kept = []
+    for index in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+        kept.append(flash_attn.band(9, 9, flash_attn.Sides(3, 0), torch.device("cuda")))
+    assert kept[0] != kept[1]
 
 
 @targets
