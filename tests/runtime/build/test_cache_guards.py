@@ -72,3 +72,16 @@ def test_a_forked_child_does_not_keep_the_lock(cache_dir: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_link_is_neither_read_nor_locked(tmp_path: Path) -> None:
+    """Not even one to a file that only this user can write."""
+    path, link = tmp_path / "meta.json", tmp_path / "link"
+    path.write_bytes(b"{}")
+    path.chmod(0o600)
+    link.symlink_to(path)
+    assert private.read(path) == b"{}"
+    with pytest.raises(private.BadEntry, match="link"):
+        private.read(link)
+    with pytest.raises(OSError, match="link"):
+        locks.hold(link)
