@@ -240,6 +240,14 @@ def test_the_first_seed_of_all_comes_first() -> None:
     assert "full/16x1024" not in packs
 
 
+def test_a_run_of_some_goals_is_picked_by_label_and_direction() -> None:
+    for only, works in (("28/4/128 full/4x8192 bwd", {"bwd"}), ("28/4/128 full/4x8192", {"fwd", "bwd"})):
+        args = argparse.Namespace(suite=["grid"], only=only, seeds=1, part=(0, 1))
+        goals = [goal for goal, _, _ in script()["chosen"](args)]
+        assert {goal.work for goal in goals} == works
+        assert {goal.label for goal in goals} == {"28/4/128 full/4x8192"}
+
+
 @pytest.mark.gpu
 def test_goals_on_a_gpu(tmp_path: Path) -> None:
     """A pack of 7 blocks of 128: of large ones, Triton compiles the sort in create_block_mask for minutes."""
