@@ -413,8 +413,6 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:
         knobs |= {"split_heads": 1 - knobs["split_heads"]}
-        if knobs.get("launch_order") in (1, 2, 3):  # which goes with one of the two
-            knobs |= {"launch_order": 0}
         with contextlib.suppress(Infeasible):
             first.append(tables.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs))))
     return first + [spec for spec in specs if spec not in first]

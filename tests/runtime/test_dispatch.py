@@ -583,14 +583,14 @@ def test_a_deterministic_entry_counts_for_gradients_of_tensors(
 
 
 def test_only_knobs_in_the_way_are_dropped() -> None:
-    """A score takes no persistent blocks, but sums in a fixed order. Of spans that order of blocks is no order."""
+    """A score takes no persistent blocks, but sums in a fixed order. For spans there is no such launch order."""
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
     tuning = replace(WALKING, deterministic=True, launch_order=2)
     curved = Spec(replace(problem, score=ScoreMod("softcap: 30.0 * tanh(score / 30.0)")), tuning)
     assert tables.planned(Spec(problem, tuning)).tuning == tuning
     assert tables.planned(curved).tuning == replace(tuning, persistent=0)
-    with pytest.raises(Infeasible, match="launch_order 2: needs a causal mask"):
-        tables.planned(Spec(replace(problem, mask=Mask.SPANS), tuning))
+    spans = Spec(replace(problem, mask=Mask.SPANS), tuning)
+    assert tables.planned(spans).tuning == replace(tuning, launch_order=0)
 
 
 @pytest.mark.parametrize(

@@ -175,14 +175,18 @@ def test_the_incumbent_is_what_a_call_of_the_case_takes(
     [
         (Mask.CAUSAL, {"persistent": 1}, {"persistent": 0}),  # a block for each q head walks no tiles
         (Mask.SPANS, {"deterministic": 1, "launch_order": 4}, {}),  # neither is what other searches try
-        (Mask.CAUSAL, {"deterministic": 1, "launch_order": 1}, None),  # an order of blocks per kv head
+        (
+            Mask.CAUSAL,
+            {"deterministic": 1, "launch_order": 1},
+            {"launch_order": 0},
+        ),  # an order of blocks per kv head
     ],
     ids=str,
 )
 def test_the_other_owner_of_dk_and_dv_comes_next(
-    mask: Mask, changes: dict[str, int], twin: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+    mask: Mask, changes: dict[str, int], twin: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The incumbent with the other split_heads, changed as calls change an entry, if it can be."""
+    """The incumbent with the other split_heads, changed as calls change an entry."""
     case = causal_case("causal/64", (1, 4, 2, 64, 64), DType.BFLOAT16, CPU)
     problem = replace(case.problem(BACKWARD, Arch.SM90A), mask=mask)
     space = list(islice(candidates(problem), 99))
@@ -191,9 +195,7 @@ def test_the_other_owner_of_dk_and_dv_comes_next(
     first = Spec(problem, make_tuning(problem, knobs))
     make_plan(first)
     monkeypatch.setattr(tables, "choose", lambda *_, **__: iter([(first, "tuned")]))
-    expected = [first]
-    if twin is not None:
-        expected.append(Spec(problem, make_tuning(problem, knobs | {"split_heads": 1} | twin)))
+    expected = [first, Spec(problem, make_tuning(problem, knobs | {"split_heads": 1} | twin))]
     order = engine._with_incumbent(space, case, "dev")
     assert order == [*expected, *(spec for spec in space if spec not in expected)]
 
