@@ -250,17 +250,17 @@ def test_entries_of_kernels_that_are_gone_are_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a knob with a value that no kernel has any more; the others of the table count, and saving drops it."""
-    first, second = entries(replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A), 2)
-    older = [first.to_json(), second.to_json()]
-    for entry, descending in zip(older, (0, 1), strict=True):
+    first, second, third = entries(replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A), 3)
+    older = [first.to_json(), second.to_json(), third.to_json()]
+    for entry, descending in zip(older, (0, 1, 0), strict=True):
         entry["spec"]["tuning"]["descending"] = descending
     path = tables.table_path(H200, tmp_path)
     path.write_text(json.dumps(older))
-    assert tables.load(H200, tmp_path) == (first,)
+    assert tables.load(H200, tmp_path) == (first, third)
     assert "an entry is skipped" in caplog.text
     assert "descending unknown" in caplog.text
     tables.save(H200, [first], tmp_path)
-    assert json.loads(path.read_text()) == [first.to_json()]
+    assert json.loads(path.read_text()) == [first.to_json(), third.to_json()]
 
 
 def test_the_space_serves_what_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
