@@ -225,3 +225,10 @@ def test_capped_scores_leave_no_registers_for_lists(
     tuning = Sm90Forward(192, tile_n, 2, True, True, dynamic, False)
     assert is_feasible(problem, tuning, FORWARD.plan) == fits
     assert is_feasible(problem, replace(tuning, exact_visits=0), FORWARD.plan)
+
+
+def test_capped_scores_leave_two_consumers_their_registers() -> None:
+    """Which find their work tiles in lists without spilling."""
+    score = ScoreMod("softcap: 50.0 * tanh(score / 50.0)")
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 104, Mask.SPANS, score=score)
+    assert is_feasible(problem, Sm90Forward(128, 160, 2, True, True, False, True), FORWARD.plan)
