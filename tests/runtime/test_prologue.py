@@ -194,6 +194,16 @@ def test_full_tables_as_transformers_has_them(device: str) -> None:
 
 
 @devices
+def test_rows_of_sin_may_be_farther_apart_than_those_of_cos(device: str) -> None:
+    """As those of one table that has other columns, too."""
+    pack = draw(device=device)
+    outputs = call(pack)
+    pack.sin = torch.cat((pack.sin, pack.sin), 1)[:, : pack.sin.shape[1]]
+    assert pack.sin.stride(0) == 2 * pack.cos.stride(0)
+    assert all(map(torch.equal, call(pack), outputs))
+
+
+@devices
 def test_results_do_not_depend_on_the_run(device: str) -> None:
     pack = draw((3000, 1000) if device == "cuda" else (200, 100), dtype=BF16, device=device)
     runs = []
