@@ -512,7 +512,9 @@ def test_an_interrupt_keeps_the_winner_while_peers_are_timed(
     case, specs = small_case(), list(candidates(small_case().problem(FORWARD, Arch.CPU)))
     best = Result(specs[1], "ok", ms=1.0, tflops=2.0)
 
-    def peers(*_: object, **__: object) -> Iterator[Row]:
+    def peers(case: Case, direction: Direction, names: tuple[str, ...], spec: Spec) -> Iterator[Row]:
+        assert spec == best.spec, "they are timed beside the winner"
+        assert [f"timing {name}" for name in names] == [shown[-1].split(" on ")[0]]
         if shown == ["timing sdpa-math on the same case"]:
             yield Row(case.name, "fwd", "fp32", "sdpa-math", ms=3.0, tflops=0.7, ours_ms=1.0)
             return
