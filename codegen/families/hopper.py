@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from attnforge.codegen.families.family import is_feasible
 from attnforge.codegen.families.limits import SHARED_LIMIT, require_any_order
-from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Arch, DType, Problem, Spec
+from attnforge.codegen.plan import Infeasible, Plan
+from attnforge.codegen.spec import Arch, DType, Problem, Spec, Tuning
+
+T = TypeVar("T", bound=Tuning)
 
 # Registers of a producer and of a consumer thread by number of consumer warpgroups. The kernel starts with
 # 65536 / threads (rounded down to 8) each; setmaxnreg moves what the producer frees to the consumers.
@@ -73,6 +80,16 @@ def require_sections(heads_together: int, cache_mb: int) -> None:
     least, most = SECTIONS_MB
     if not least <= cache_mb <= most:
         raise Infeasible(f"cache_mb {cache_mb}: must be {least} to {most}")
+
+
+def in_sections(
+    problem: Problem, core: T, plan: Callable[[Spec], Plan], sections: Sequence[tuple[int, int]]
+) -> Iterator[T]:
+    """`core` with each (heads_together, cache_mb) of `sections`, if it is feasible; that does not depend on them."""
+    if is_feasible(problem, core, plan):
+        for heads, cache_mb in sections:
+            knobs: dict[str, Any] = {"heads_together": heads, "cache_mb": cache_mb}
+            yield replace(core, **knobs)
 
 
 def require_tiles(*sizes: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from attnforge.codegen.families.family import Family, is_feasible
+from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
     HELD,
     HELPER_THREADS,
@@ -15,6 +15,7 @@ from attnforge.codegen.families.hopper import (
     REGISTERS_BESIDES,
     SECTION_MB,
     SWIZZLE_CODE,
+    in_sections,
     require_hopper,
     require_registers,
     require_score_gradients,
@@ -366,7 +367,7 @@ def _walks(problem: Problem) -> Iterator[Sm90Backward]:
     ):
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, False, deterministic)
         chosen = replace(core, loaders=loaders, persistent=1)
-        yield from _in_sections(problem, chosen, _sections(problem))
+        yield from in_sections(problem, chosen, plan, _sections(problem))
 
 
 # heads_together and cache_mb; more heads where all lists of visits are alike
@@ -376,15 +377,6 @@ MORE_HEADS = ((16, SECTION_MB), (32, SECTION_MB))
 
 def _sections(problem: Problem) -> tuple[tuple[int, int], ...]:
     return SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
-
-
-def _in_sections(
-    problem: Problem, core: Sm90Backward, sections: tuple[tuple[int, int], ...]
-) -> Iterator[Sm90Backward]:
-    """A tuning with each of `sections`, if it is feasible; that does not depend on them."""
-    if is_feasible(problem, core, plan):
-        for heads, cache_mb in sections:
-            yield replace(core, heads_together=heads, cache_mb=cache_mb)
 
 
 def _wider(problem: Problem) -> Iterator[Sm90Backward]:
@@ -403,7 +395,7 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
         (0, 1, 2),
     ):
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, 0, loaders)
-        yield from _in_sections(problem, core, _sections(problem))
+        yield from in_sections(problem, core, plan, _sections(problem))
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
@@ -418,7 +410,7 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, 0, loaders)
         for launch_order in (0, *_launch_orders(problem, split)):
             chosen = replace(core, launch_order=launch_order)
-            yield from _in_sections(problem, chosen, (*SECTIONS, *MORE_HEADS))
+            yield from in_sections(problem, chosen, plan, (*SECTIONS, *MORE_HEADS))
     for walk in _walks(problem):
         for launch_order in _launch_orders(problem, False) if walk.deterministic else ():
             yield replace(walk, launch_order=launch_order)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
 
-from attnforge.codegen.families.family import Family, is_feasible
+from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
     HELD,
     HELPER_THREADS,
@@ -28,6 +28,7 @@ from attnforge.codegen.families.hopper import (
     REGISTERS_BUSY,
     SECTION_MB,
     SWIZZLE_CODE,
+    in_sections,
     require_hopper,
     require_score_gradients,
     require_sections,
@@ -410,10 +411,7 @@ def _wider(problem: Problem, deterministic: bool) -> Iterator[Sm90BackwardWide]:
     """The rest of the space: all tiles and buffers, shares of dQ, loads and sections with each other."""
     sections = SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
     for core in chain(_wider_single_blocks(problem), _wider_pairs(problem)):
-        core = replace(core, deterministic=deterministic)
-        if is_feasible(problem, core, plan):
-            for heads, cache_mb in sections:
-                yield replace(core, heads_together=heads, cache_mb=cache_mb)
+        yield from in_sections(problem, replace(core, deterministic=deterministic), plan, sections)
 
 
 def _wider_single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
