@@ -52,6 +52,7 @@ SCORE_REGISTERS = 8
 PIECES = (COLUMNS, COLUMNS // 2, COLUMNS // 4)
 PAIR = 2  # blocks of a cluster that share a key tile
 PAIR_KEYS = 64  # of a block of a pair: the rows of its products
+APART, WHOLE = 1, 2  # values of `staging`
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,18 @@ class Sm90BackwardWide(Tuning):
     s_late: bool = knob(
         "l", "in pairs: S of the next step is issued behind dQ, not before dQ is added", False, quiet=True
     )
+    launch_order: int = knob(
+        "x",
+        "deterministic, causal: 0: last key tile first; 1, 2: last section by work, from middle",
+        0,
+        quiet=True,
+    )
+    staging: int = knob(
+        "y",
+        "deterministic dQ in shared memory: 0: a part of it; 1: places freed apart; 2: all of it",
+        0,
+        quiet=True,
+    )
 
 
 # ---- Plan
@@ -106,6 +119,7 @@ def plan(spec: Spec) -> Plan:
     _require_mask(p)
     require_score_gradients(spec, t.deterministic)
     _require_tuning(p, t)
+    _require_deterministic_knobs(p, t)
     shared = _shared_bytes(p, t, staged_columns(p, t))
     require_shared(shared)
     roomy = t.pair and p.largest_dim <= 192  # a producer of a pair would like more than it gets at 256
@@ -226,6 +240,24 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         _require_order(p, t)
 
 
+def _require_deterministic_knobs(p: Problem, t: Sm90BackwardWide) -> None:
+    """Infeasible for an order or a staging that other blocks do not have, or that equals another."""
+    if t.launch_order not in (0, 1, 2):
+        raise Infeasible(f"launch_order {t.launch_order}: must be 0 to 2")
+    if t.staging not in (0, APART, WHOLE):
+        raise Infeasible(f"staging {t.staging}: must be 0 to {WHOLE}")
+    if (t.launch_order or t.staging) and not t.deterministic:
+        raise Infeasible("launch_order, staging: need deterministic; other blocks do not wait for each other")
+    if t.launch_order and p.mask is not Mask.CAUSAL:
+        raise Infeasible(
+            f"launch_order {t.launch_order}: needs a causal mask, where a block computes its place in the order"
+        )
+    if t.staging == APART and t.pair:
+        raise Infeasible("staging 1: is what pairs do; set it to 0")
+    if t.staging == WHOLE and not t.pair and max(dq_units(p, t.dq_of_second)) == 1:
+        raise Infeasible("staging 2: 64 columns of a consumer are all that it computes; set it to 0")
+
+
 def _require_order(p: Problem, t: Sm90BackwardWide) -> None:
     """Infeasible for shares of dQ and orders of products that single blocks do not have."""
     if t.s_late:
@@ -294,10 +326,13 @@ def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
     Both consumers stage as many, a multiple of 8, and add the others from registers. Deterministic ones, which must not
     wait until the blocks before have added, stage a unit in pieces of as many columns, and need room for some. In a
     pair these are the columns of the first consumer, which stages all of them or none; dQ of the second one takes the
-    place of P. In a deterministic pair that of the first one takes it next.
+    place of P. In a deterministic pair that of the first one takes it next, or with `staging` the place of dS. Single
+    blocks that stage all of dQ have no pieces.
     """
     if t.pair and t.deterministic:
         return 0
+    if t.staging == WHOLE:
+        return COLUMNS
     choices = (COLUMNS,) if t.pair else PIECES if t.deterministic else range(COLUMNS, 0, -8)
     least = PIECES[-1] if t.deterministic else 0
     return next((n for n in choices if _shared_bytes(p, t, n) <= SHARED_LIMIT[Arch.SM90]), least)
@@ -317,7 +352,11 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
     if t.pair:  # K of the other block; P in fp32, two dS of each block
         tiles += _peer_panels(p) * COLUMNS * 2 * keys
         of_dq = (2 + t.deterministic) * CONSUMERS
-        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + 3 * 2 + of_dq
+        of_ds = 4 if t.staging == WHOLE else 3  # of each buffer
+        scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + of_ds * 2 + of_dq
+    elif t.staging == WHOLE:  # a place for each unit of 64 columns, and its barriers of even and odd steps
+        units = p.head_dim // COLUMNS
+        dq, barriers = dq * units, barriers + 2 * units + CONSUMERS
     elif staged:  # and which unit is there, or other barriers for odd steps
         dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
@@ -432,10 +471,21 @@ def _wider_pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Deterministic ones and, for masks with lists, the rest of the space."""
+    """Deterministic ones with other sections, for masks with lists the rest of the space, and what only they have."""
     yield from (replace(t, cache_mb=40) for t in _in_order(problem))
     if problem.mask.listed:
         yield from _wider(problem, True)
+    yield from _staged(problem)
+
+
+def _staged(problem: Problem) -> Iterator[Sm90BackwardWide]:
+    """Deterministic ones that stage more of dQ, or start in another order (docs/experiments.md, 110)."""
+    orders = (0, 1, 2) if problem.mask is Mask.CAUSAL else (0,)
+    sections = SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
+    for staging, launch_order, strict in product((WHOLE, APART, 0), orders, _in_order(problem)):
+        if staging or launch_order:
+            core = replace(strict, staging=staging, launch_order=launch_order)
+            yield from in_sections(problem, core, plan, sections)
 
 
 BACKWARD = Family(

@@ -42,6 +42,13 @@ ORDERED = {
     "dQ not fenced": "proxy_fence();\n    if (first)",
     "semaphores before they are 0": "griddepcontrol_wait();  // for semaphores",
 }
+# Likewise where dQ of the first consumer takes the place of dS.
+OVER_DS = {
+    **{name: ORDERED[name] for name in ORDERED if name != "dQ over dQ that has not been added"},
+    "dQ over dS that is read": "barrier_wait(base + kReadDs + ds_stage(step) * 8, step / kBuffersDs & 1);",
+    "dS over dQ that has not been added": "barrier_wait(base + kEmptyDs + ds_stage(step) * 8,",
+    "dS released before the other block's": "barrier_arrive_at(empty_ds, rank() ^ 1);",
+}
 
 
 def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -> Spec:
@@ -63,6 +70,10 @@ def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -
         ((256, 256), Mask.CAUSAL, {"s_late": True}),
         ((192, 192), Mask.SPANS, {"s_late": True, "stages_dout": 2}),
         ((192, 128), Mask.FULL, {"s_late": True, "deterministic": True}),
+        ((256, 256), Mask.CAUSAL, {"deterministic": True, "launch_order": 1}),
+        ((192, 192), Mask.CAUSAL, {"deterministic": True, "launch_order": 2, "staging": 2}),
+        ((256, 256), Mask.FULL, {"deterministic": True, "staging": 2}),
+        ((192, 128), Mask.SPANS, {"deterministic": True, "staging": 2, "s_late": True, "stages_dout": 2}),
     ],
 )
 def test_gradients_on_the_cpu(
@@ -83,11 +94,12 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
         assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
 
 
-def test_breaks_of_the_order_are_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("staging", "breaks"), [(0, ORDERED), (2, OVER_DS)], ids=["over P", "over dS"])
+def test_breaks_of_the_order_are_noticed(staging: int, breaks: dict[str, str], tmp_path: Path) -> None:
     kernel = EmulatedWide(
-        spec((192, 128), Mask.CAUSAL, replace(TUNING, deterministic=True)), tmp_path, ORDERED
+        spec((192, 128), Mask.CAUSAL, replace(TUNING, deterministic=True, staging=staging)), tmp_path, breaks
     )
     shapes = Shape(128, 400, 0, 1), Shape(700, 400, 0, 1)
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
-    for number, name in enumerate(ORDERED, 1):
+    for number, name in enumerate(breaks, 1):
         assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name

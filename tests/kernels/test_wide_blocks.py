@@ -35,6 +35,16 @@ ORDERED = {
     "dQ not fenced": "proxy_fence();\n    if (first)",
     "semaphores before they are 0": "griddepcontrol_wait();  // for semaphores",
 }
+# Likewise with other values of `staging`.
+FREED_APART = ORDERED | {
+    "dQ not waited for": "tma_store_wait();  // it has been read",
+    "dQ not committed": "tma_store_commit();\n                            ",
+}
+WHOLE = ORDERED | {
+    "dQ added before it is there": "barrier_wait(full + unit * 8, round & 1);",
+    "dQ overwritten before it is read": f"barrier_wait({EMPTY_DQ}, (step & 1) ^ 1);",
+    "dQ not committed": "tma_store_commit();\n                ",
+}
 # Likewise of blocks whose dV runs beside dQ, and where a warp of its own loads dO.
 IN_FLIGHT = {
     "P overwritten before dV has read it": "named_sync(kPRead, kConsumers * 128);",
@@ -96,6 +106,11 @@ def test_gradients_on_the_cpu(
         ((64, 128), Mask.CAUSAL, (128, 2, 1), {"loaders": 2}),
         ((192, 192), Mask.CAUSAL, (80, 3, 1, 1), {"loaders": 2, "dq_behind_dv": True, "dq_of_second": 2}),
         ((128, 64), Mask.FULL, (128, 2, 1), {"dq_of_second": 1, "dq_behind_dv": True}),
+        ((192, 192), Mask.CAUSAL, (96, 2, 1, 1), {"launch_order": 1, "staging": 1}),
+        ((192, 128), Mask.CAUSAL, (96, 2, 2, 1), {"launch_order": 2, "staging": 2, "heads_together": 2}),
+        ((256, 256), Mask.FULL, (80, 2, 1, 1), {"staging": 1}),
+        ((192, 192), Mask.SPANS, (80, 2, 1, 1), {"staging": 2, "loaders": 2}),
+        ((192, 128), Mask.FULL, (96, 2, 1, 1), {"staging": 2, "dq_of_second": 3}),
     ],
     ids=str,
 )
@@ -126,9 +141,16 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
         assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
 
 
-def test_breaks_of_the_order_are_noticed(tmp_path: Path) -> None:
-    kernel = EmulatedWide(spec((256, 256), Mask.CAUSAL, 80, 2, 1, 1), tmp_path, ORDERED)
+@pytest.mark.parametrize(
+    ("dims", "staging", "breaks"),
+    [((256, 256), 0, ORDERED), ((256, 256), 1, FREED_APART), ((192, 128), 2, WHOLE)],
+    ids=["pieces", "freed apart", "whole"],
+)
+def test_breaks_of_the_order_are_noticed(
+    dims: tuple[int, int], staging: int, breaks: dict[str, str], tmp_path: Path
+) -> None:
+    kernel = EmulatedWide(spec(dims, Mask.CAUSAL, 80, 2, 1, 1, staging=staging), tmp_path, breaks)
     shapes = Shape(128, 300, 0, 1), Shape(700, 300, 0, 1)
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
-    for number, name in enumerate(ORDERED, 1):
+    for number, name in enumerate(breaks, 1):
         assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
