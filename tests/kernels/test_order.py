@@ -17,6 +17,7 @@ from attnforge.bagel.measure.occupancy import Sections, _even_heads, _ranks
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.search.case import Case
@@ -201,7 +202,23 @@ def test_blocks_start_in_the_order_in_which_they_add(
 ) -> None:
     """To dQ and, with split_heads, to dK and dV: blocks wait for earlier ones only, so the first of all never does."""
     tuning = deterministic(split, launch_order, heads_together=together)
-    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, mask)
+    check_additions(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, mask), tuning, tmp_path)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("launch_order", [0, 1, 2])
+def test_blocks_of_wide_heads_start_in_that_order(launch_order: int, pair: bool, tmp_path: Path) -> None:
+    tuning = Sm90BackwardWide(
+        64, 128, 2, 1, True, pair, heads_together=2, launch_order=launch_order, staging=2 * pair
+    )
+    dims = (192, 0) if pair else (64, 128)
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, dims[0], Mask.CAUSAL, dim_v=dims[1])
+    check_additions(problem, tuning, tmp_path)
+
+
+def check_additions(problem: Problem, tuning: Sm90Backward | Sm90BackwardWide, tmp_path: Path) -> None:
+    """To each tile of dQ, and of dK and dV with split_heads, by as many blocks as see it, in the order of the grid."""
+    mask = problem.mask
     additions = Additions(render(Spec(problem, tuning)), tmp_path)
     heads = ((1, 1), (3, 1), (4, 2), (3, 3), (6, 2))
     for batch, (heads_q, heads_kv), tiles in product((1, 2), heads, range(1, 8)):
