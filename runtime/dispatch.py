@@ -163,35 +163,28 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
     """The deterministic variant nearest to `spec`: the same knobs with sums in a fixed order, if that is feasible.
 
     Under a mask a block for all q heads of a kv head would wait too often, so there is one for each q head, and those
-    of a group start a tile apart.
+    of a group start a tile apart (`launch_order` 3), so that they wait less for each other's dK and dV.
     """
     knobs = spec.tuning.to_json()
     if "deterministic" not in knobs:
         return None
     grouped = group > 1 and spec.problem.mask is not Mask.FULL
-    if "split_heads" in knobs and grouped:
-        knobs |= {"split_heads": 1}
+    apart = {"launch_order": 3} if grouped else {}
     try:
-        strict = tables.planned(Spec(spec.problem, make_tuning(spec.problem, knobs | {"deterministic": 1})))
-        nearest = strict if make_plan(strict).deterministic else None
+        strict = _with(spec, {"deterministic": 1, **({"split_heads": 1} if grouped else {}), **apart})
+        return strict if make_plan(strict).deterministic else None
     except Infeasible:
         space = candidates(spec.problem, lambda tuning: bool(getattr(tuning, "deterministic", False)))
         fixed = (other for other in space if make_plan(other).deterministic)
         nearest = min(fixed, key=lambda other: _differing(other, knobs), default=None)
-    return _heads_apart(nearest) if nearest and grouped else nearest
+        return nearest and _with(nearest, apart)
 
 
-def _heads_apart(spec: Spec) -> Spec:
-    """The same with `launch_order` 3 if it can have that: heads of a group wait less for each other's dK and dV."""
+def _with(spec: Spec, changes: dict[str, int]) -> Spec:
+    """The same with these values of the knobs that its family has, as `tables.planned` makes it feasible."""
     knobs = spec.tuning.to_json()
-    if "launch_order" not in knobs:
-        return spec
-    apart = Spec(spec.problem, make_tuning(spec.problem, knobs | {"launch_order": 3}))
-    try:
-        make_plan(apart)
-    except Infeasible:
-        return spec
-    return apart
+    knobs |= {name: value for name, value in changes.items() if name in knobs}
+    return tables.planned(Spec(spec.problem, make_tuning(spec.problem, knobs)))
 
 
 def _differing(spec: Spec, knobs: dict[str, int]) -> int:
