@@ -2,7 +2,8 @@
 
 Two effects are counted: hidden pairs inside visited tiles, and SMs that are idle at the end of the kernel. The host
 simulates the lists of tiles and the order in which thread blocks take them, as templates/common/schedule.cuh.jinja
-implements it. Unit of time: one full tile of one head takes 1.
+implements it. Waits of deterministic blocks for each other are not counted. Unit of time: one full tile of one head
+takes 1.
 """
 
 from __future__ import annotations
@@ -36,10 +37,15 @@ class Sections:
 
     cache_mb: MiB of the L2 cache per section (kCacheBytes of the template). least: heads per section at least
         (kHeadsTogether).
+    cut_lists: whether a backward with a block per q head divides long lists. descending: blocks start with the last
+        owned tile. launch_order: the knob of deterministic backwards.
     """
 
     cache_mb: int = SECTION_MB
     least: int = 1
+    cut_lists: bool = True
+    descending: bool = False
+    launch_order: int = 0
 
     @staticmethod
     def of(plan: Plan) -> Sections:
@@ -48,7 +54,13 @@ class Sections:
         larger = 32 if problem.direction is Direction.FORWARD else 40
         listed = plan.descending and problem.mask.listed
         least = getattr(tuning, "heads_together", 0) or (8 if listed else 1)
-        return Sections(getattr(tuning, "cache_mb", larger), least)
+        return Sections(
+            getattr(tuning, "cache_mb", larger),
+            least,
+            plan.cut_lists,
+            plan.descending,
+            getattr(tuning, "launch_order", 0),
+        )
 
 
 DEFAULT_SECTIONS = Sections()
@@ -117,10 +129,11 @@ def simulate(
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
     loops = 1 if direction is Direction.FORWARD or split_heads else case.heads_q // case.heads_kv
     steps = (full + masked * costs.masked).double() / row_groups * loops
-    if direction is Direction.BACKWARD and split_heads and case.mask_kind is Mask.SPANS:
+    cut = sections.cut_lists and split_heads and case.mask_kind is Mask.SPANS
+    if direction is Direction.BACKWARD and cut:
         ranked = _cut(steps, visits, costs.work_tile)
     else:
-        ranked = (steps + costs.work_tile)[_longest_first(case, direction, visits)]
+        ranked = (steps + costs.work_tile)[_tiles_by_rank(case, direction, visits, sections)]
     # Without a mask, incomplete query tiles are launched after all others.
     last = row_groups > 1 and case.mask_kind is Mask.FULL and case.seq_q % tile_m > 0
     rounds = order == "static"
@@ -174,15 +187,23 @@ def spans_of(case: Case) -> Spans:
     return Spans(starts, torch.full_like(key, case.seq_q))
 
 
-def _longest_first(case: Case, direction: Direction, visits: Tensor) -> Tensor:
+def _tiles_by_rank(case: Case, direction: Direction, visits: Tensor, sections: Sections) -> Tensor:
     """The tile of each rank, (tiles,). Rank 0 starts first.
 
     Spans: by descending number of visited tiles, ties by ascending tile. Other masks: the fixed order of the template.
+    Deterministic blocks start with the last tile or, with `launch_order` 4, with tiles of at least 1.5 times the mean
+    work in descending order.
     """
-    if case.mask_kind is Mask.SPANS:
-        return torch.argsort(visits, descending=True, stable=True)
     tile = torch.arange(visits.numel())
-    return tile.flip(0) if _causal_forward(case, direction) else tile
+    if sections.descending or _causal_forward(case, direction):
+        return tile.flip(0)
+    if case.mask_kind is not Mask.SPANS:
+        return tile
+    most_first = torch.argsort(visits, descending=True, stable=True)
+    if sections.launch_order != 4:
+        return most_first
+    is_long = 2 * visits * visits.numel() >= 3 * visits.sum()
+    return torch.cat((tile[is_long].flip(0), most_first[~is_long[most_first]]))
 
 
 def _cut(steps: Tensor, visits: Tensor, work_tile: float) -> Tensor:
@@ -234,6 +255,10 @@ def _ranks(
         blocks = min(multiprocessors, tiles * heads * case.batch)
         fits = _even_heads(fits, together * tiles, blocks, max(ENLARGED_MB // sections.cache_mb, 1))
     section = fits * together
+    if sections.launch_order in (1, 2):
+        return _last_section_turned(whole, heads * case.batch, section, folded=sections.launch_order == 2)
+    if sections.launch_order == 3:
+        return _on_diagonals(whole, heads * case.batch, section)
     index = torch.arange(whole * heads * case.batch)
     first = index // (section * max(whole, 1)) * section
     width = (heads * case.batch - first).clamp(max=section)
@@ -242,6 +267,29 @@ def _ranks(
         ascends = (heads * case.batch - 1 - first) // section % 2 == 1
         ranks = torch.where(ascends, whole - 1 - ranks, ranks)
     return torch.cat((ranks, ranks.new_full((last * heads * case.batch,), whole)))
+
+
+def _last_section_turned(tiles: int, planes: int, section: int, folded: bool) -> Tensor:
+    """Ranks with `launch_order` 1 or, if `folded`, 2. The last section also takes the planes that fill no section."""
+    index = torch.arange(tiles * planes)
+    last = planes // section - 1
+    number = (index // (section * tiles)).clamp(max=last)
+    first = number * section
+    is_last = number == last
+    started = (index - first * tiles) // torch.where(is_last, planes - first, section)
+    down = torch.where(is_last, (tiles + 1) // 2 if folded else 0, tiles)
+    return torch.where(started < down, tiles - down + started, tiles - 1 - started)
+
+
+def _on_diagonals(tiles: int, planes: int, section: int) -> Tensor:
+    """Ranks with `launch_order` 3 (`place_on_diagonals` of the template)."""
+    parts = []
+    for first in range(0, planes, section):
+        width = min(section, planes - first)
+        rank = torch.arange(tiles).repeat_interleave(width)
+        plane = torch.arange(width).repeat(tiles)
+        parts.append(rank if width > tiles else rank[torch.argsort((rank + plane) * width + plane)])
+    return torch.cat(parts)
 
 
 def _even_heads(fits: int, tiles: int, blocks: int, enlarged: int) -> int:

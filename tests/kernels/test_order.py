@@ -134,6 +134,34 @@ def deterministic(split: bool, launch_order: int, **more: Any) -> Sm90Backward:
     return replace(tuning, launch_order=launch_order, **more)
 
 
+@pytest.mark.parametrize("together", [0, 2, 3, 16])
+@pytest.mark.parametrize(
+    ("mask", "split", "launch_order"),
+    [
+        (Mask.CAUSAL, False, 1),
+        (Mask.CAUSAL, False, 2),
+        (Mask.CAUSAL, True, 3),
+        (Mask.SPANS, True, 3),
+        (Mask.SPANS, True, 4),
+        (Mask.SPANS, False, 0),
+    ],
+    ids=str,
+)
+def test_deterministic_launch_orders(
+    mask: Mask, split: bool, launch_order: int, together: int, tmp_path: Path
+) -> None:
+    """The simulated schedule of a deterministic kernel has its order."""
+    tuning = deterministic(split, launch_order, heads_together=together)
+    order = order_of(mask, tuning, tmp_path)
+    sections = Sections.of(
+        make_plan(Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, mask), tuning))
+    )
+    for name, heads in (("causal/3x4900", "14/2/128"), ("causal/16x1024", "28/4/128"), ("finetune/0", "7B")):
+        case = make_case(name, heads, DType.BFLOAT16, torch.device("cpu"))
+        ranks = _ranks(case, Direction.BACKWARD, order.ranks(case), split, sections=sections)
+        assert ranks.tolist() == [rank for rank, _, _ in order.places(case)], name
+
+
 @pytest.mark.parametrize(("launch_order", "turned"), [(1, 0), (2, 1)], ids=["most work first", "folded"])
 @pytest.mark.parametrize("heads", ["32/8/128", "14/2/128", "6/6/128"])
 def test_the_last_section_ends_with_little_work(

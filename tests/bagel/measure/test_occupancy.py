@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.occupancy import LEAST_VISITS, Costs, Order, Sections, _ranks, simulate
+from attnforge.bagel.measure.occupancy import (
+    LEAST_VISITS,
+    Costs,
+    Order,
+    Sections,
+    _ranks,
+    _tiles_by_rank,
+    simulate,
+)
 from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.pictures.occupancy import FILL, LOSS, draw_schedules
 from attnforge.codegen.render import render
@@ -132,6 +140,24 @@ def test_backward_lists_of_keys_that_all_queries_see_are_cut() -> None:
     assert sorted(found.busy) == [31] + [32] * 7  # 4 pieces of 32 and 127 tiles of 1
     whole = simulate(case, BACKWARD, 16, 16, "dynamic", False, multiprocessors=8)
     assert max(whole.busy) == 128, "a block per kv head walks its list alone"
+
+
+def test_deterministic_blocks_start_with_their_last_or_longest_tiles() -> None:
+    """Documents of 1, 4 and 2 tiles, and twelve of one: a list of 4 visits is long, the mean of the 19 is 33 / 19."""
+    case = documents(16, 64, 32, *[16] * 12)
+    visits = torch.tensor([1, 4, 4, 4, 4, 2, 2, *[1] * 12])
+    ones = [0, *range(7, 19)]
+
+    def tiles(sections: Sections) -> list[int]:
+        return _tiles_by_rank(case, BACKWARD, visits, sections).tolist()
+
+    assert tiles(Sections()) == [1, 2, 3, 4, 5, 6, *ones]
+    assert tiles(Sections(descending=True, launch_order=3)) == [*reversed(range(19))]
+    assert tiles(Sections(launch_order=4)) == [4, 3, 2, 1, 5, 6, *ones]
+    causal = make_case("causal/64", "1/1/64", DType.BFLOAT16, CPU)  # key tiles of 4, 3, 2 and 1
+    for sections, busy in ((Sections(), [5, 5]), (Sections(descending=True), [4, 6])):
+        found = simulate(causal, BACKWARD, 16, 16, "dynamic", multiprocessors=2, sections=sections)
+        assert sorted(found.busy) == busy
 
 
 def test_dense_masks() -> None:
