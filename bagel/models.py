@@ -42,7 +42,7 @@ MODELS = {
         Model("7B", 28, 4, 128, 28, "BAGEL-7B-MoT (Qwen2.5-7B)", f"Qwen/Qwen2.5-7B: {_HIDDEN}"),
         Model("1.5B", 12, 2, 128, 28, "Qwen2.5-1.5B", f"Qwen/Qwen2.5-1.5B: {_HIDDEN}"),
         Model(
-            "0.5B", 14, 2, 64, 24, "Qwen2.5-0.5B, the repository's default", f"Qwen/Qwen2.5-0.5B: {_HIDDEN}"
+            "0.5B", 14, 2, 64, 24, "Qwen2.5-0.5B (the repository's default)", f"Qwen/Qwen2.5-0.5B: {_HIDDEN}"
         ),
         Model(
             "vit",

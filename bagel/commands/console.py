@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 
 # As wide as the terminal; a pipe gets $COLUMNS or 80.
 console = Console()
+UNBOUNDED = 10_000  # columns: as wide as a table would like to be
 
 
 def echo(text: str) -> None:
@@ -26,11 +29,24 @@ def warn(text: str) -> None:
     console.print(f"[bold yellow]warning:[/bold yellow] {escape(text)}", highlight=False)
 
 
+class _Table(Table):
+    """Where the terminal is too narrow, its columns stand closer, and cells of numbers are not wrapped."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        if Measurement.get(console, options.update(max_width=UNBOUNDED), self).maximum > options.max_width:
+            self.padding, self.show_edge = 0, False
+            for column in self.columns:
+                if column.justify == "right":
+                    column.no_wrap = True
+                    column.header = str(column.header).replace(" ", "\n").replace("\n%", " %")
+        yield from super().__rich_console__(console, options)
+
+
 def make_table(
     title: str, words: Sequence[str], numbers: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> Table:
     """An empty table with columns of text, then right-aligned columns of numbers, then columns of text."""
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = _Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in words:
         table.add_column(name, overflow="fold")
     for name in numbers:

@@ -21,11 +21,14 @@ def models(sources: bool, json_out: Path | None) -> None:
     """
     from attnforge.bagel.models import MODELS
 
-    table = make_table("", ("model", "heads", "head_dim"), ("layers",), ("mask", "what"))
+    table = make_table("", ("model", "mask"), ("heads", "head_dim", "layers"), ("what",))
+    for column in table.columns[:2]:
+        column.no_wrap = True
     for model in MODELS.values():
         dims = f"{model.head_dim}/{model.head_dim_v}" if model.head_dim_v else f"{model.head_dim}"
-        what = f"{model.text}\n[dim]{model.source}[/dim]" if sources else model.text
         heads = f"{model.heads_q}/{model.heads_kv}"
-        table.add_row(model.name, heads, dims, str(model.layers), model.mask, what)
+        table.add_row(model.name, model.mask, heads, dims, str(model.layers), model.text)
     console.print(table)
+    for model in MODELS.values() if sources else ():
+        console.print(f"{model.name}: [dim]{model.source}[/dim]", highlight=False)
     write_json(json_out, [vars(model) for model in MODELS.values()])

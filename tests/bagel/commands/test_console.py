@@ -1,0 +1,30 @@
+"""Tables in terminals of any width."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from attnforge.bagel.commands.console import make_table
+
+
+def lines(width: int) -> list[str]:
+    table = make_table("", ("variant",), ("speed", "95 % interval"), ("note",))
+    table.add_row("tile_n=128 heads=8", "0.1 GFLOP/s", "0.0622-0.0866", "two words")
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_numbers_and_words_stay_whole_in_a_narrow_terminal() -> None:
+    found = lines(46)
+    assert max(map(len, found)) <= 46
+    text = "\n".join(found)
+    assert "0.1 GFLOP/s 0.0622-0.0866" in text
+    assert all(word in text for word in ("tile_n=128", "heads=8", "95 %", "interval", "words"))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_columns_stand_apart_where_there_is_room(width: int) -> None:
+    assert " tile_n=128 heads=8   0.1 GFLOP/s   0.0622-0.0866   two words" in lines(width)
