@@ -16,6 +16,7 @@ from attnforge.runtime import kernels
 from attnforge.runtime.build.cache import obtain
 from attnforge.runtime.inputs import expect_tensors
 from attnforge.runtime.native.launcher import launcher
+from attnforge.runtime.native.layout import like
 
 THREADS, ROWS = 256, 64  # kThreads and kRows of templates/common/sinks.cu.jinja
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
@@ -122,16 +123,10 @@ def _params(x: Tensor, sunk: Tensor, **pointers: Tensor) -> Params:
 # ---- The operators
 
 
-def _like(x: Tensor) -> Tensor:
-    """Without values, of rows that 16-byte loads can read."""
-    y = torch.empty_like(x)
-    return y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def run_forward(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) with sinks (Hq), float32."""
     out, lse, sinks = _vectors(out), lse.contiguous(), sinks.contiguous()
-    sunk, lse_sunk = _like(out), torch.empty_like(lse)
+    sunk, lse_sunk = like(out), torch.empty_like(lse)
     if out.numel():
         _launch(False, out, _params(out, sunk, z=sinks, lse=lse, lse_sunk=lse_sunk))
     return sunk, lse_sunk
@@ -143,7 +138,7 @@ def run_backward(
     """Gradients of out, lse and sinks, from those of the results of `run_forward` and its first result."""
     dout_sunk, sunk = _vectors(dout_sunk), _vectors(sunk)
     dlse_sunk, lse, sinks = dlse_sunk.contiguous(), lse.contiguous(), sinks.contiguous()
-    dout, dlse = _like(sunk), torch.empty_like(lse)
+    dout, dlse = like(sunk), torch.empty_like(lse)
     dz = torch.empty(
         (_blocks(sunk) // max(1, sinks.numel()), sinks.numel()), dtype=torch.float32, device=sunk.device
     )
@@ -155,13 +150,13 @@ def run_backward(
 
 
 def _fake_forward(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(out), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    return like(out), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
 
 
 def _fake_backward(
     dout_sunk: Tensor, dlse_sunk: Tensor, sunk: Tensor, lse: Tensor, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(sunk), torch.empty_like(lse), torch.empty_like(sinks)
+    return like(sunk), torch.empty_like(lse), torch.empty_like(sinks)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

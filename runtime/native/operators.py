@@ -14,24 +14,7 @@ from attnforge.codegen.score import MAX_TENSORS, ScoreMod
 from attnforge.runtime import canary, dispatch, inputs, kernels
 from attnforge.runtime.build.settings import settings
 from attnforge.runtime.native.launcher import launcher
-
-
-def _like(x: Tensor) -> Tensor:
-    # As `like` of runtime/native/arguments.h: x's layout, as long as that leaves a unit last stride.
-    if x.shape[3] == 1:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y = torch.empty_like(x)
-    return y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _output(q: Tensor, v: Tensor) -> Tensor:
-    # As `output` of runtime/native/arguments.h.
-    if q.shape[3] == v.shape[3]:
-        return _like(q)
-    batch, heads, seq = q.shape[:3]
-    if q.stride(1) < q.stride(2):
-        return torch.empty((batch, seq, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
-    return torch.empty((batch, heads, seq, v.shape[3]), dtype=q.dtype, device=q.device)
+from attnforge.runtime.native.layout import like, output
 
 
 def _forward(
@@ -53,7 +36,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     inputs.check_forward(q, k, v, mask, kind, scale, mask_mod=mask_mod)
     inputs.check_score(q, k, score, (score0, score1, score2, score3), mask_mod)
-    return _output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def _backward(
@@ -80,7 +63,7 @@ def _backward(
     inputs.check_forward(q, k, v, mask, kind, scale, mask_mod=mask_mod)
     inputs.check_score(q, k, score, (score0, score1, score2, score3), mask_mod)
     inputs.check_backward(q, v, dout, out, lse, dlse)
-    return _like(q), _like(k), _like(v)
+    return like(q), like(k), like(v)
 
 
 def _score_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> list[Tensor]:
