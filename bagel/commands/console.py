@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.measure import Measurement
-from rich.segment import Segment
 from rich.table import Table
 
 # As wide as the terminal; a pipe gets $COLUMNS or 80.
@@ -32,7 +31,7 @@ def warn(text: str) -> None:
 class _Table(Table):
     """Where the terminal is too narrow, its columns stand closer, and cells of numbers are not wrapped."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if Measurement.get(console, options.update(max_width=UNBOUNDED), self).maximum > options.max_width:
             self.padding, self.show_edge = 0, False
             for column in self.columns:

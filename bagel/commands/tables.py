@@ -13,7 +13,7 @@ from attnforge.bagel.commands.console import console, echo, make_table
 if TYPE_CHECKING:  # torch takes a second to import
     from attnforge.runtime.tables import Tuned
 
-DETERMINISTIC = " deterministic"  # ends the line of an entry that only calls with deterministic=True take
+DETERMINISTIC = " deterministic"  # behind the kernel of an entry that only calls with deterministic=True take
 CLOSE = 1.1  # the same kernel's speeds differ by that much between runs (docs/performance.md)
 FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
@@ -47,7 +47,8 @@ def list_tables() -> None:
 def show(device: str | None) -> None:
     """Show the entries for a device.
 
-    DEVICE is a name as `list` prints it; the default is this machine's device.
+    DEVICE is a name as `list` prints it; the default is this machine's device. Behind a kernel's name: when and with
+    which versions it was measured, as far as the entry says.
     """
     from attnforge.runtime.tables import MODELLED, folders, known
 
@@ -156,7 +157,14 @@ def _line(entry: Tuned) -> str:
     """Numbers first: the kernel's name is as long as it is, and stays whole."""
     seen = entry.visible_keys or ""
     strict = DETERMINISTIC if entry.deterministic else ""
-    return f"{entry.tflops:#7.4g} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}{strict}"
+    line = f"{entry.tflops:#7.4g} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}{strict}"
+    return "; ".join((line, *_provenance(entry)))
+
+
+def _provenance(entry: Tuned) -> list[str]:
+    """Date, versions of attnforge and of the driver, and clocks, as far as the entry has them."""
+    words = {"date": "{}", "attnforge": "attnforge {}", "driver": "driver {}", "clocks": "{}"}
+    return [text.format(entry.notes[name]) for name, text in words.items() if name in entry.notes]
 
 
 def _class(entry: Tuned) -> str:

@@ -135,6 +135,7 @@ class Reading:
     reasons: tuple[str, ...] = ()  # NVML's names, for not running at the highest clock
     others: frozenset[int] | None = frozenset()
     busy: int = 0  # percent of the time
+    driver: str = ""  # its version
 
 
 Read = Callable[[], Reading]
@@ -192,13 +193,18 @@ class GpuConditions:
 
 
 def judge(before: Reading | None, readings: Sequence[Reading]) -> Summary:
-    """Facts and warnings of the readings of a GPU, `before` from when nothing of ours ran."""
+    """Facts and warnings of the readings of a GPU, `before` from when nothing of ours ran.
+
+    Entries of tuned tables record the facts.
+    """
     facts: dict[str, str] = {}
     warnings: list[str] = []
     if before is not None and before.busy >= BUSY_GPU:
         warnings.append(f"the GPU was {before.busy} % busy before the search")
     if not readings:
         return Summary(facts, tuple(warnings))
+    if driver := readings[0].driver:
+        facts["driver"] = driver
     clocks = [reading.clock for reading in readings]
     facts["clocks"] = f"{median(clocks):.0f} MHz ({min(clocks)} to {max(clocks)})"
     counts = Counter(reason for reading in readings for reason in set(reading.reasons))
@@ -241,6 +247,7 @@ def _reader(nvml: Any, handle: Any) -> Read:
         if name.startswith(prefix) and isinstance(getattr(nvml, name), int)
     }
     wanted = {name: bits[name] for name in (*SLOWDOWNS, POWER_CAP) if name in bits}
+    driver = str(nvml.nvmlSystemGetDriverVersion())
 
     def read() -> Reading:
         mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
@@ -252,6 +259,7 @@ def _reader(nvml: Any, handle: Any) -> Read:
             # In a container NVML may count processes as the host does: then ours are not among them.
             pids - own if pids & own else None,
             nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            driver,
         )
 
     return read

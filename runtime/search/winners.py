@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
+from attnforge import __version__
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime import tables
+from attnforge.runtime.export import revision
 from attnforge.runtime.search.search import Finished
 from attnforge.runtime.tables import Tuned
 
@@ -71,11 +74,22 @@ def _entry(finished: Finished, env: dict[str, str]) -> Tuned:
         "interval_ms": [round(winner.low_ms, 4), round(winner.high_ms, 4)],
         **({"warnings": list(finished.conditions.warnings)} if finished.conditions.warnings else {}),
         **{name: value for name, value in env.items() if name != "device"},
+        **finished.conditions.facts,
+        "attnforge": _version(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
     group = case.heads_q // case.heads_kv
     seen = abs(case.visible_keys)
     return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, seen, case.deterministic)
+
+
+def _version() -> str:
+    """The version, and the commit of a checkout: `0.1.0 (1d2e3f4a, changed)`."""
+    found = revision()
+    if found is None:
+        return __version__
+    return f"{__version__} ({found.commit[:8]}{', changed' if found.dirty else ''})"
 
 
 def tuned_entries(directory: Path = GENERATED) -> list[Tuned]:

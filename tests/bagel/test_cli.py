@@ -292,13 +292,16 @@ def test_tables_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     problem = Problem(Direction.FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.FULL, 16)
     one, two, *_ = candidates(problem)
     first, second = tmp_path / "first", tmp_path / "second"
-    save("cpu avx2", [Tuned(one, 1, 64, 1.0, 5.0)], first)
+    notes = {"driver": "580.1", "date": "2026-11-27", "torch": "2.11.0", "attnforge": "0.1.0 (1d2e3f4a)"}
+    save("cpu avx2", [Tuned(one, 1, 64, 1.0, 5.0, notes)], first)
     save("cpu avx2", [Tuned(two, 1, 64, 1.0, 7.0), Tuned(two, 4, 64, 1.0, 7.0)], second)
     monkeypatch.setenv("ATTNFORGE_TABLES", f"{first}{os.pathsep}{second}")
     shown = CliRunner().invoke(main, ("tables", "list")).output
     assert f"{first}  (searches write here)" in shown
     assert shown.index(str(first)) < shown.index(str(second)) < shown.index("modelled, not measured")
-    assert one.slug in CliRunner().invoke(main, ("tables", "show", "cpu avx2")).output
+    lines = CliRunner().invoke(main, ("tables", "show", "cpu avx2")).output.splitlines()[2:]
+    known = f"{one.slug}; 2026-11-27; attnforge 0.1.0 (1d2e3f4a); driver 580.1"
+    assert {line.split(None, 3)[-1] for line in lines} == {two.slug, known}, "nothing is said of an older entry"
     assert CliRunner().invoke(main, ("tables", "show", "no such device")).exit_code == 1
     different = CliRunner().invoke(main, ("tables", "diff", str(first), str(second))).output
     assert "5.0 TFLOP/s" in different

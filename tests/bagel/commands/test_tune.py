@@ -339,7 +339,7 @@ def test_winners_for_deterministic_calls_and_others_live_side_by_side(
         return CliRunner().invoke(main, ("tables", *words)).output
 
     shown = say("show", "nvidia-h200")
-    assert f"{strict} deterministic\n" in shown
+    assert f"{strict} deterministic; " in shown
     assert shown.count("deterministic") == 1
     assert "2 entries, measured; 1 for deterministic calls" in say("list")
     assert "deterministic" in say("diff", str(tmp_path / "all"), str(tmp_path / "plain"))

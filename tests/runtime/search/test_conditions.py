@@ -21,6 +21,7 @@ def test_a_quiet_gpu() -> None:
     summary = judge(IDLE, [Reading(1500), Reading(1980), Reading(1755, ("SwPowerCap",))])
     assert summary.facts == {"clocks": "1755 MHz (1500 to 1980)", "power cap": "33% of the readings"}
     assert summary.warnings == ()
+    assert judge(IDLE, [Reading(1980, driver="580.159.03")]).facts["driver"] == "580.159.03"
 
 
 @pytest.mark.parametrize(

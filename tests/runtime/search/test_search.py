@@ -22,6 +22,7 @@ import pytest
 import torch
 from rich.status import Status
 
+from attnforge import __version__
 from attnforge.bagel.commands import search_screen
 from attnforge.bagel.measure.bench import Row
 from attnforge.codegen.families import make_plan, make_tuning
@@ -726,11 +727,16 @@ def test_a_deterministic_case_is_searched_and_saved_as_one(
         f"{plain.name} deterministic"
     }
     assert isinstance(finished, Finished)
-    winners.keep(finished, device, {}, tmp_path)
+    facts = {"driver": "580.1", "clocks": "1980 MHz (1980 to 1980)"}
+    winners.keep(replace(finished, conditions=Summary(facts)), device, {"torch": "2.11.0"}, tmp_path)
     assert finished.winner is not None
     saved = {entry.deterministic: entry for entry in tables.load(device, tmp_path)}
     assert (saved[False].spec, saved[True].spec) == (loose, finished.winner.spec)
-    assert saved[True].notes["case"] == case.name
+    notes = saved[True].notes
+    assert notes["case"] == case.name
+    assert {name: notes[name] for name in ("torch", "driver", "clocks")} == {"torch": "2.11.0"} | facts
+    assert notes["attnforge"].startswith(__version__)
+    assert notes["date"].startswith("20")
     taken = choose_for(loose.problem, 1, 64, Target(device, (arch,)), deterministic=True)
     assert taken.spec == finished.winner.spec
     assert (
