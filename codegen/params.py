@@ -74,7 +74,11 @@ FIELDS: tuple[Field, ...] = (
         "(batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row",
     ),
     Field("const float*", "dlse", "(batch, heads_q, seq_q) gradient of lse, null if there is none"),
-    Field("float*", "delta", "2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse"),
+    Field(
+        "float*",
+        "delta",
+        "per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all",
+    ),
     Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order"),
     Field("float*", "dkv_accum", "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv"),
     Field(
@@ -98,7 +102,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int*",
         "tile_order",
-        "(mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece",
+        "(mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)",
     ),
     Field(
         "int*",

@@ -39,7 +39,7 @@ PARAMS: tuple[tuple[str, str, tuple[int, ...], str], ...] = (
     ("const void*", "sin", (), "(tokens, head_dim / 2)"),
     ("long long", "cos_row", (), ""),
     ("long long", "sin_row", (), ""),
-    ("const int*", "rows", (), "of tokens: r of the first expert, ~r of the second, INT_MIN of none; null: own"),
+    ("const int*", "rows", (), "(tokens) r: row of the first expert; ~r: of the second; INT_MIN: none; null: the token"),
     ("float*", "sums", (), "backward: (blocks, 2, 2, head_dim), of the weights' gradients"),
     ("int", "heads", (3,), "of q, k, v"),
     ("int", "tokens", (), ""),
@@ -102,7 +102,7 @@ class CudaTuning:
     warps: int = knob("w", "warps per block; each takes its own tokens")
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
     persistent: int = knob(
-        "p", "0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones"
+        "p", "0: blocks for all tokens; as many as the device holds, 1: with strided, 2: with adjacent tokens"
     )
     share: int = knob("s", "warps that take a token's heads together", default=1, quiet=True)
     ahead: int = knob(

@@ -36,9 +36,9 @@ struct Params {
     const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
+    float* delta;  // per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;

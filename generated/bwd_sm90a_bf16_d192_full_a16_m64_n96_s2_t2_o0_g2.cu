@@ -63,7 +63,7 @@ struct Params {
     TensorRef dv;
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // 2 or 8 floats a row: row sums of dout * out less dlse, on GPUs with lse
+    float* delta;  // per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     int batch;
     int heads_q;

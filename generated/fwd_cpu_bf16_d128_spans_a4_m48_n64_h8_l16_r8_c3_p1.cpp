@@ -30,7 +30,7 @@ struct Params {
     const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;

@@ -33,7 +33,7 @@ struct Params {
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;

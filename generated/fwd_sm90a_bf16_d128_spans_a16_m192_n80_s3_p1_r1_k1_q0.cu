@@ -44,7 +44,7 @@ struct Params {
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles, most work first; or pieces of their lists, see Piece
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
     int* tile_counter;  // work tiles handed out; of a forward also blocks that found none left, both 0 between launches

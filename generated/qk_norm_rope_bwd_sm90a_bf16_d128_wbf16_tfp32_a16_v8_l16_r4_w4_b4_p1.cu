@@ -7,7 +7,7 @@
 //   rows          4   heads that a lane holds at once
 //   warps         4   warps per block; each takes its own tokens
 //   blocks        4   blocks per multiprocessor that registers are shared among
-//   persistent    1   0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones
+//   persistent    1   0: blocks for all tokens; as many as the device holds, 1: with strided, 2: with adjacent tokens
 //
 // Gradients of the projections and of the norms' weights, from those of the rotated heads.
 //
@@ -22,7 +22,7 @@
 //   dx        head_dim      scale (w dn - x scale^2 mean(w dn x))
 //   dw        head_dim      sum of dn x scale over the heads of the expert's tokens
 //
-// kShare warps take one token at a time, kLanes lanes one head: a team. A lane has the same columns of both halves of
+// kShare warps take one token at a time, a team of kLanes lanes one head. A lane has the same columns of both halves of
 // every head, so that rotation needs no other lane, and a warp reads angles and weights once for its heads of a token.
 // Weight gradients of a token are added up in registers, of a warp's tokens in shared memory, of a block in `sums`. The
 // second kernel adds those, always in the same order: gradients have the same bits on every run.
@@ -44,7 +44,7 @@ struct Params {
     const void* sin;  // (tokens, head_dim / 2)
     long long cos_row;
     long long sin_row;
-    const int* rows;  // of tokens: r of the first expert, ~r of the second, INT_MIN of none; null: own
+    const int* rows;  // (tokens) r: row of the first expert; ~r: of the second; INT_MIN: none; null: the token
     float* sums;  // backward: (blocks, 2, 2, head_dim), of the weights' gradients
     int heads[3];  // of q, k, v
     int tokens;
@@ -120,7 +120,7 @@ typedef float Floats[kVectors][2][kValues];
 
 __device__ __forceinline__ int column_of(int j) { return (j * kLanes + threadIdx.x % kLanes) * kValues; }
 
-// Thread: has it columns there? kLanes is a power of two, half a head need not be one.
+// Thread: whether it has columns there. kLanes is a power of two; half a head need not be a multiple of it.
 __device__ __forceinline__ bool has_column(int j) { return true; }
 
 // Thread: its part of the head at `head`; zeros if not `valid`.
@@ -205,10 +205,10 @@ struct Token {
     int index;
     int expert;
     int row;       // of the expert's projections
-    bool present;  // has it an expert?
+    bool present;  // whether it has an expert
 };
 
-// The entry of `rows`; anything from `end` on.
+// The entry of `rows`, or the token itself without `rows`. The result from `end` on is not used.
 __device__ __forceinline__ int find_row(const Params& p, int index, int end) {
     return p.rows != nullptr && index < end ? p.rows[index] : index;
 }
@@ -412,7 +412,7 @@ attnforge_qk_norm_rope_bwd_sm90a_bf16_d128_wbf16_tfp32_a16_v8_l16_r4_w4_b4_p1(co
     }
     __syncthreads();
     Floats dw[2] = {};
-    int expert = 0;  // that dw is of
+    int expert = 0;  // whose gradient dw holds
     const Tokens mine = tokens_of(p);
     int row = find_row(p, mine.index, mine.end);
     for (int index = mine.index; index < mine.end; index += mine.step) {

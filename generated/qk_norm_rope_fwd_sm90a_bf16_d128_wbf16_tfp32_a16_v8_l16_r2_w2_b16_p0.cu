@@ -7,7 +7,7 @@
 //   rows          2   heads that a lane holds at once
 //   warps         2   warps per block; each takes its own tokens
 //   blocks       16   blocks per multiprocessor that registers are shared among
-//   persistent    0   0: blocks for all tokens; the grid fills the device once, 1: tokens in turn, 2: adjacent ones
+//   persistent    0   0: blocks for all tokens; as many as the device holds, 1: with strided, 2: with adjacent tokens
 //
 // RMSNorm of each head of q and k, then rotary embedding; v is copied.
 //
@@ -19,7 +19,7 @@
 //   c, s      head_dim / 2  cosine and sine of the token's angles
 //   y         head_dim      y0 = n0 c - n1 s, y1 = n1 c + n0 s; 0 and 1 are the halves of a head
 //
-// kShare warps take one token at a time, kLanes lanes one head: a team. A lane has the same columns of both halves of
+// kShare warps take one token at a time, a team of kLanes lanes one head. A lane has the same columns of both halves of
 // every head, so that rotation needs no other lane, and a warp reads angles and weights once for its heads of a token.
 
 // Rows of heads: strides in elements, columns are adjacent.
@@ -39,7 +39,7 @@ struct Params {
     const void* sin;  // (tokens, head_dim / 2)
     long long cos_row;
     long long sin_row;
-    const int* rows;  // of tokens: r of the first expert, ~r of the second, INT_MIN of none; null: own
+    const int* rows;  // (tokens) r: row of the first expert; ~r: of the second; INT_MIN: none; null: the token
     float* sums;  // backward: (blocks, 2, 2, head_dim), of the weights' gradients
     int heads[3];  // of q, k, v
     int tokens;
@@ -115,7 +115,7 @@ typedef float Floats[kVectors][2][kValues];
 
 __device__ __forceinline__ int column_of(int j) { return (j * kLanes + threadIdx.x % kLanes) * kValues; }
 
-// Thread: has it columns there? kLanes is a power of two, half a head need not be one.
+// Thread: whether it has columns there. kLanes is a power of two; half a head need not be a multiple of it.
 __device__ __forceinline__ bool has_column(int j) { return true; }
 
 // Thread: its part of the head at `head`; zeros if not `valid`.
@@ -200,10 +200,10 @@ struct Token {
     int index;
     int expert;
     int row;       // of the expert's projections
-    bool present;  // has it an expert?
+    bool present;  // whether it has an expert
 };
 
-// The entry of `rows`; anything from `end` on.
+// The entry of `rows`, or the token itself without `rows`. The result from `end` on is not used.
 __device__ __forceinline__ int find_row(const Params& p, int index, int end) {
     return p.rows != nullptr && index < end ? p.rows[index] : index;
 }
