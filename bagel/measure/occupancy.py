@@ -129,8 +129,8 @@ def simulate(
     visits = (kinds != EMPTY).any(1).sum(1 if direction is Direction.FORWARD else 0)
     loops = 1 if direction is Direction.FORWARD or split_heads else case.heads_q // case.heads_kv
     steps = (full + masked * costs.masked).double() / row_groups * loops
-    cut = sections.cut_lists and split_heads and case.mask_kind is Mask.SPANS
-    if direction is Direction.BACKWARD and cut:
+    listed = direction is Direction.BACKWARD and split_heads and case.mask_kind is Mask.SPANS
+    if listed and sections.cut_lists:
         ranked = _cut(steps, visits, costs.work_tile)
     else:
         ranked = (steps + costs.work_tile)[_tiles_by_rank(case, direction, visits, sections)]
@@ -143,14 +143,12 @@ def simulate(
     busy = (
         _static(work_tiles, multiprocessors) if order == "static" else _dynamic(work_tiles, multiprocessors)
     )
-    visited = int((full + masked).sum())
     area = tile_m * tile_n
-    useful = case.pairs * case.batch * case.heads_q / area
     return Schedule(
         int(full.sum()),
         int(masked.sum()),
-        case.pairs * row_groups / (area * visited),
-        useful,
+        case.pairs * row_groups / (area * int((full + masked).sum())),
+        case.pairs * case.batch * case.heads_q / area,
         tuple(busy.tolist()),
     )
 
