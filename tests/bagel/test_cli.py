@@ -301,7 +301,9 @@ def test_tables_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert shown.index(str(first)) < shown.index(str(second)) < shown.index("modelled, not measured")
     lines = CliRunner().invoke(main, ("tables", "show", "cpu avx2")).output.splitlines()[2:]
     known = f"{one.slug}; 2026-11-27; attnforge 0.1.0 (1d2e3f4a); driver 580.1"
-    assert {line.split(None, 3)[-1] for line in lines} == {two.slug, known}, "nothing is said of an older entry"
+    assert {line.split(None, 3)[-1] for line in lines} == {two.slug, known}, (
+        "nothing is said of an older entry"
+    )
     assert CliRunner().invoke(main, ("tables", "show", "no such device")).exit_code == 1
     different = CliRunner().invoke(main, ("tables", "diff", str(first), str(second))).output
     assert "5.0 TFLOP/s" in different
