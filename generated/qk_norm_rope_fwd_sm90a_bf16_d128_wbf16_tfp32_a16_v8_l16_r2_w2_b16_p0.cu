@@ -39,7 +39,7 @@ struct Params {
     const void* sin;  // (tokens, head_dim / 2)
     long long cos_row;
     long long sin_row;
-    const int* rows;  // (tokens) r: row of the first expert; ~r: of the second; INT_MIN: none; null: the token
+    const int* rows;  // (tokens) r: row of the first expert, ~r: of the second, INT_MIN: none; null: token
     float* sums;  // backward: (blocks, 2, 2, head_dim), of the weights' gradients
     int heads[3];  // of q, k, v
     int tokens;

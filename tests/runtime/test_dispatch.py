@@ -606,6 +606,20 @@ def test_what_only_deterministic_wide_blocks_have_is_left_out(pair: bool) -> Non
     assert tables.planned(Spec(replace(problem, score=alibi), tuning)).tuning == plain
 
 
+def test_of_scores_the_formula_counts_then_none_then_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_tables_of(tmp_path, monkeypatch)
+    problem = replace(PROBLEM, arch=Arch.SM90A, mask=Mask.CAUSAL)
+    alibi = "alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)"
+    texts = {name: f"softcap: {name} * tanh(score / {name})" for name in ("20.0", "50.0")}
+    scored = [replace(problem, score=ScoreMod(text)) for text in (*texts.values(), alibi, "")]
+    specs = [next(candidates(one)) for one in scored]
+    tables.save(H200, [Tuned(spec, 7, 1024, 1.0, 10.0 + i) for i, spec in enumerate(specs)], tmp_path)
+    found = tables.offers(scored[1], 7, 1024, H200)
+    assert [offer.entry.spec for offer in found] == [specs[1], specs[0], specs[3], specs[2]]
+
+
 @pytest.mark.parametrize(
     ("score", "pair"),
     [
