@@ -29,6 +29,16 @@ lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, 
 )
 
 
+@pytest.mark.parametrize(
+    ("sides", "keys"), [((63, 0), 64), ((-1, 63), 576), ((63, -1), 576), ((700, 700), 1024)], ids=str
+)
+def test_dispatch_learns_how_many_keys_a_window_shows(sides: tuple[int, int], keys: int) -> None:
+    """A side without a limit counts as half of the keys."""
+    mask = flash_attn.band(1024, 1024, flash_attn.Sides(*sides), torch.device("cpu"))
+    assert isinstance(mask, attnforge.Spans)
+    assert mask.visible_keys == keys
+
+
 def bounds(lens: list[int], device: str = "cpu") -> Tensor:
     cumulated = torch.tensor([0, *lens]).cumsum(0)
     return cumulated.to(device, torch.int32)

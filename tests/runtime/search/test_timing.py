@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import comb
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from attnforge.runtime.search.timing import (
     measure_against,
     measure_interleaved,
     ranks,
+    rotations,
 )
 
 CPU = torch.device("cpu")
@@ -25,6 +27,18 @@ CPU = torch.device("cpu")
 def test_effort_counts() -> None:
     how = Effort(seconds=1.0, repeats=50, least=3, give_up_ms=400.0)
     assert [how.count(ms) for ms in (1.0, 100.0, 390.0, 401.0)] == [50, 10, 3, 1]
+
+
+@pytest.mark.parametrize(("megabytes", "copies"), [(1, 8), (3, 4), (5, 2), (6, 2), (10, 1), (50, 1)], ids=str)
+def test_copies_of_the_inputs_fill_the_cache_twice(
+    megabytes: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no call finds its inputs there; eight at most."""
+    cache = SimpleNamespace(L2_cache_size=5 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: cache)
+    tensor = torch.empty(megabytes << 20, dtype=torch.int8)
+    assert rotations([tensor], torch.device("cuda")) == copies
+    assert rotations([tensor], CPU) == 1
 
 
 def test_calls_are_timed_in_turns() -> None:

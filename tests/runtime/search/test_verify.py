@@ -184,3 +184,5 @@ def test_odd_cases_have_hidden_rows_and_keys() -> None:
     assert (~seen.any(0)).any()
     assert (~seen.any(1)).any()
     assert not seen.all(1).any()
+    causal = odd_case(SMALL)
+    assert causal.seq_q - causal.seq_k == 68, "queries that see no key"
