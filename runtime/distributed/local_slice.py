@@ -91,7 +91,7 @@ def mask_at(mask: FunctionMask, local_slice: LocalSlice, keys: int) -> FunctionM
     padded, batch = bool(local_slice.total < keys), mask.shape[0]  # bool(): total may be symbolic
     heads = None if mask.shape[1] is None else local_slice.heads
     part = _part("mask_mod", mask.text, local_slice.offset_indices, padded)
-    if mask.shape == (batch, heads, local_slice.rows, keys) and not part.placed and not part.narrowed:
+    if mask.shape == (batch, heads, local_slice.rows, keys) and not part.has_offsets and not part.narrowed:
         return mask  # the same object keeps its tile schedules
     text, tensors = _at("mask_mod", mask.text, mask.tensors, local_slice, padded)
     return FunctionMask(
@@ -110,7 +110,9 @@ def expect_few_tensors(score: Score | None, mask: object, local_slice: LocalSlic
     """Raises ValueError if score and mask of a rank capture more tensors than a kernel takes."""
     found = len(mask.tensors) if isinstance(mask, FunctionMask) else 0
     if score is not None:
-        found += len(score.tensors) + _part("score", score.text, local_slice.offset_indices, False).placed
+        found += (
+            len(score.tensors) + _part("score", score.text, local_slice.offset_indices, False).has_offsets
+        )
     if found > MAX_TENSORS:
         raise ValueError(
             f"score, mask: capture {found} tensors, at most {MAX_TENSORS} are supported; context_parallel adds one to "
@@ -128,12 +130,12 @@ def planes_at(mask: Spans | DenseMask, local_slice: LocalSlice) -> Spans | Dense
 
 
 @lru_cache(maxsize=64)
-def _known_part(argument: str, text: str, moved: tuple[Leaf, ...], padded: bool) -> Part:
-    return part_of(_FORMULAS[argument](text), moved, padded)
+def _known_part(argument: str, text: str, offset_indices: tuple[Leaf, ...], padded: bool) -> Part:
+    return part_of(_FORMULAS[argument](text), offset_indices, padded)
 
 
-def _part(argument: str, text: str, moved: tuple[Leaf, ...], padded: bool) -> Part:
-    return _known_part(argument, text, moved, padded)
+def _part(argument: str, text: str, offset_indices: tuple[Leaf, ...], padded: bool) -> Part:
+    return _known_part(argument, text, offset_indices, padded)
 
 
 def _wanting(text: str, wanted: tuple[int, ...]) -> str:
@@ -156,7 +158,7 @@ def _at(
     """Text and captured tensors of a function for a local slice."""
     part = _part(argument, text, local_slice.offset_indices, padded)
     found = tuple(_narrow(x, number, part, local_slice) for number, x in enumerate(tensors))
-    if part.placed:
+    if part.has_offsets:
         numbers = (local_slice.row, local_slice.head, local_slice.total)
         fake = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         found += ((_numbers if fake else _kept_numbers)(numbers, local_slice.device),)
