@@ -60,6 +60,10 @@ def test_occupancy_counts_every_limit() -> None:
     assert occupancy(plan, dataclasses.replace(gpu, shared_bytes=1 << 20), 128) == 65536 // (
         128 * launch.threads
     )
+    large = dataclasses.replace(gpu, shared_bytes=1 << 30, threads=1 << 20, blocks=1 << 10)
+    assert occupancy(plan, large, 33) == 65536 // (40 * launch.threads), (
+        "a warp has multiples of 256 registers"
+    )
     assert occupancy(plan, gpu, 32) == min(
         (100 << 10) // (launch.shared_bytes + 1024), 1536 // launch.threads
     )

@@ -129,3 +129,12 @@ def test_names() -> None:
 def test_a_missing_library_is_named() -> None:
     with pytest.raises(Infeasible, match=r"pip install 'attnforge\[search\]'"):
         STRATEGIES["forest"](random.sample(SPACE, 3), 0)
+
+
+def test_alternate_takes_the_first_of_the_list_and_the_nearest_to_the_best_in_turns() -> None:
+    chosen = strategy("alternate")
+    assert chosen.suggest({}, 1) == [SPACE[0]]
+    best = SPACE[200]
+    near, first = chosen.suggest({SPACE[0]: 2.0, best: 1.0}, 2)
+    assert sum(near.tuning.to_json()[name] != value for name, value in best.tuning.to_json().items()) <= 1
+    assert first == SPACE[1]
