@@ -64,6 +64,9 @@ def test_occupancy_counts_every_limit() -> None:
     assert occupancy(plan, large, 33) == 65536 // (40 * launch.threads), (
         "a warp has multiples of 256 registers"
     )
+    for spare, blocks in ((0, 3), (-1, 2)):
+        shared = 3 * (launch.shared_bytes + 1024) + spare
+        assert occupancy(plan, dataclasses.replace(large, shared_bytes=shared), 16) == blocks
     assert occupancy(plan, gpu, 32) == min(
         (100 << 10) // (launch.shared_bytes + 1024), 1536 // launch.threads
     )
