@@ -29,16 +29,22 @@ def warn(text: str) -> None:
 
 
 class _Table(Table):
-    """Where the terminal is too narrow, its columns stand closer, and cells of numbers are not wrapped."""
+    """In a narrow terminal its columns stand closer, and numbers are not wrapped, as long as all words have room."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if Measurement.get(console, options.update(max_width=UNBOUNDED), self).maximum > options.max_width:
+        if self._width(console).maximum > options.max_width:
             self.padding, self.show_edge = 0, False
-            for column in self.columns:
-                if column.justify == "right":
-                    column.no_wrap = True
-                    column.header = str(column.header).replace(" ", "\n").replace("\n%", " %")
+            numbers = [column for column in self.columns if column.justify == "right"]
+            for column in numbers:
+                column.no_wrap = True
+                column.header = str(column.header).replace(" ", "\n").replace("\n%", " %")
+            if self._width(console).minimum > options.max_width:
+                for column in numbers:
+                    column.no_wrap = False  # folded, not cropped
         yield from super().__rich_console__(console, options)
+
+    def _width(self, console: Console) -> Measurement:
+        return Measurement.get(console, console.options.update(max_width=UNBOUNDED), self)
 
 
 def make_table(

@@ -28,3 +28,9 @@ def test_numbers_and_words_stay_whole_in_a_narrow_terminal() -> None:
 @pytest.mark.parametrize("width", [80, 200])
 def test_columns_stand_apart_where_there_is_room(width: int) -> None:
     assert " tile_n=128 heads=8   0.1 GFLOP/s   0.0622-0.0866   two words" in lines(width)
+
+
+def test_no_digit_is_lost_in_a_terminal_that_is_too_narrow() -> None:
+    digits = [c for c in "".join(lines(24)) if c.isdigit()]
+    whole = [c for c in "".join(lines(200)) if c.isdigit()]
+    assert sorted(digits) == sorted(whole)
