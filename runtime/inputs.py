@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -27,10 +28,19 @@ _LAYOUT = {"q": "(batch, heads_q, seq_q, head_dim)", "k": "(batch, heads_kv, seq
 
 
 def expect_tensors(**values: object) -> None:
-    """Raises TypeError naming the first argument that is not a tensor."""
+    """Raises TypeError naming the first argument that is not a tensor, or is a sparse or nested one."""
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor")
+        if value.is_nested:
+            raise TypeError(
+                f"{name}: got a nested tensor, expected a strided one; pack documents of different lengths end to end, "
+                "with attnforge.masks.documents as the mask"
+            )
+        if value.layout is not torch.strided:
+            raise TypeError(
+                f"{name}: got layout {value.layout}, expected torch.strided; use {name}.to_dense()"
+            )
 
 
 def expect_layout(layout: str, **values: Tensor) -> None:
@@ -44,7 +54,14 @@ def expect_layout(layout: str, **values: Tensor) -> None:
 def expect_number(name: str, value: object) -> None:
     """Raises TypeError naming the argument unless it is a number or None; a bool is not a number here."""
     numbers = (int, float, torch.SymInt, torch.SymFloat)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers)):
+    if value is None or (isinstance(value, numbers) and not isinstance(value, bool)):
+        return
+    if isinstance(value, Tensor):  # torch would take its value, and its gradient would be lost
+        raise TypeError(
+            f"{name}: got Tensor, expected a number or None; use {name}.item()"
+            + (", or multiply q by it if it is learned" if name == "scale" else "")
+        )
+    if isinstance(value, bool) or not isinstance(value, Real):  # numpy's numbers are Real
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number or None")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 from attnforge.runtime import mask_svg
-from attnforge.runtime.inputs import MAX_INDEX
+from attnforge.runtime.inputs import MAX_INDEX, expect_tensors
 from attnforge.runtime.native.operators import operators
 from attnforge.runtime.score_trace import evaluate
 
@@ -290,6 +290,7 @@ class DenseMask(_Listed, _Whole):
         """Raises TypeError or ValueError for anything but a bool tensor of 2 or 4 dimensions."""
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask: got {type(mask).__name__}, expected a bool tensor")
+        expect_tensors(mask=mask)
         if mask.dtype != torch.bool:
             raise ValueError(
                 f"mask: got dtype {mask.dtype}, expected torch.bool, True where a key is visible; "

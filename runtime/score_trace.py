@@ -63,7 +63,7 @@ def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
     """(text, captured tensors) of a function (score, b, h, q_idx, kv_idx). Raises ScoreError naming what is wrong."""
     try:
         translation = _Translation(_graph(function, [torch.zeros(()), *_indices()]), ScoreMod.leaves)
-        tensors = _readable(translation.tensors)
+        tensors = _captured(translation.tensors)
         text = _text(ScoreMod, function, translation, tensors)
     except ScoreError as error:
         raise ScoreError(f"score: {error}") from None
@@ -90,11 +90,12 @@ def traced_mask(
     """
     try:
         translation = _Translation(_graph(function, _indices()), MaskMod.leaves, fixed or {})
-        tensors = _readable([_as_int32(x) for x in translation.tensors])
+        tensors = _captured([_as_int32(x) for x in translation.tensors])
         text = _text(MaskMod, function, translation, tensors)
     except ScoreError as error:
         raise ScoreError(f"mask_mod: {error}") from None
-    return text, tuple(x.detach().clone(memory_format=torch.contiguous_format) for x in tensors)
+    copies = (x.detach().clone(memory_format=torch.contiguous_format) for x in tensors)
+    return text, tuple(as_read(x) for x in copies)
 
 
 def _indices() -> list[Tensor]:
@@ -129,7 +130,7 @@ def _text(
     """The text of a traced function, named after it."""
     truth, fallback = form is MaskMod, "mask_mod" if form is MaskMod else "score_mod"
     name = re.sub(r"[^a-z0-9_]", "", getattr(function, "__name__", "").lower()).strip("_")
-    translation.program.tensors = tuple(str(x.dtype).removeprefix("torch.") for x in tensors)
+    translation.program.tensors = tuple(dtype_as_read(x) for x in tensors)
     result = translation.result()
     result = _truth(translation.program, result) if truth else translation.program.call("float", result)
     declared = tuple((dtype, x.dim()) for dtype, x in zip(translation.program.tensors, tensors, strict=True))
@@ -148,8 +149,18 @@ def _as_int32(x: Tensor) -> Tensor:
     return x
 
 
-def _readable(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Captured tensors of a traced function as kernels read them, with at least one axis."""
+def as_read(x: Tensor) -> Tensor:
+    """A captured tensor as kernels read it: float16 as a copy in float32, everything else as it is."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def dtype_as_read(x: Tensor) -> str:
+    """The dtype of `as_read` as texts of functions have it."""
+    return "float32" if x.dtype == torch.float16 else str(x.dtype).removeprefix("torch.")
+
+
+def _captured(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The captured tensors of a traced function, checked, with at least one axis."""
     if len(tensors) > MAX_TENSORS:
         raise ScoreError(f"captures {len(tensors)} tensors, at most {MAX_TENSORS} are supported")
     found = []
@@ -162,7 +173,6 @@ def _readable(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             raise ScoreError(
                 f"a captured tensor has shape {tuple(x.shape)}, expected 0 to 4 axes and elements"
             )
-        x = x.float() if x.dtype == torch.float16 else x
         found.append(x.reshape(1) if x.dim() == 0 else x)
     return tuple(found)
 

@@ -12,21 +12,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnforge.runtime.score_trace import FLOATS, ScoreFunction, traced
+from attnforge.runtime.inputs import expect_tensors
+from attnforge.runtime.score_trace import FLOATS, ScoreFunction, as_read, dtype_as_read, traced
 
 __all__ = ["Score", "alibi", "bias", "relative_bias", "score_mod", "softcap"]
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """A function of a score as text (codegen/score.py), and the tensors that it reads, on the device of q.
+    """A function of a score as text (codegen/score.py), and the tensors that it captured, on the device of q.
 
     Kernels are compiled once for each text; the tensors are read at every call. Make one at start and pass it to
     every layer that uses it.
     """
 
     text: str
-    tensors: tuple[Tensor, ...] = ()
+    captured: tuple[Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The captured tensors as kernels read them now: float16 as copies in float32."""
+        return tuple([as_read(x) for x in self.captured])
 
 
 def softcap(cap: float, approximate: bool = False) -> Score:
@@ -52,7 +58,7 @@ def alibi(slopes: Tensor, offset: int = 0) -> Score:
     if t0.dim() not in (1, 2):
         raise ValueError(f"slopes: got shape {tuple(slopes.shape)}, expected (heads_q) or (batch, heads_q)")
     slope = "t0[h]" if t0.dim() == 1 else "t0[b, h]"
-    dtype = _dtype(t0)
+    dtype = dtype_as_read(t0)
     if offset == 0:
         return Score(f"alibi(t0: {dtype}[{t0.dim()}]): score - {slope} * abs(q_idx - kv_idx)", (t0,))
     # At run time: it changes with the lengths, and each text is a kernel.
@@ -73,10 +79,10 @@ def bias(tensor: Tensor) -> Score:
     names = ("b", "h", "q_idx", "kv_idx")[4 - whole.dim() :]
     axes = [i for i, size in enumerate(whole.shape) if size != 1]
     if not axes:
-        return Score(f"bias(t0: {_dtype(whole)}[1]): score + t0[0]", (whole.reshape(1),))
+        return Score(f"bias(t0: {dtype_as_read(whole)}[1]): score + t0[0]", (whole.reshape(1),))
     t0 = whole.squeeze()
     at = ", ".join(names[i] for i in axes)
-    return Score(f"bias(t0: {_dtype(t0)}[{t0.dim()}]): score + t0[{at}]", (t0,))
+    return Score(f"bias(t0: {dtype_as_read(t0)}[{t0.dim()}]): score + t0[{at}]", (t0,))
 
 
 def relative_bias(table: Tensor) -> Score:
@@ -92,7 +98,7 @@ def relative_bias(table: Tensor) -> Score:
     n = t0.shape[-1] // 2
     at = f"minimum(maximum(kv_idx - q_idx, {-n}), {n}) + {n}"
     head = "h, " if t0.dim() == 2 else ""
-    return Score(f"relative_bias(t0: {_dtype(t0)}[{t0.dim()}]): score + t0[{head}{at}]", (t0,))
+    return Score(f"relative_bias(t0: {dtype_as_read(t0)}[{t0.dim()}]): score + t0[{head}{at}]", (t0,))
 
 
 def score_mod(function: ScoreFunction) -> Score:
@@ -124,17 +130,11 @@ def as_score(score: Score | ScoreFunction) -> Score:
 
 
 def _captured(name: str, x: object) -> Tensor:
-    """The tensor as kernels read it: float16 as float32."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
-    if x.dtype == torch.float16:
-        return x.float()
-    if x.dtype not in FLOATS:
+    """The tensor, checked."""
+    expect_tensors(**{name: x})
+    assert isinstance(x, Tensor)
+    if x.dtype not in (*FLOATS, torch.float16):
         raise ValueError(f"{name}: got dtype {x.dtype}, accepted are float32, bfloat16 and float16")
     if x.numel() == 0:
         raise ValueError(f"{name}: has no elements, its shape is {tuple(x.shape)}")
     return x
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -70,6 +70,29 @@ def test_what_a_function_becomes() -> None:
     assert score.text == "lambda(t0: float32[2]): where(score <= 0.0, 0.0, score) + t0[h, q_idx % 4]"
 
 
+@pytest.mark.parametrize("kind", ["bias", "score_mod"])
+def test_float16_is_read_at_every_call(kind: str) -> None:
+    """A score that is made once follows its parameter through the steps of an optimizer."""
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    bias = torch.zeros(7, dtype=torch.float16, requires_grad=True)
+
+    def added(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + bias[j]
+
+    score = scores.bias(bias) if kind == "bias" else scores.score_mod(added)
+    for _ in range(2):
+        out = attnforge.attention(x.q, x.k, x.v, score=score)
+        assert torch.equal(out, attnforge.attention(x.q, x.k, x.v, score=scores.bias(bias.float())))
+        (gradient,) = torch.autograd.grad(out.square().sum(), bias)
+        assert gradient.dtype == torch.float16
+        with torch.no_grad():
+            bias -= torch.linspace(-3, 3, 7)
+    compiled = torch.compile(
+        lambda q: attnforge.attention(q, x.k, x.v, score=score), backend="aot_eager", fullgraph=True
+    )
+    assert torch.equal(compiled(x.q), attnforge.attention(x.q, x.k, x.v, score=score))
+
+
 DOUBLES, FIVE = torch.zeros(3, dtype=torch.float64), [torch.randn(3) for _ in range(5)]
 REFUSED = {
     "erfinv": lambda s, b, h, q, k: torch.erfinv(s),

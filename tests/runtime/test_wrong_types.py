@@ -162,6 +162,39 @@ CASES = [
 ]
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [(torch.zeros(1, 2, 3, 4).to_sparse(), "to_dense"), (NESTED, "masks.documents")]
+)
+@pytest.mark.parametrize(
+    "rest", [{}, {"score": attnforge.scores.softcap(2.0)}, {"return_lse": True}], ids=str
+)
+def test_sparse_and_nested_tensors(wrong: Tensor, words: str, rest: dict[str, Any]) -> None:
+    right = torch.zeros(1, 2, 3, 4)
+    call: Any = attnforge.attention
+    with pytest.raises(TypeError, match=f"q: got .*{words}"):
+        call(wrong, right, right, **rest)
+    with pytest.raises(TypeError, match="mask: got layout"):
+        attnforge.DenseMask(torch.ones(3, 3, dtype=torch.bool).to_sparse())
+    with pytest.raises(TypeError, match="tensor: got layout"):
+        attnforge.scores.bias(torch.ones(3, 3).to_sparse())
+
+
+@pytest.mark.parametrize(
+    "rest", [{}, {"score": attnforge.scores.softcap(2.0)}, {"return_lse": True}], ids=str
+)
+def test_scales(rest: dict[str, Any]) -> None:
+    """The gradient of a learned scale would be lost; numbers of numpy are numbers."""
+    call: Any = attnforge.attention
+    q, k, v = (torch.zeros(1, 2, 3, 4) for _ in range(3))
+    with pytest.raises(TypeError, match=r"scale: got Tensor.*multiply q"):
+        call(q, k, v, scale=torch.tensor(0.5, requires_grad=True), **rest)
+    for scale in (np.float32(0.5), np.float64(0.5), np.int64(2), 2):
+        call(q, k, v, scale=scale, **rest)
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_good_arguments_are_good(name: str) -> None:
     public = PUBLIC[name]
