@@ -243,6 +243,17 @@ inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Te
     return forward_below(q, k, v, rest, true);
 }
 
+// Without a word they would be missing in a sum with those of other terms of a loss.
+template <typename... Optional>
+void refuse_second_derivatives(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const Optional&... others) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !at::GradMode::is_enabled() ||
+            !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad() ||
+              (... || (others && others->requires_grad()))),
+        "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
+}
+
 inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                         const Tensor& out, const Tensor& lse, const OptionalTensor& mask, int64_t kind,
                                         std::optional<double> scale, bool deterministic, c10::SymInt visible_keys,
@@ -250,11 +261,7 @@ inline BackwardResult backward_autograd(const Tensor& dout, const Tensor& q, con
                                         const OptionalTensor& score0, const OptionalTensor& score1,
                                         const OptionalTensor& score2, const OptionalTensor& score3,
                                         std::string_view mask_mod) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !at::GradMode::is_enabled() ||
-            !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad() ||
-              (dlse && dlse->requires_grad())),
-        "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
+    refuse_second_derivatives(dout, q, k, v, dlse, score0, score1, score2, score3);
     const at::AutoDispatchBelowADInplaceOrView below;
     return backward_op().call(dout, q, k, v, out, lse, mask, kind, scale, deterministic, std::move(visible_keys), dlse,
                               variant, score, score0, score1, score2, score3, mask_mod);
@@ -266,11 +273,7 @@ inline std::vector<Tensor> score_backward_autograd(
     c10::SymInt visible_keys, const OptionalTensor& dlse, int64_t variant, std::string_view score,
     const OptionalTensor& score0, const OptionalTensor& score1, const OptionalTensor& score2,
     const OptionalTensor& score3, std::string_view mask_mod) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !at::GradMode::is_enabled() ||
-            !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad() ||
-              (dlse && dlse->requires_grad())),
-        "attnforge: second derivatives of attention are not implemented; call backward without create_graph=True");
+    refuse_second_derivatives(dout, q, k, v, dlse, score0, score1, score2, score3);
     const at::AutoDispatchBelowADInplaceOrView below;
     return score_backward_op().call(dout, q, k, v, out, lse, mask, kind, scale, deterministic, std::move(visible_keys),
                                     dlse, variant, score, score0, score1, score2, score3, mask_mod);

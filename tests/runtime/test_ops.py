@@ -193,6 +193,15 @@ def test_second_derivatives_are_refused(device: str) -> None:
         torch.autograd.grad(out.sum(), x.q, create_graph=True)
 
 
+def test_second_derivatives_by_captured_tensors_are_refused() -> None:
+    """In a sum with another term they would be missing without a word."""
+    q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    bias = torch.randn(5, requires_grad=True)
+    loss = attnforge.attention(q, k, v, score=attnforge.scores.bias(bias)).sum() + bias.square().sum()
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(loss, bias, create_graph=True)
+
+
 @devices
 def test_gradients_of_some_inputs(device: str) -> None:
     x = draw(Shape(), DTYPE, device)
