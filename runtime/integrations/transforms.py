@@ -98,11 +98,20 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-        return _mapped(_BACKWARD, info.batch_size, in_dims, arguments)
+        # Outside of transforms the operator refuses inputs that require grad; _Backward refuses in its backward.
+        inside = torch._C._are_functorch_transforms_active()
+        run = _BACKWARD if inside else _Backward.apply
+        return _mapped(_BACKWARD, info.batch_size, in_dims, arguments, run)
 
 
-def _mapped(op: Any, size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
-    """`op` over `size` problems: one call with a larger batch if the mask has no tensors, else one call each."""
+def _mapped(
+    op: Any, size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], run: Any = None
+) -> Any:
+    """`op` over `size` problems: one call with a larger batch if the mask has no tensors, else one call each.
+
+    run: what is called, with all arguments of `op`; by default `op` itself.
+    """
+    run = run or op
     values = dict(zip(_names(op), arguments, strict=True))
     dims = dict(zip(values, in_dims, strict=True))
     first = {name: _dim_first(x, dims[name], size) for name, x in values.items() if isinstance(x, Tensor)}
@@ -110,10 +119,13 @@ def _mapped(op: Any, size: int, in_dims: tuple[int | None, ...], arguments: tupl
         values["score"] or values["mask_mod"]
     ):  # these may depend on it
         folded = values | {name: x.flatten(0, 1) for name, x in first.items()}
-        results = [x.unflatten(0, (size, -1)) for x in op(*folded.values())]
+        batch = first["q"].shape[1]
+        results = [x.unflatten(0, (size, batch)) for x in run(*folded.values())]
     else:
-        problems = (op(*(values | {n: x[i] for n, x in first.items()}).values()) for i in range(size))
-        results = [torch.stack(outputs) for outputs in zip(*problems, strict=True)]
+        if size == 0:  # shapes of results are those of one problem
+            first = {n: x.new_zeros((1, *x.shape[1:])) for n, x in first.items()}
+        problems = (run(*(values | {n: x[i] for n, x in first.items()}).values()) for i in range(size or 1))
+        results = [torch.stack(outputs)[:size] for outputs in zip(*problems, strict=True)]
     return tuple(results), (0,) * len(results)
 
 

@@ -89,6 +89,27 @@ def test_gradients_of_each_sample(name: str) -> None:
         assert close([x[i] for x in mapped], gradients(q, k, v, mask))
 
 
+@each_mask
+def test_gradients_of_each_sample_beside_parameters(name: str) -> None:
+    """Tensors that require grad outside of the transforms; second derivatives by them are refused when taken."""
+    mask, (_, k, v) = MASKS[name](), inputs()
+    samples, learned = inputs(3)[0], k.clone().requires_grad_()
+    mapped = vmap(grad(lambda x: weighted(x, learned, v, mask)))(samples)
+    assert close(mapped, [gradients(x, k, v, mask)[0] for x in samples])
+    with pytest.raises(NotImplementedError, match="attnforge: second derivatives"):
+        torch.autograd.grad(mapped.square().sum(), learned)
+
+
+@each_mask
+def test_vmap_over_no_samples(name: str) -> None:
+    mask, (q, k, v) = MASKS[name](), inputs()
+    none = q.new_zeros(0, *q.shape)
+    out, lse = vmap(lambda x: attnforge.attention(x, k, v, mask, return_lse=True))(none)
+    assert out.shape == none.shape
+    assert lse.shape == none.shape[:-1]
+    assert vmap(grad(lambda x: weighted(x, k, v, mask)))(none).shape == none.shape
+
+
 def test_transforms_around_each_other() -> None:
     """vjp, the gradient of a mapped function, a Jacobian, and ordinary autograd around all of them."""
     q, k, v = inputs()
