@@ -6,6 +6,7 @@ as attention reads them. `rope_tables` makes its angles, `ExpertRows` the route 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +33,20 @@ class ExpertRows:
 
     def __init__(self, first: Tensor, second: Tensor, tokens: int) -> None:
         expect_tensors(first=first, second=second)
+        for name, index in (("first", first), ("second", second)):
+            if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    f"{name}: got {tuple(index.shape)} {index.dtype}, expected (tokens) of int32 or int64"
+                )
+        if first.shape[0] + second.shape[0] > tokens:
+            raise ValueError(
+                f"first, second: have {first.shape[0]} and {second.shape[0]} tokens, but the pack has {tokens}; they "
+                "may have no token in common"
+            )
         rows = torch.full((tokens,), NOBODY, dtype=torch.int32, device=first.device)
         for index, sign in ((first, 0), (second, -1)):
             own = torch.arange(index.shape[0], dtype=torch.int32, device=first.device)
-            rows = rows.index_copy(0, index, own ^ sign)
+            rows = rows.index_copy(0, index.long(), own ^ sign)
         self.rows = rows
         self.lengths = (first.shape[0], second.shape[0])
 
@@ -62,10 +73,16 @@ def rope_tables(
     The angle of column d is positions * base^(-2 d / head_dim), computed in float64: long packs have positions whose
     angles float32 rounds by 1e-3.
     """
+    expect_tensors(positions=positions)
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim: got {head_dim}, expected an even number above 0")
+    if not 0.0 < base < math.inf:
+        raise ValueError(f"base: got {base}, expected a number above 0")
     half = head_dim // 2
     exponents = torch.arange(half, dtype=torch.float64, device=positions.device) / half
     if sections is not None:
-        if sum(sections) != half or positions.dim() != 2 or positions.shape[0] != len(sections):
+        fits = sum(sections) == half and min(sections) >= 0
+        if not fits or positions.dim() != 2 or positions.shape[0] != len(sections):
             raise ValueError(
                 f"sections: got {tuple(sections)} with positions {tuple(positions.shape)}, expected numbers that "
                 f"add up to head_dim / 2 = {half}, and positions ({len(sections)}, tokens)"
@@ -113,6 +130,8 @@ def qk_norm_rope(
     Returns q and k, and v if there was one: (tokens, heads, head_dim), contiguous, in the order of tokens. Gradients
     have the same bits on every run. Raises ValueError or TypeError naming an unsupported argument.
     """
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps: got {eps}, expected a number of at least 0")
     sources, parts, counts = _sources(q, k, v, heads)
     weights = _weights(q_weight, k_weight, experts)
     rows = None
@@ -141,6 +160,8 @@ def _sources(
     if heads is not None:
         if k is not None or v is not None:
             raise ValueError("heads: is of a fused projection, which k and v are part of; leave them out")
+        if len(heads) != 2 or min(heads) < 1:
+            raise ValueError(f"heads: got {heads}, expected (heads_q, heads_kv), both at least 1")
         heads_q, heads_kv = heads
         fused = [_fused(x, heads_q + 2 * heads_kv) for x in _pair("q", q)]
         return fused, 1, (heads_q, heads_kv)

@@ -274,6 +274,8 @@ WRONG = [
     ({"q": torch.ones(3, 9, 64)}, "q: has 3 rows, expected 37 of its expert"),
     ({"q": torch.ones(37, 9, 64).half()}, "q: got dtype torch.float16, accepted on cpu are"),
     ({"q": (torch.ones(23, 9, 64), torch.ones(14, 9, 32))}, r"q: got shape \(14, 9, 32\)"),
+    ({"heads": (0, 0)}, r"heads: got \(0, 0\), expected"),
+    ({"eps": -1.0}, "eps: got -1.0, expected a number of at least 0"),
     ({"q": (torch.ones(23, 9, 64), torch.ones(14, 9, 64).double())}, "q: is torch.float64 on cpu, but q is"),
 ]
 
@@ -293,6 +295,52 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
     }
     with pytest.raises(ValueError, match=message):
         attnforge.qk_norm_rope(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
+        ({"head_dim": 0}, "head_dim: got 0"),
+        ({"base": 0.0}, "base: got 0.0, expected a number above 0"),
+        ({"base": -5.0}, "base: got -5.0"),
+        ({"positions": torch.zeros(3, 4), "sections": (-1, 5, 4)}, r"sections: got \(-1, 5, 4\)"),
+    ],
+)
+def test_wrong_tables_are_named(change: dict[str, Any], message: str) -> None:
+    """Bases of 0 or less would give NaN, an odd head_dim tables that fit no head."""
+    arguments: dict[str, Any] = {"positions": torch.arange(4), "head_dim": 16}
+    with pytest.raises(ValueError, match=message):
+        attnforge.rope_tables(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            torch.tensor([0, 1]),
+            torch.tensor([1, 2]),
+            "first, second: have 2 and 2 tokens, but the pack has 3",
+        ),
+        (
+            torch.tensor([True, False, True]),
+            torch.tensor([1]),
+            r"first: got \(3,\) torch.bool, expected",
+        ),
+        (torch.tensor([0]), torch.tensor([[1]]), r"second: got \(1, 1\) torch.int64"),
+    ],
+)
+def test_wrong_experts_are_named(first: torch.Tensor, second: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attnforge.ExpertRows(first, second, 3)
+
+
+def test_tokens_of_experts_may_be_int32() -> None:
+    rows = [
+        attnforge.ExpertRows(torch.tensor([0, 2], dtype=t), torch.tensor([1], dtype=t), 3).rows
+        for t in (torch.int32, torch.int64)
+    ]
+    assert torch.equal(*rows)
 
 
 def test_tokens_of_neither_need_projections_by_expert() -> None:
