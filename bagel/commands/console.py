@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from rich.table import Table
 
 # As wide as the terminal; a pipe gets $COLUMNS or 80.
 console = Console()
+if console.width < 1:  # with COLUMNS=0, as containers set it, rich prints nothing
+    console.width = shutil.get_terminal_size().columns
 UNBOUNDED = 10_000  # columns: as wide as a table would like to be
 
 

@@ -13,6 +13,9 @@ from attnforge.bagel.commands.options import number, out_option
 if TYPE_CHECKING:
     from attnforge.runtime.masks import Causal, DenseMask, Spans
 
+MOST_TILES = 2**22  # in a picture
+MOST_ROWS = 2**20  # of a tile
+
 
 @click.command(short_help="Draw a mask as a PNG or SVG.")
 @click.argument("pack", default="pretrain/0")
@@ -33,6 +36,7 @@ def mask(pack: str, out: Path, tile_m: int, tile_n: int, vit: bool) -> None:
     if out.suffix not in (".png", ".svg"):
         raise ValueError(f"--out: {out} is neither a .png nor a .svg file")
     chosen, size, pairs = _chosen(pack, vit)
+    _expect_drawable(size, tile_m, tile_n)
     title = f"{pack}{', vision encoder' if vit else ''}"
     if isinstance(chosen, PackedMask) and out.suffix == ".png":
         draw_mask(chosen, f"BAGEL pack {title}", tile_m, tile_n).save(out)
@@ -44,6 +48,19 @@ def mask(pack: str, out: Path, tile_m: int, tile_n: int, vit: bool) -> None:
     else:
         image.save(out)
     echo(f"{out}: {size[0]} queries, {size[1]} keys, {pairs} visible pairs")
+
+
+def _expect_drawable(size: tuple[int, int], tile_m: int, tile_n: int) -> None:
+    """Raises ValueError for tiles whose picture would take minutes or more memory than there is."""
+    for name, tile in (("--tile-m", tile_m), ("--tile-n", tile_n)):
+        if tile > MOST_ROWS:
+            raise ValueError(f"{name}: got {tile}, at most {MOST_ROWS} are supported")
+    rows, columns = -(-size[0] // tile_m), -(-size[1] // tile_n)
+    if rows * columns > MOST_TILES:
+        raise ValueError(
+            f"--tile-m, --tile-n: {tile_m} x {tile_n} gives {rows} x {columns} tiles, at most {MOST_TILES} are drawn; "
+            "choose larger tiles"
+        )
 
 
 def _chosen(pack: str, vit: bool) -> tuple[Causal | Spans | DenseMask | None, tuple[int, int], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable
 from enum import Enum
@@ -29,6 +30,20 @@ class OutFile(click.Path):
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
             self.fail(f"{path.parent} is not a writable directory", param, ctx)
         return path
+
+
+class Seconds(click.FloatRange):
+    """A time: a finite number of at least 0."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; fails for inf and NaN, which a range lets through."""
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return seconds
 
 
 DIRECTORY = click.Path(path_type=Path, file_okay=False)

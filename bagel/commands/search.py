@@ -10,6 +10,7 @@ import click
 
 from attnforge.bagel.commands.console import console, facts_line, write_json
 from attnforge.bagel.commands.options import (
+    Seconds,
     deterministic_option,
     file_option,
     number,
@@ -46,7 +47,7 @@ def _values(
 @selecting
 @click.option(
     "--seconds",
-    type=click.FloatRange(0),
+    type=Seconds(),
     metavar="S",
     help="Time per pack and pass.  [default: 50 on a CPU, 180 on a GPU]",
 )

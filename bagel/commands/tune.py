@@ -17,6 +17,7 @@ from attnforge.bagel.commands.console import console, echo, make_table, short_pa
 from attnforge.bagel.commands.options import (
     DIRECTORY,
     SCORE_HELP,
+    Seconds,
     choices,
     deterministic_option,
     direction_option,
@@ -83,9 +84,7 @@ def place(env: Mapping[str, str]) -> Place:
 @click.option("--score", "scores", multiple=True, metavar="SCORE", help=SCORE_HELP)
 @deterministic_option()
 @click.option("--everything", is_flag=True, help="Also every problem in any table.")
-@click.option(
-    "--seconds", type=click.FloatRange(0), metavar="S", help="Time per problem.  [default: as search]"
-)
+@click.option("--seconds", type=Seconds(), metavar="S", help="Time per problem.  [default: as search]")
 @click.option(
     "--dir", "folder", type=DIRECTORY, metavar="DIR", help="Logs and progress.  [default: beside the tables]"
 )

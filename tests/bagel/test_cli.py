@@ -107,6 +107,8 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
     [
         ("mask pretrain/77", "pack: there is no 'pretrain/77'; packs are pretrain/0 to 3, finetune/0"),
         ("mask pretrain/0 --out mask.gif", "--out: mask.gif is neither a .png nor a .svg"),
+        ("mask causal/4096 --tile-m 1 --tile-n 1", "1 x 1 gives 4096 x 4096 tiles, at most 4194304"),
+        ("mask causal/64 --tile-m 99999999999999999999", "--tile-m: got 99999999999999999999, at most"),
         ("mask t2i_lowres/0 --vit", "pack: t2i_lowres/0 has no image"),
         ("verify --pack full/0 --device cpu", "pack: there is no 'full/0'"),
         ("search --pack causal/64 --model 8B --device cpu", "model: there is no '8B'; models are 7B"),
@@ -124,6 +126,11 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
         ("verify --pack causal/64 --variants -1", "Invalid value for '--variants'"),
         ("bench --peers sdpa-flash,fa5 --pack causal/64", "--peers: got 'fa5', accepted are sdpa-flash"),
         ("search --pack causal/64 --seconds -1", "Invalid value for '--seconds'"),
+        (
+            "search --pack causal/64 --seconds inf",
+            "Invalid value for '--seconds': 'inf' is not a finite number",
+        ),
+        ("tune --list --seconds nan", "Invalid value for '--seconds': 'nan' is not a finite number"),
         ("model --arch sm80 --head-dim 77", "--head-dim: 77 has no model; accepted are 16, "),
         ("render --dtype fp64", "Invalid value for '--dtype'"),
         ("bench --suite huge", "Invalid value for '--suite'"),
@@ -136,6 +143,22 @@ def test_user_errors_are_one_message(arguments: str, message: str) -> None:
     result = run(*arguments.split(), code=2)
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_width_of_0_is_none() -> None:
+    """Some containers set COLUMNS=0."""
+    program = (
+        "from attnforge.bagel.commands.console import echo, console; echo('words'); print(console.width)"
+    )
+    words = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"COLUMNS": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert words[0] == "words"
+    assert int(words[1]) > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
