@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from keyword import iskeyword
 from typing import Any
 
 from attnforge import __version__
@@ -97,7 +98,7 @@ class Tree:
     revision: Revision | None = None  # recorded by the contract hf-kernels; None: not a git checkout
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name) or self.name in _RESERVED:
+        if not _NAME.fullmatch(self.name) or self.name in _RESERVED or iskeyword(self.name):
             raise ValueError(
                 f"name: got {self.name!r}, expected a lower-case module name that is not taken, such as my_attention"
             )

@@ -619,6 +619,16 @@ class _Reader:
         self.names: dict[str, int] = {}
 
     def read(self, formula: str) -> int:
+        """The number of the value of a formula. Raises ScoreError."""
+        try:
+            return self.lines(formula)
+        except (RecursionError, MemoryError):
+            raise ScoreError(
+                f"{self.argument}: a formula of {len(formula)} characters is nested too deeply; give parts of it names"
+            ) from None
+
+    def lines(self, formula: str) -> int:
+        """The number of the value of the last line."""
         try:
             lines = ast.parse(formula).body
         except SyntaxError as error:

@@ -39,7 +39,7 @@ class Shape:
 def read_shapes(path: Path) -> list[Shape]:
     """Shapes of a text file with lines `B H S D` or `B H S D Dv` and # comments. ValueError names a bad line."""
     shapes = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(_text_of(path).splitlines(), 1):
         words = line.partition("#")[0].replace(",", " ").strip("() \t").split()
         if not words:
             continue
@@ -112,14 +112,33 @@ def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
         yield from ((spec, reason) for spec, reason in chain(tuned, first) if not needs_amx(spec))
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not a text file") from None
+
+
+def _is_entry(entry: object) -> bool:
+    """A spec, or an entry of a table, as far as it is read here."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("class", {}), dict):
+        return False
+    return isinstance(entry.get("tflops", 0), int | float) and isinstance(entry.get("spec", {}), dict)
+
+
 def read_specs(path: Path) -> tuple[Item, ...]:
     """Items of a JSON list of specs (`Spec.to_json`), or of a tuned table. ValueError names what is wrong.
 
     A package chooses by rows alone: of a table's entries that differ in visible keys only, the faster one counts, and
     those for deterministic gradients are left out.
     """
-    data = json.loads(path.read_text())
-    if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
+    try:
+        data = json.loads(_text_of(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}: is not JSON ({error}), expected a list of specs or a tuned table"
+        ) from None
+    if not isinstance(data, list) or not all(map(_is_entry, data)):
         raise ValueError(f"{path}: expected a JSON list of specs or a tuned table")
     items = {}
     for number, entry in enumerate(sorted(data, key=lambda entry: float(entry.get("tflops", 0)))):

@@ -91,6 +91,12 @@ def test_the_text_of_a_program_is_that_program(formula: str) -> None:
     assert ScoreMod.of("a", (), *again.parsed) == again
 
 
+@pytest.mark.parametrize("terms", [1500, 20000])
+def test_formulas_too_long_to_read_are_refused(terms: int) -> None:
+    with pytest.raises(ScoreError, match=r"score: a formula of \d+ characters is nested too deeply"):
+        ScoreMod("f: score" + " + 1.0" * terms).parsed  # noqa: B018
+
+
 def test_a_bias_has_slope_one() -> None:
     assert ScoreMod("a(t0: float32[1]): t0[h] * (q_idx - kv_idx) + score").slope_is_one
     assert not ScoreMod("a: 2.0 * score").slope_is_one

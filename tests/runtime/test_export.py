@@ -135,10 +135,25 @@ def test_shapes_come_from_a_file(tmp_path: Path) -> None:
         export.Shape(2, 13, 2872, 44),
         export.Shape(1, 2, 64, 192, 128),
     ]
-    for bad in ("1 2 3", "1 2 3 x", "1 2 0 4", "# nothing"):
-        path.write_text(bad)
+    for bad in (b"1 2 3", b"1 2 3 x", b"1 2 0 4", b"# nothing", b"\xf1\x00"):
+        path.write_bytes(bad)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             export.read_shapes(path)
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\xf1\x00", b"{", b"{}", b"[1]", b'[{"class": 1}]', b'[{"tflops": "x"}]', b'[{"spec": 3}]']
+)
+def test_what_is_no_list_of_specs_is_named(bad: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "specs.json"
+    path.write_bytes(bad)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        export.read_specs(path)
+
+
+def test_a_package_is_not_named_by_a_keyword() -> None:
+    with pytest.raises(ValueError, match="name: got 'class', expected a lower-case module name"):
+        Tree("class", Arch.CPU, ())
 
 
 @pytest.mark.parametrize(
