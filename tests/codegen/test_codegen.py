@@ -43,6 +43,7 @@ PROBLEMS = [
     Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.CAUSAL),
     Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 96, Mask.CAUSAL),
     Problem(BACKWARD, Arch.SM90A, DType.FLOAT16, 192, Mask.SPANS, 16, 128),
+    Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 256, Mask.CAUSAL),
     Problem(FORWARD, Arch.SM80, DType.FLOAT32, 64, Mask.SPANS),
     Problem(FORWARD, Arch.SM89, DType.FLOAT32, 41, Mask.DENSE, 4, 200),
     Problem(BACKWARD, Arch.SM90, DType.FLOAT32, 64, Mask.SPANS),
