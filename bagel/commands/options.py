@@ -84,8 +84,35 @@ deterministic_option = functools.partial(
     is_flag=True,
     help="Only the backward, for calls with deterministic=True.",
 )
+
+
+def _values_by_knob(
+    context: click.Context, parameter: click.Parameter, words: tuple[str, ...]
+) -> dict[str, frozenset[int]]:
+    """Values by knob."""
+    found: dict[str, frozenset[int]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        try:
+            found[name] = frozenset(map(int, values.split(",")))
+        except ValueError:
+            raise click.BadParameter(
+                f"got {word!r}, expected a name and whole numbers, as tile_m=128,192"
+            ) from None
+    return found
+
+
 workers_option = functools.partial(
     click.option, "--workers", **number(), help="Parallel compilations.  [default: one per CPU]"
+)
+knob_option = functools.partial(
+    click.option,
+    "--knob",
+    "allowed",
+    multiple=True,
+    metavar="NAME=V,...",
+    callback=_values_by_knob,
+    help="Only variants in which the knob has one of these values. May be repeated.",
 )
 model_option = functools.partial(
     click.option,

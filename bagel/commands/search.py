@@ -13,6 +13,7 @@ from attnforge.bagel.commands.options import (
     Seconds,
     deterministic_option,
     file_option,
+    knob_option,
     number,
     out_option,
     selecting,
@@ -25,22 +26,6 @@ if TYPE_CHECKING:
 
 # Of runtime/search/strategies.py, which is not imported for its names alone.
 STRATEGIES = ("additive", "alternate", "exhaustive", "forest", "greedy", "random")
-
-
-def _values(
-    context: click.Context, parameter: click.Parameter, words: tuple[str, ...]
-) -> dict[str, frozenset[int]]:
-    """Values by knob."""
-    found: dict[str, frozenset[int]] = {}
-    for word in words:
-        name, _, values = word.partition("=")
-        try:
-            found[name] = frozenset(map(int, values.split(",")))
-        except ValueError:
-            raise click.BadParameter(
-                f"got {word!r}, expected a name and whole numbers, as tile_m=128,192"
-            ) from None
-    return found
 
 
 @click.command(short_help="Find the fastest kernels for a problem.")
@@ -59,14 +44,7 @@ def _values(
     metavar="NAME",
     help=f"How to choose variants: {', '.join(STRATEGIES)}. exhaustive tries all.  [default: greedy]",
 )
-@click.option(
-    "--knob",
-    "knobs",
-    multiple=True,
-    metavar="NAME=V,...",
-    callback=_values,
-    help="Only variants in which the knob has one of these values. May be repeated.",
-)
+@knob_option()
 @file_option("--log", help="Append each result to this JSONL file, and resume from it.")
 @click.option(
     "--table-out",
@@ -84,7 +62,7 @@ def search(
     seconds: float | None,
     variants: int | None,
     strategy: str,
-    knobs: dict[str, frozenset[int]],
+    allowed: dict[str, frozenset[int]],
     log: Path | None,
     table_out: Path | None,
     deterministic: bool,
@@ -110,7 +88,7 @@ def search(
         selection = selection.with_deterministic()
     if seconds is None and variants is None and strategy != "exhaustive":
         seconds = search_seconds(selection.device)
-    scope = Scope(knobs, strategy)
+    scope = Scope(allowed, strategy)
     options = Options(Budget(seconds, variants), log, table_out, workers, not no_peers, scope)
     facts = machine(selection.device)
     console.print(facts_line(facts), style="dim")

@@ -21,6 +21,7 @@ from attnforge.bagel.commands.options import (
     choices,
     deterministic_option,
     direction_option,
+    knob_option,
     values,
     workers_option,
 )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection
     from attnforge.bagel.measure.tuning_set import TuningProblem
     from attnforge.runtime.search.claims import Claims
+    from attnforge.runtime.search.search import Scope
     from attnforge.runtime.search.worker import Worker
 
 POLL = 0.2  # seconds between looks at what other processes finished
@@ -85,6 +87,7 @@ def place(env: Mapping[str, str]) -> Place:
 @deterministic_option()
 @click.option("--everything", is_flag=True, help="Also every problem in any table.")
 @click.option("--seconds", type=Seconds(), metavar="S", help="Time per problem.  [default: as search]")
+@knob_option()
 @click.option(
     "--dir", "folder", type=DIRECTORY, metavar="DIR", help="Logs and progress.  [default: beside the tables]"
 )
@@ -103,6 +106,7 @@ def tune(
     deterministic: bool,
     everything: bool,
     seconds: float | None,
+    allowed: dict[str, frozenset[int]],
     folder: Path | None,
     table_out: Path | None,
     device: str | None,
@@ -113,19 +117,17 @@ def tune(
 
     Processes that share --dir share the work, each on its own GPU. Start them with torchrun (`torchrun
     --nproc-per-node 4 -m attnforge.cli tune`) or as a Slurm array. There is no server: each problem has a lock and a
-    JSONL log in DIR. Run the command again to continue an interrupted search.
+    JSONL log in DIR. Run the command again to continue an interrupted search, or with other --knob to search again.
     """
     from attnforge.bagel.commands.search_screen import sigterm_as_interrupt
     from attnforge.bagel.commands.selection import Request, select
     from attnforge.runtime import tables
-    from attnforge.runtime.search.claims import Claims
+    from attnforge.runtime.search.search import Scope
     from attnforge.runtime.search.worker import Worker
 
     here = place(os.environ)
-    request = Request(
-        dtype=dtypes[0] if dtypes else None, direction=direction, device=device or _own_gpu(here)
-    )
-    selection = select(request)
+    own = device or _own_gpu(here)
+    selection = select(Request(dtype=dtypes[0] if dtypes else None, direction=direction, device=own))
     problems = _problems(selection, models, packs, dtypes, scores, everything, deterministic)
     if only_list:
         for problem in problems:
@@ -135,12 +137,12 @@ def tune(
     folder = folder or out / "tune" / tables.table_path(tables.device_name(selection.device), out).stem
     workers = workers or max(1, len(os.sched_getaffinity(0)) // here.beside)
     with closing(Worker()) as worker, sigterm_as_interrupt():
-        run = Run(problems, Claims(folder), folder, out, selection.device, seconds, workers, worker)
+        claims = _claims(folder, allowed)
+        run = Run(problems, claims, folder, out, selection.device, seconds, Scope(allowed), workers, worker)
         if run.left():
             worker.start(selection.device)
-        echo(
-            f"{len(problems)} problems, process {here.rank + 1} of {here.world}; logs in {short_path(folder)}"
-        )
+        who = f"{len(problems)} problems, process {here.rank + 1} of {here.world}"
+        echo(f"{who}; logs in {short_path(folder)}")
         run.work(here)
     if here.rank == 0:
         run.show()
@@ -173,6 +175,14 @@ def _problems(
     return list(dict.fromkeys(problems))
 
 
+def _claims(folder: Path, allowed: Mapping[str, frozenset[int]]) -> Claims:
+    """Those of all variants, or of some: what was searched with other values is not finished."""
+    from attnforge.runtime.search.claims import Claims
+
+    named = (f"{knob}={','.join(map(str, sorted(allowed[knob])))}" for knob in sorted(allowed))
+    return Claims(folder / "_".join(named))
+
+
 def _own_gpu(here: Place) -> str | None:
     """The GPU of this process where several run on a host; None: as other commands choose."""
     return f"cuda:{here.local}" if here.beside > 1 else None
@@ -188,6 +198,7 @@ class Run:
     out: Path  # of tables
     device: torch.device
     seconds: float | None
+    scope: Scope
     workers: int  # parallel compilations
     worker: Worker  # measures all problems
 
@@ -246,7 +257,9 @@ class Run:
             case = as_deterministic(case) if problem.deterministic else case
             log = self.folder / f"{problem.slug}.jsonl"
             target = problem.arch, device_name
-            events = search(case, problem.direction, target, budget, log, self.workers, worker=self.worker)
+            events = search(
+                case, problem.direction, target, budget, log, self.workers, self.scope, worker=self.worker
+            )
             with closing(events):
                 finished, interrupted = watch_events(events, case, problem.direction)
         except (Infeasible, ValueError) as error:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,30 @@ def test_warnings_of_a_search_are_printed_and_counted(
         assert text.count("(disturbed)") == 1
     notes = [json.loads(path.read_text()) for path in (tmp_path / "work").glob("*.json")]
     assert sorted(note["warnings"] for note in notes) == [[], [seen]]
+
+
+def test_variants_are_restricted_and_searched_again_for_other_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scopes = []
+
+    def found(case: Case, direction: Direction, *arguments: Any, **_: object) -> Iterator[Finished]:
+        scopes.append(arguments[-1].values)
+        if "stages" in scopes[-1]:
+            raise ValueError("knob: there is no stages")
+        spec = next(candidates(case.problem(direction, Arch.CPU)))
+        yield Finished(case, direction, (Result(spec, "ok", ms=1.0, tflops=2.0),), (), 1.0)
+
+    monkeypatch.setattr(engine, "search", found)
+    monkeypatch.setattr(Worker, "start", lambda *_: None)
+    places = ("--table-out", str(tmp_path / "tables"), "--dir", str(tmp_path / "work"))
+    command = ("tune", *SMALL[2:], "--dtype", "fp32", "--device", "cpu", *places)
+    for more in ((), ("--knob", "tile_m=32,16"), ("--knob", "tile_m=16,32"), ("--knob", "tile_m=16")):
+        assert CliRunner().invoke(main, (*command, *more), catch_exceptions=False).exit_code == 0
+    assert scopes == [{}, {"tile_m": {16, 32}}, {"tile_m": {16}}]
+    result = CliRunner().invoke(main, (*command, "--knob", "stages=2"))
+    assert result.exit_code == 1
+    assert "no winner: knob: there is no stages" in result.output
 
 
 def test_the_speed_shown_is_that_of_the_entry_that_stays(
