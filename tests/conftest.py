@@ -85,11 +85,11 @@ def pytest_exception_interact(node: pytest.Item, call: pytest.CallInfo[object]) 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests share the GPU, as many at a time as have 16 GiB of its memory each."""
+    """Tests share a GPU, as many at a time as have 16 GiB of its memory each."""
     if item.get_closest_marker("gpu") is None or no_gpu():
         return (yield)
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    with kept.lock(f"gpu{worker % gpu_places()}"):
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(",", "-")
+    with kept.place(f"gpu{device}_", gpu_places()):
         return (yield)
 
 
