@@ -116,7 +116,7 @@ def attention(
     """
     if score is not None or sinks is not None:
         return _scored(q, k, v, mask, scale, return_lse, deterministic, score, sinks)
-    if (scale is not None and type(scale) is not float) or is_compiling():
+    if (scale is not None and type(scale) is not float and type(scale) is not int) or is_compiling():
         return _traced(q, k, v, mask, scale, return_lse, deterministic)
     try:
         if return_lse:
@@ -171,7 +171,7 @@ def _scored(
 def _traced(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` under torch.compile, or with a scale that is no float, and may be of a wrong type."""
+    """`attention` under torch.compile, or with a scale that is no float or int, and may be of a wrong type."""
     expect_number("scale", scale)
     if _have_dtensor(q, k, v):
         return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
