@@ -76,7 +76,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-        return _mapped(_FORWARD, info.batch_size, in_dims, arguments)
+        return _mapped(_FORWARD, info.batch_size, in_dims, arguments, _FORWARD)
 
 
 class _Backward(torch.autograd.Function):
@@ -98,20 +98,15 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-        # Outside of transforms the operator refuses inputs that require grad; _Backward refuses in its backward.
-        inside = torch._C._are_functorch_transforms_active()
-        run = _BACKWARD if inside else _Backward.apply
-        return _mapped(_BACKWARD, info.batch_size, in_dims, arguments, run)
+        # The operator refuses inputs that require grad outside of transforms; _Backward refuses in its backward.
+        return _mapped(_BACKWARD, info.batch_size, in_dims, arguments, _Backward.apply)
 
 
-def _mapped(
-    op: Any, size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], run: Any = None
-) -> Any:
+def _mapped(op: Any, size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], run: Any) -> Any:
     """`op` over `size` problems: one call with a larger batch if the mask has no tensors, else one call each.
 
-    run: what is called, with all arguments of `op`; by default `op` itself.
+    run: what is called, with all arguments of `op`.
     """
-    run = run or op
     values = dict(zip(_names(op), arguments, strict=True))
     dims = dict(zip(values, in_dims, strict=True))
     first = {name: _dim_first(x, dims[name], size) for name, x in values.items() if isinstance(x, Tensor)}
