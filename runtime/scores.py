@@ -8,6 +8,7 @@ A score is scale * q . k of a pair; its function comes next, then the mask, then
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ class Score:
     def tensors(self) -> tuple[Tensor, ...]:
         """The captured tensors as kernels read them now: float16 as copies in float32."""
         return tuple([as_read(x) for x in self.captured])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read a pickle, also one of version 0.1.0, whose field `captured` was called `tensors`."""
+        self.__dict__.update(text=state["text"], captured=state.get("captured", state.get("tensors")))
 
 
 def softcap(cap: float, approximate: bool = False) -> Score:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -68,6 +70,16 @@ def test_what_a_function_becomes() -> None:
     table = torch.randn(3, 4, dtype=torch.float16)
     score = scores.score_mod(lambda score, b, h, q, k: torch.relu(score) + table[h][q % 4])
     assert score.text == "lambda(t0: float32[2]): where(score <= 0.0, 0.0, score) + t0[h, q_idx % 4]"
+
+
+def test_pickles_are_read() -> None:
+    """Also those from before the field `captured` was called so."""
+    score = scores.bias(torch.rand(7, dtype=torch.float16))
+    old = Score.__new__(Score)
+    old.__setstate__({"text": score.text, "tensors": score.tensors})
+    for same in (pickle.loads(pickle.dumps(score)), copy.deepcopy(score), old):  # noqa: S301
+        assert same.text == score.text
+        assert_close(same.tensors, score.tensors, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["bias", "score_mod"])
