@@ -110,9 +110,8 @@ def expect_few_tensors(score: Score | None, mask: object, local_slice: LocalSlic
     """Raises ValueError if score and mask of a rank capture more tensors than a kernel takes."""
     found = len(mask.tensors) if isinstance(mask, FunctionMask) else 0
     if score is not None:
-        found += (
-            len(score.tensors) + _part("score", score.text, local_slice.offset_indices, False).has_offsets
-        )
+        part = _part("score", score.text, local_slice.offset_indices, False)
+        found += len(score.captured) + part.has_offsets
     if found > MAX_TENSORS:
         raise ValueError(
             f"score, mask: capture {found} tensors, at most {MAX_TENSORS} are supported; context_parallel adds one to "
