@@ -119,6 +119,8 @@ def _constants(spec: Spec, t: CpuForward | CpuBackward, scratch: int) -> dict[st
 
 
 def _require_problem(p: Problem, t: CpuForward | CpuBackward) -> None:
+    if p.dtype is DType.FLOAT16:
+        raise Infeasible("dtype fp16: the cpu kernels take fp32 or bf16")
     for dim in (p.head_dim, p.head_dim_v):
         if not 1 <= dim <= HEAD_DIM_LIMIT:
             raise Infeasible(f"head_dim {dim}: the cpu kernels take 1 to {HEAD_DIM_LIMIT}")
