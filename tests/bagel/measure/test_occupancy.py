@@ -140,6 +140,8 @@ def test_backward_lists_of_keys_that_all_queries_see_are_cut() -> None:
     assert sorted(found.busy) == [31] + [32] * 7  # 4 pieces of 32 and 127 tiles of 1
     whole = simulate(case, BACKWARD, 16, 16, "dynamic", False, multiprocessors=8)
     assert max(whole.busy) == 128, "a block per kv head walks its list alone"
+    uncut = simulate(case, BACKWARD, 16, 16, "dynamic", multiprocessors=8, sections=Sections(cut_lists=False))
+    assert max(uncut.busy) == 128, "and so does a block of a kernel that does not divide lists"
 
 
 def test_deterministic_blocks_start_with_their_last_or_longest_tiles() -> None:
