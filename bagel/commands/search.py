@@ -81,9 +81,12 @@ def search(
     from attnforge.bagel.commands.search_screen import Options, run_search, say_page
     from attnforge.bagel.measure.bench import machine
     from attnforge.bagel.measure.tuning_set import search_seconds
+    from attnforge.runtime.search.journal import expect_log
     from attnforge.runtime.search.search import Budget, Scope
     from attnforge.runtime.search.worker import Worker
 
+    if log is not None:
+        expect_log(log)
     if deterministic:
         selection = selection.with_deterministic()
     if seconds is None and variants is None and strategy != "exhaustive":

@@ -69,6 +69,13 @@ def environment(device_name: str, arch: Arch) -> dict[str, str]:
     return {"device": device_name, "torch": torch.__version__, "compiler": f"{compiler.name} {identity}"}
 
 
+def expect_log(path: Path) -> None:
+    """Raises ValueError for a file without a line of a log, to which results would be appended."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    if lines and not any(line.startswith(b'{"case": ') for line in lines):
+        raise ValueError(f"--log: {path} is not the log of a search; choose another file")
+
+
 def source_key(text: str) -> str:
     """Identity of a rendered source."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

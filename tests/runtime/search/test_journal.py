@@ -11,7 +11,7 @@ import pytest
 
 from attnforge.codegen.spec import Arch, Spec
 from attnforge.runtime.build.toolchain import Command
-from attnforge.runtime.search.journal import Journal, Result, environment
+from attnforge.runtime.search.journal import Journal, Result, environment, expect_log
 
 
 def result_of(spec: Spec, status: str = "ok", ms: float = 1.0) -> Result:
@@ -64,6 +64,21 @@ def test_log_survives_a_torn_line(tmp_path: Path) -> None:
     journal(path).add("third", result_of(fakes.spec()))
     assert journal(path).find("first")
     assert journal(path).find("third")
+
+
+def test_only_logs_are_appended_to(tmp_path: Path) -> None:
+    """A log is also one whose only line is torn, and a file that is new or empty."""
+    path = tmp_path / "log.jsonl"
+    expect_log(path)
+    for content in (b"", b'{"case": "a case", "direct'):
+        path.write_bytes(content)
+        expect_log(path)
+    journal(path).add("key", result_of(fakes.spec()))
+    expect_log(path)
+    for content in (b"print('hello')\n", b'[{"case": 1}]', b"\n", b"\x00\xff"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"--log: .*log\.jsonl is not the log of a search"):
+            expect_log(path)
 
 
 def test_notes_are_for_readers_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
