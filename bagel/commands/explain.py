@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attnforge.bagel.commands.console import echo
-from attnforge.bagel.commands.options import number, selecting
+from attnforge.bagel.commands.options import gpu_option, number, selecting
 
 if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection
@@ -24,7 +24,7 @@ MOST_QUERIES, LEAST_KEYS, KEYS_OF_A_QUERY = 512, 1024, 4
 
 @click.command(short_help="Which kernel runs a call, and why.")
 @selecting
-@click.option("--gpu", metavar="NAME", help="Explain for this GPU, e.g. 'NVIDIA H200', instead of --device.")
+@gpu_option(help="Explain for this GPU, e.g. 'NVIDIA H200', instead of --device.")
 @click.option("--deterministic", is_flag=True, help="Explain calls with deterministic=True.")
 @click.option("--most", **number(5, least=0), help="Table entries to show that were not chosen.")
 def explain(selection: Selection, deterministic: bool, most: int) -> None:

@@ -46,6 +46,16 @@ class Seconds(click.FloatRange):
         return seconds
 
 
+class Name(click.types.StringParamType):
+    """A name. An empty one, as an unset variable of a shell script gives it, is not the same as no option."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name; fails for an empty one."""
+        if not value:
+            self.fail("got '', expected a name", param, ctx)
+        return value
+
+
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 file_option = functools.partial(click.option, type=click.Path(path_type=Path, dir_okay=False))
 out_option = functools.partial(click.option, type=OutFile(), metavar="FILE")
@@ -117,9 +127,15 @@ knob_option = functools.partial(
 model_option = functools.partial(
     click.option,
     "--model",
+    type=Name(),
     metavar="NAME",
     help="Heads of 7B, 0.5B, vit, qwen3-32b, ... (`attnforge models`).",
 )
+score_option = functools.partial(
+    click.option, "--score", "scores", type=Name(), multiple=True, metavar="SCORE"
+)
+device_option = functools.partial(click.option, "--device", type=Name(), metavar="NAME")
+gpu_option = functools.partial(click.option, "--gpu", type=Name(), metavar="NAME")
 PACK_HELP = (
     "Workload: pretrain/0, full/4x8192, causal/2048, blocks/0.9, ... Repeatable.  "
     "[default: finetune/0 and, on a GPU, pretrain/0; in bench, those of --suite]"
@@ -169,10 +185,10 @@ SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--heads", metavar="Q[/KV]", callback=_numbers(2), help="Query and kv heads, e.g. 32/8."),
     click.option("--head-dim", **number(), help="head_dim of q and k."),
     *(click.option(f.option, f.name, **field_type(f)) for f in ASKED),
-    click.option("--score", "scores", multiple=True, metavar="SCORE", help=SCORE_HELP),
+    score_option(help=SCORE_HELP),
     dtype_option(help=f"{choices(DType)}.  [default: by device]"),
     direction_option(),
-    click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: the GPU, if any]"),
+    device_option(help="cpu, cuda or cuda:N.  [default: the GPU, if any]"),
     arch_option(help="Kernel family, e.g. sm90a.  [default: the device's best]"),
 )
 

@@ -11,6 +11,7 @@ from attnforge.bagel.commands.console import console, echo, make_table, short_pa
 from attnforge.bagel.commands.options import (
     DIRECTORY,
     choices,
+    device_option,
     direction_option,
     dtype_option,
     model_option,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--table-out", type=DIRECTORY, metavar="DIR", help="Write the winners to DIR.  [default: as search]"
 )
-@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.")
+@device_option(help="cpu, cuda or cuda:N.")
 @workers_option()
 def prologue(
     model: str,

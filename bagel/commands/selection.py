@@ -113,8 +113,8 @@ def select(request: Request) -> Selection:
     # BAGEL's bfloat16, except on CPUs without instructions for it.
     slow = where.type == "cpu" and not request.gpu and "bf16" not in device_name(where)
     dtype = DType(request.dtype or ("fp32" if slow else "bf16"))
-    if where.type == "cpu" and not request.gpu and dtype is DType.FLOAT16:
-        raise ValueError("--dtype: fp16 runs on GPUs only; on the CPU there are fp32 and bf16")
+    if not request.gpu:
+        expect_dtype(dtype, where)
     packs = request.packs + (recorded(request.recorded) if request.recorded is not None else ())
     return Selection(
         packs + _masks(request, where),
@@ -128,6 +128,12 @@ def select(request: Request) -> Selection:
         request.scores,
         request.gpu,
     )
+
+
+def expect_dtype(dtype: DType, device: torch.device) -> None:
+    """Raises ValueError for a dtype without kernels on the device."""
+    if device.type == "cpu" and dtype is DType.FLOAT16:
+        raise ValueError("--dtype: fp16 runs on GPUs only; on the CPU there are fp32 and bf16")
 
 
 def _masks(request: Request, device: torch.device) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import click
 from rich.syntax import Syntax
 
 from attnforge.bagel.commands.console import console, echo, make_table
-from attnforge.bagel.commands.options import SCORE_HELP
+from attnforge.bagel.commands.options import SCORE_HELP, score_option
 from attnforge.codegen.score import Formula
 from attnforge.codegen.spec import Spec
 
@@ -27,13 +27,7 @@ KINDS = {"source": "cuda", "ptx": "ptx", "sass": "nasm", "registers": ""}
     metavar="KIND",
     help="source, ptx, sass or registers.  [default: source]",
 )
-@click.option(
-    "--score",
-    "scores",
-    multiple=True,
-    metavar="SCORE",
-    help=f"For a kernel that is in no tuned table. {SCORE_HELP}",
-)
+@score_option(help=f"For a kernel that is in no tuned table. {SCORE_HELP}")
 def show(kernel: str, other: str | None, what: str, scores: tuple[str, ...]) -> None:
     """Show a kernel, or the difference of two.
 

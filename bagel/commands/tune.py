@@ -17,11 +17,14 @@ from attnforge.bagel.commands.console import console, echo, make_table, short_pa
 from attnforge.bagel.commands.options import (
     DIRECTORY,
     SCORE_HELP,
+    Name,
     Seconds,
     choices,
     deterministic_option,
+    device_option,
     direction_option,
     knob_option,
+    score_option,
     values,
     workers_option,
 )
@@ -67,6 +70,7 @@ def place(env: Mapping[str, str]) -> Place:
 @click.option(
     "--model",
     "models",
+    type=Name(),
     multiple=True,
     metavar="NAME",
     help="Model preset. Repeatable.  [default: BAGEL's models]",
@@ -83,7 +87,7 @@ def place(env: Mapping[str, str]) -> Place:
     help=f"{choices(DType)}. Repeatable.",
 )
 @direction_option()
-@click.option("--score", "scores", multiple=True, metavar="SCORE", help=SCORE_HELP)
+@score_option(help=SCORE_HELP)
 @deterministic_option()
 @click.option("--everything", is_flag=True, help="Also every problem in any table.")
 @click.option("--seconds", type=Seconds(), metavar="S", help="Time per problem.  [default: as search]")
@@ -94,7 +98,7 @@ def place(env: Mapping[str, str]) -> Place:
 @click.option(
     "--table-out", type=DIRECTORY, metavar="DIR", help="Write the winners to DIR.  [default: as search]"
 )
-@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: this process's GPU]")
+@device_option(help="cpu, cuda or cuda:N.  [default: this process's GPU]")
 @click.option("--list", "only_list", is_flag=True, help="Print the problems and stop.")
 @workers_option()
 def tune(
@@ -157,8 +161,15 @@ def _problems(
     everything: bool,
     deterministic: bool,
 ) -> list[TuningProblem]:
-    """What to search, each problem once. Raises ValueError for an unfit score, and as `with_deterministic`."""
+    """What to search, each problem once.
+
+    Raises ValueError for an unknown model or pack, for an unfit dtype or score, and as `with_deterministic`.
+    """
+    import torch
+
+    from attnforge.bagel.commands.selection import expect_dtype
     from attnforge.bagel.measure.case_scores import function_named
+    from attnforge.bagel.measure.cases import make_case
     from attnforge.bagel.measure.tuning_set import chosen, measured
 
     for score in scores:
@@ -167,7 +178,11 @@ def _problems(
         selection = selection.with_deterministic()
     device, directions = selection.device, selection.directions
     wanted = tuple(map(DType, dtypes)) or (selection.dtype,)
+    for dtype in wanted:
+        expect_dtype(dtype, device)
     problems = list(chosen(device, models, packs, wanted, directions, scores))
+    for pack, model in dict.fromkeys((one.pack, one.model) for one in problems if models or packs):
+        make_case(pack, model, wanted[0], torch.device("cpu"))
     problems += measured(device) if everything else ()
     if deterministic:
         backward = (problem for problem in problems if problem.direction is Direction.BACKWARD)

@@ -14,6 +14,7 @@ from attnforge.bagel.commands.options import (
     arch_option,
     choices,
     dtype_option,
+    gpu_option,
     model_option,
     values,
     workers_option,
@@ -24,7 +25,7 @@ from attnforge.runtime.build.settings import CACHE_DIR, settings
 
 @click.command(short_help="Compile kernels ahead of time.")
 @model_option(default="7B", show_default=True)
-@click.option("--gpu", metavar="NAME", help="The GPU, as nvidia-smi -L names it: 'NVIDIA H200'.")
+@gpu_option(help="The GPU, as nvidia-smi -L names it: 'NVIDIA H200'.")
 @arch_option(
     type=click.Choice([arch.value for arch in Arch if arch.is_gpu]),
     help="An architecture instead of --gpu, e.g. sm90a.",

@@ -137,12 +137,30 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
         ("search --pack causal/64 --dtype fp16 --device cpu", "--dtype: fp16 runs on GPUs only"),
         ("search --device mps", "--device: kernels run on cpu, cuda and cuda:N, not on mps"),
         ("verify --heads 32/8/2 --head-dim 64", "got '32/8/2', expected Q[/KV]"),
+        ("tune --list --pack nope", "pack: there is no 'nope'; packs are pretrain/0 to 3"),
+        ("tune --list --model nope", "model: there is no 'nope'; models are 7B"),
+        ("tune --list --device cpu --dtype bf16 --dtype fp16", "--dtype: fp16 runs on GPUs only"),
+        ("tune --list --score ''", "Invalid value for '--score': got '', expected a name"),
+        ("explain --gpu ''", "Invalid value for '--gpu': got '', expected a name"),
+        ("explain --pack causal/64 --score ''", "Invalid value for '--score': got '', expected a name"),
+        ("explain --pack causal/64 --model ''", "Invalid value for '--model': got '', expected a name"),
+        ("explain --pack causal/64 --device ''", "Invalid value for '--device': got '', expected a name"),
+        ("warm --gpu ''", "Invalid value for '--gpu': got '', expected a name"),
+        ("render --arch cpu --dtype fp16", "dtype fp16: the cpu kernels take fp32 or bf16"),
     ],
 )
 def test_user_errors_are_one_message(arguments: str, message: str) -> None:
-    result = run(*arguments.split(), code=2)
+    result = run(*shlex.split(arguments), code=2)
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_search_appends_to_logs_only(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("not a log\n")
+    said = run("search", "--pack", "causal/64", "--device", "cpu", "--log", str(notes), code=2).stderr
+    assert f"--log: {notes} is not the log of a search" in said.replace("\n", " ")
+    assert notes.read_text() == "not a log\n"
 
 
 def test_a_width_of_0_is_none() -> None:
