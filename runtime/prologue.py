@@ -40,8 +40,8 @@ class ExpertRows:
                 )
         if first.shape[0] + second.shape[0] > tokens:
             raise ValueError(
-                f"first, second: have {first.shape[0]} and {second.shape[0]} tokens, but the pack has {tokens}; they "
-                "may have no token in common"
+                f"first, second: have {first.shape[0]} and {second.shape[0]} tokens, but the pack has {tokens}; a "
+                "token belongs to one expert at most"
             )
         rows = torch.full((tokens,), NOBODY, dtype=torch.int32, device=first.device)
         for index, sign in ((first, 0), (second, -1)):

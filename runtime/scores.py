@@ -36,7 +36,7 @@ class Score:
         return tuple([as_read(x) for x in self.captured])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read a pickle, also one of version 0.1.0, whose field `captured` was called `tensors`."""
+        """Read a pickle, also an older one, whose field `captured` is called `tensors`."""
         self.__dict__.update(text=state["text"], captured=state.get("captured", state.get("tensors")))
 
 

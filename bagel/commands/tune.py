@@ -163,7 +163,7 @@ def _problems(
 ) -> list[TuningProblem]:
     """What to search, each problem once.
 
-    Raises ValueError for an unknown model or pack, for an unfit dtype or score, and as `with_deterministic`.
+    Raises ValueError for an unknown model or pack, an unfit dtype or score, and as `with_deterministic`.
     """
     import torch
 

@@ -243,7 +243,8 @@ inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Te
     return forward_below(q, k, v, rest, true);
 }
 
-// Without a word they would be missing in a sum with those of other terms of a loss.
+// Raises in grad mode (create_graph=True) if an input requires grad. Its second derivative would count as zero, which a
+// loss with other terms hides.
 template <typename... Optional>
 void refuse_second_derivatives(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Optional&... others) {
