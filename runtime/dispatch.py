@@ -169,14 +169,14 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
     if "deterministic" not in knobs:
         return None
     grouped = group > 1 and spec.problem.mask is not Mask.FULL
-    apart = {"launch_order": 3} if grouped else {}
+    by_head, apart = ({"split_heads": 1}, {"launch_order": 3}) if grouped else ({}, {})
     try:
-        strict = _with(spec, {"deterministic": 1, **({"split_heads": 1} if grouped else {}), **apart})
+        strict = _with(spec, {"deterministic": 1, **by_head, **apart})
         return strict if make_plan(strict).deterministic else None
     except Infeasible:
         space = candidates(spec.problem, lambda tuning: bool(getattr(tuning, "deterministic", False)))
         fixed = (other for other in space if make_plan(other).deterministic)
-        nearest = min(fixed, key=lambda other: _differing(other, knobs), default=None)
+        nearest = min(fixed, key=lambda other: _differing(other, knobs | by_head), default=None)
         return nearest and _with(nearest, apart)
 
 

@@ -469,8 +469,20 @@ WALKING = Sm90Backward(64, 128, 4, 3, True, 2, False, False, persistent=1)
         # Two warps load in any deterministic kernel: 0 is the only value for it.
         (replace(WALKING, lag=False, loaders=2), 1, {"loaders": 0}),
         (Sm90Backward(64, 128, 4, 3, False, 2, True, False, loaders=2), 4, {"loaders": 0, "launch_order": 3}),
+        # The nearest that remains has a block for each q head, too.
+        (
+            Sm90Backward(64, 128, 4, 3, False, 2, False, False, loaders=2),
+            4,
+            {"loaders": 0, "split_heads": 1, "launch_order": 3},
+        ),
     ],
-    ids=["persistent", "persistent of a group", "persistent, two loaders", "two loaders"],
+    ids=[
+        "persistent",
+        "persistent of a group",
+        "persistent, two loaders",
+        "two loaders",
+        "two loaders of a group",
+    ],
 )
 def test_quiet_knobs_of_a_deterministic_variant(
     monkeypatch: pytest.MonkeyPatch, tuning: Sm90Backward, group: int, changed: dict[str, int]
