@@ -72,9 +72,7 @@ class Tuned:
     size: int  # seq_q it was timed at
     ms: float
     tflops: float
-    notes: dict[str, Any] = field(
-        default_factory=dict
-    )  # for readers: workload, registers, versions, date, clocks
+    notes: dict[str, Any] = field(default_factory=dict)  # for readers: workload, registers, versions, date
     visible_keys: int = 0  # average number of keys that a query sees; 0: unknown, or determined by the length
     deterministic: bool = False  # found among kernels that sum in a fixed order, for calls that ask for it
 
