@@ -288,8 +288,8 @@ def planned(spec: Spec) -> Spec:
     """A spec, or the same with as few knobs as possible set to 0 so that it is feasible (`DISPENSABLE`).
 
     Persistent blocks take no score, no planes and no `split_heads`; without them each work tile has a block of its
-    own. A `launch_order` needs one kind of mask, and either `split_heads` or none; both it and `staging` need
-    deterministic blocks. Deterministic kernels cannot compute gradients of a score's tensors; without `deterministic`
+    own. A `launch_order` needs deterministic blocks, one kind of mask, and either `split_heads` or none; `staging`
+    needs shared memory. Deterministic kernels cannot compute gradients of a score's tensors; without `deterministic`
     they add in any order. Infeasible if no knob helps.
     """
     for dropped in _dispensable(spec):

@@ -6,7 +6,8 @@ number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products fo
 
 Additions of dQ to device memory hold up the warps that issue them. So consumers store as much of dQ to shared memory as
 there is room for (`staged_columns`), and warps of the producer have TMA add it. With deterministic sums consumers store
-all of dQ there, if need be piece by piece, so that only those warps wait for the blocks that add before.
+all of dQ there, if need be piece by piece, so that only those warps wait for the blocks that add before. With the knob
+`staging` others do so, too.
 
 With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
 columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own. There
@@ -119,7 +120,8 @@ def plan(spec: Spec) -> Plan:
     _require_mask(p)
     require_score_gradients(spec, t.deterministic)
     _require_tuning(p, t)
-    _require_deterministic_knobs(p, t)
+    _require_launch_order(p, t)
+    _require_staging(p, t)
     shared = _shared_bytes(p, t, staged_columns(p, t))
     require_shared(shared)
     roomy = t.pair and p.largest_dim <= 192  # a producer of a pair would like more than it gets at 256
@@ -184,7 +186,7 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "s_early": s_early(p, t),
         "staged_columns": staged_columns(p, t),
         "bulk_dq": staged_columns(p, t) > 0,
-        "adds_quads": staged_columns(p, t) < COLUMNS and not t.deterministic,
+        "adds_quads": staged_columns(p, t) < COLUMNS and not _stages_all(t),
         "units_of_values": first,
         "units_of_keys": second,
         "arrives_named": True,  # consumers arrive at named barriers without waiting
@@ -199,7 +201,7 @@ def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "gradients_from_ds": True,
         "bulk_dq": True,
         "staged_first": staged_columns(p, t) > 0,
-        "adds_quads": staged_columns(p, t) == 0 and not t.deterministic,
+        "adds_quads": staged_columns(p, t) == 0 and not _stages_all(t),
         "dq_columns_of_first": COLUMNS,
         "dq_columns_of_second": p.head_dim // PAIR - COLUMNS,
         "peer_panels": _peer_panels(p),
@@ -240,20 +242,27 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         _require_order(p, t)
 
 
-def _require_deterministic_knobs(p: Problem, t: Sm90BackwardWide) -> None:
-    """Infeasible for an order or a staging that other blocks do not have, or that equals another."""
+def _require_launch_order(p: Problem, t: Sm90BackwardWide) -> None:
     if t.launch_order not in (0, 1, 2):
         raise Infeasible(f"launch_order {t.launch_order}: must be 0 to 2")
-    if t.staging not in (0, APART, WHOLE):
-        raise Infeasible(f"staging {t.staging}: must be 0 to {WHOLE}")
-    if (t.launch_order or t.staging) and not t.deterministic:
-        raise Infeasible("launch_order, staging: need deterministic; other blocks do not wait for each other")
+    if t.launch_order and not t.deterministic:
+        raise Infeasible("launch_order: needs deterministic; other blocks do not wait for each other")
     if t.launch_order and p.mask is not Mask.CAUSAL:
         raise Infeasible(
             f"launch_order {t.launch_order}: needs a causal mask, where a block computes its place in the order"
         )
+
+
+def _require_staging(p: Problem, t: Sm90BackwardWide) -> None:
+    """Infeasible for a staging that equals another."""
+    if t.staging not in (0, APART, WHOLE):
+        raise Infeasible(f"staging {t.staging}: must be 0 to {WHOLE}")
     if t.staging == APART and t.pair:
         raise Infeasible("staging 1: is what pairs do; set it to 0")
+    if t.staging == APART and not t.deterministic and staged_columns(p, replace(t, staging=0)) == COLUMNS:
+        raise Infeasible(
+            "staging 1: there is room for 64 columns of each consumer, without pieces; set it to 0"
+        )
     if t.staging == WHOLE and not t.pair and max(dq_units(p, t.dq_of_second)) == 1:
         raise Infeasible("staging 2: 64 columns of a consumer are all that it computes; set it to 0")
 
@@ -323,19 +332,24 @@ def s_early(p: Problem, t: Sm90BackwardWide) -> bool:
 def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
     """Columns of a unit of dQ that TMA adds from shared memory of their own: as many as there is room for.
 
-    Both consumers stage as many, a multiple of 8, and add the others from registers. Deterministic ones, which must not
-    wait until the blocks before have added, stage a unit in pieces of as many columns, and need room for some. In a
-    pair these are the columns of the first consumer, which stages all of them or none; dQ of the second one takes the
-    place of P. In a deterministic pair that of the first one takes it next, or with `staging` the place of dS. Single
-    blocks that stage all of dQ have no pieces.
+    Both consumers stage as many, a multiple of 8, and add the others from registers. With deterministic sums, whose
+    consumers must not wait until the blocks before have added, or with `staging` they stage a unit in pieces of as many
+    columns, and need room for some. In a pair these are the columns of the first consumer, which stages all of them or
+    none; dQ of the second one takes the place of P. In a deterministic pair that of the first one takes it next, or
+    with `staging` in any pair the place of dS. Single blocks with a place for all of dQ have no pieces.
     """
-    if t.pair and t.deterministic:
+    if t.pair and _stages_all(t):
         return 0
     if t.staging == WHOLE:
         return COLUMNS
-    choices = (COLUMNS,) if t.pair else PIECES if t.deterministic else range(COLUMNS, 0, -8)
-    least = PIECES[-1] if t.deterministic else 0
+    choices = (COLUMNS,) if t.pair else PIECES if _stages_all(t) else range(COLUMNS, 0, -8)
+    least = PIECES[-1] if _stages_all(t) else 0
     return next((n for n in choices if _shared_bytes(p, t, n) <= SHARED_LIMIT[Arch.SM90]), least)
+
+
+def _stages_all(t: Sm90BackwardWide) -> bool:
+    """Do consumers stage all of dQ, so that none is added from registers?"""
+    return t.deterministic or t.staging > 0
 
 
 def _sums(p: Problem, t: Sm90BackwardWide) -> int:
@@ -351,14 +365,14 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
     dq = staged * t.tile_m * 4
     if t.pair:  # K of the other block; P in fp32, two dS of each block
         tiles += _peer_panels(p) * COLUMNS * 2 * keys
-        of_dq = (2 + t.deterministic) * CONSUMERS
+        of_dq = (2 + _stages_all(t)) * CONSUMERS
         of_ds = 4 if t.staging == WHOLE else 3  # of each buffer
         scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + of_ds * 2 + of_dq
-    elif t.staging == WHOLE:  # a place for each unit of 64 columns, and its barriers of even and odd steps
+    elif t.staging == WHOLE:  # a place for each unit of 64 columns, with two barriers
         units = p.head_dim // COLUMNS
-        dq, barriers = dq * units, barriers + 2 * units + CONSUMERS
-    elif staged:  # and which unit is there, or other barriers for odd steps
-        dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
+        dq, barriers = dq * units, barriers + 2 * units + CONSUMERS * t.deterministic
+    elif staged:  # and other barriers for odd steps, or without `staging` which unit is there
+        dq, barriers = dq * CONSUMERS, barriers + (3 if t.deterministic or not t.staging else 2) * CONSUMERS
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
     # Sums of gradients; in a pair these are in registers of the second consumer.
     held = 0 if t.pair else CONSUMERS * 128 * HELD * sum(read.held for read in p.score.reads)
@@ -403,20 +417,25 @@ def _launches(spec: Spec, t: Sm90BackwardWide, shared: int) -> tuple[Launch, ...
 
 
 def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """What a search tries, best guess first, as measured on an H200 and an H100 (docs/experiments.md, 74 and 99).
+    """What a search tries, best guess first, as measured on an H200 and an H100 (docs/experiments.md, 74, 99 and 113).
 
     The plan leaves out pairs and tiles that it has no registers for beside a score.
     """
     single, pairs = list(_single_blocks(problem)), list(_pairs(problem))
     wide, masked = problem.largest_dim > 192, problem.mask is not Mask.FULL
     tunings = [*pairs, *single] if wide and masked else [*single, *pairs]
-    yield from tunings
-    yield from (replace(t, cache_mb=8) for t in tunings)
-    # They may be the fastest, since blocks that add first store their sums.
-    yield from (replace(t, cache_mb=cache_mb) for cache_mb in (SECTION_MB, 8) for t in _in_order(problem))
+    # Deterministic ones may be the fastest, since blocks that add first store their sums.
+    strict = _in_order(problem)
+    favourites = [t for t in strict if t.pair or t.tile_n == single[0].tile_n]
+    staged = list(_staged(favourites + [replace(t, deterministic=False) for t in favourites]))
+    yield from (*tunings, *staged)
+    yield from (replace(t, cache_mb=8) for t in (*tunings, *staged))
+    yield from (replace(t, cache_mb=cache_mb) for cache_mb in (SECTION_MB, 8) for t in strict)
     yield from _wider(problem, False)
     if not problem.mask.listed:
         yield from _wider(problem, True)
+    for core in _staged(tunings):
+        yield from in_sections(problem, core, plan, _sections(problem))
 
 
 def _in_order(problem: Problem) -> list[Sm90BackwardWide]:
@@ -446,9 +465,19 @@ SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (4, SECTION_MB), (0, 8), (0, 24), 
 MORE_HEADS = ((16, SECTION_MB),)
 
 
+def _sections(problem: Problem) -> tuple[tuple[int, int], ...]:
+    return SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
+
+
+def _staged(tunings: list[Sm90BackwardWide]) -> Iterator[Sm90BackwardWide]:
+    """The same with more of dQ staged; the plan leaves out what has no room for it, or stages as much without."""
+    for core, staging in product(tunings, (WHOLE, APART)):
+        yield replace(core, staging=staging)
+
+
 def _wider(problem: Problem, deterministic: bool) -> Iterator[Sm90BackwardWide]:
     """The rest of the space: all tiles and buffers, shares of dQ, loads and sections with each other."""
-    sections = SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
+    sections = _sections(problem)
     for core in chain(_wider_single_blocks(problem), _wider_pairs(problem)):
         yield from in_sections(problem, replace(core, deterministic=deterministic), plan, sections)
 
@@ -475,13 +504,13 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     yield from (replace(t, cache_mb=40) for t in _in_order(problem))
     if problem.mask.listed:
         yield from _wider(problem, True)
-    yield from _staged(problem)
+    yield from _staged_or_in_another_order(problem)
 
 
-def _staged(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Deterministic ones that stage more of dQ, or start in another order (docs/experiments.md, 110)."""
+def _staged_or_in_another_order(problem: Problem) -> Iterator[Sm90BackwardWide]:
+    """Deterministic ones that stage more of dQ, or start in another order (docs/experiments.md, 110 and 113)."""
     orders = (0, 1, 2) if problem.mask is Mask.CAUSAL else (0,)
-    sections = SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
+    sections = _sections(problem)
     for staging, launch_order, strict in product((WHOLE, APART, 0), orders, _in_order(problem)):
         if staging or launch_order:
             core = replace(strict, staging=staging, launch_order=launch_order)

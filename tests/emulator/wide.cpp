@@ -40,7 +40,8 @@ struct Fiber {
     bool done = false;
     std::vector<Product> open;
     std::deque<std::vector<Product>> groups;
-    std::vector<std::function<void()>> started, reads, writes;  // of its additions and stores by TMA; committed
+    std::vector<std::function<void()>> started, writes;  // of its additions and stores by TMA
+    std::deque<std::vector<std::function<void()>>> reads;  // of them, groups that are committed
     long fenced = 0;      // stores to shared memory before its last proxy_fence
     bool waited = false;  // for the kernel before
 };
@@ -89,12 +90,14 @@ static void (*call_kernel)(const void*);
 static const void* called;
 static std::mt19937 draw;
 static long progress;
+static bool reads_late;  // does TMA take long at times, so that others come to a place before it has been read?
 static std::string said;  // what went wrong
 static const float *sums_begin, *sums_end;  // that TMA may add to
 int broken;
 
 extern "C" void prepare(unsigned seed, int change, const float* sums, long count) {
     draw.seed(seed);
+    reads_late = seed % 2;
     broken = change;
     sums_begin = sums, sums_end = sums + count;
     said.clear();
@@ -534,10 +537,21 @@ void bulk_store(float* target, unsigned src, int bytes) {
     bulk_write(target, src, bytes, [](float& sum, float part) { sum = part; });
 }
 void tma_store_commit() {
-    current->reads.insert(current->reads.end(), current->started.begin(), current->started.end());
+    current->reads.push_back(std::move(current->started));
     current->started.clear();
 }
-void tma_store_wait() { call_all(current->reads); }
+static void finish_reads(size_t pending) {
+    if (reads_late && current->reads.size() > pending && draw() % 8 == 0) {
+        for (int turns = draw() % 256; turns > 0; --turns, ++progress) {  // longer than a step, it may be
+            give_way();
+        }
+    }
+    for (; current->reads.size() > pending; current->reads.pop_front()) {
+        call_all(current->reads.front());
+    }
+}
+void tma_store_wait() { finish_reads(0); }
+void bulk_read_wait_all_but_last() { finish_reads(1); }
 void bulk_reduce_wait() {
     tma_store_wait();
     call_all(current->writes);

@@ -70,6 +70,7 @@ void griddepcontrol_wait();  // before semaphores
 static inline void griddepcontrol_launch_dependents() {}
 void tma_store_commit();
 void tma_store_wait();  // what this thread has committed of additions and stores is read, as late as this
+void bulk_read_wait_all_but_last();  // likewise, of all groups but the last
 void bulk_reduce_wait();  // and written, by now; without a wait at some time
 void bulk_reduce(float* target, unsigned src, int bytes);
 void bulk_store(float* target, unsigned src, int bytes);

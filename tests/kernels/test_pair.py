@@ -51,6 +51,19 @@ OVER_DS = {
 }
 
 
+# Likewise where pairs that add in any order do so.
+OVER_DS_IN_ANY_ORDER = {
+    "P over dQ that has not been added": BREAKS["P over dQ that has not been added"],
+    "dQ added before it is there": "barrier_wait(base + kFullDq + (buffer * kConsumers + kGroup) * 8,",
+    "dQ overwritten before it has been added": BREAKS["P overwritten before it has been added"],
+    "dQ over dS that is read": OVER_DS["dQ over dS that is read"],
+    "dS over dQ that has not been added": OVER_DS["dS over dQ that has not been added"],
+    "dS released before the other block's": "barrier_arrive_at(base + kEmptyDs + buffer * 8, rank() ^ 1);",
+    "dQ not committed": "tma_store_commit();\n                ",
+    "dQ not fenced": "proxy_fence();\n                bulk_reduce",
+}
+
+
 def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -> Spec:
     dim_v = 0 if dims[0] == dims[1] else dims[1]
     return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, dims[0], mask, dim_v=dim_v), tuning)
@@ -74,6 +87,12 @@ def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -
         ((192, 192), Mask.CAUSAL, {"deterministic": True, "launch_order": 2, "staging": 2}),
         ((256, 256), Mask.FULL, {"deterministic": True, "staging": 2}),
         ((192, 128), Mask.SPANS, {"deterministic": True, "staging": 2, "s_late": True, "stages_dout": 2}),
+        ((256, 256), Mask.FULL, {"staging": 2, "s_late": True}),
+        ((256, 256), Mask.CAUSAL, {"staging": 2}),
+        ((192, 192), Mask.CAUSAL, {"staging": 2, "stages_dout": 2}),
+        ((192, 128), Mask.SPANS, {"staging": 2, "stages": 3, "s_late": True}),
+        ((192, 256), Mask.FULL, {"staging": 2}),
+        ((256, 128), Mask.SPANS, {"staging": 2, "stages_dout": 2}),
     ],
 )
 def test_gradients_on_the_cpu(
@@ -94,11 +113,16 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
         assert any(kernel.failure(shape, seed, number) for seed in range(20) for shape in shapes), name
 
 
-@pytest.mark.parametrize(("staging", "breaks"), [(0, ORDERED), (2, OVER_DS)], ids=["over P", "over dS"])
-def test_breaks_of_the_order_are_noticed(staging: int, breaks: dict[str, str], tmp_path: Path) -> None:
-    kernel = EmulatedWide(
-        spec((192, 128), Mask.CAUSAL, replace(TUNING, deterministic=True, staging=staging)), tmp_path, breaks
-    )
+@pytest.mark.parametrize(
+    ("deterministic", "staging", "breaks"),
+    [(True, 0, ORDERED), (True, 2, OVER_DS), (False, 2, OVER_DS_IN_ANY_ORDER)],
+    ids=["over P", "over dS", "over dS, in any order"],
+)
+def test_breaks_of_additions_are_noticed(
+    deterministic: bool, staging: int, breaks: dict[str, str], tmp_path: Path
+) -> None:
+    tuning = replace(TUNING, deterministic=deterministic, staging=staging)
+    kernel = EmulatedWide(spec((192, 128), Mask.CAUSAL, tuning), tmp_path, breaks)
     shapes = Shape(128, 400, 0, 1), Shape(700, 400, 0, 1)
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(breaks, 1):

@@ -159,11 +159,12 @@ def test_order_of_deterministic_additions(dims: tuple[int, int], pair: bool) -> 
 
 
 def test_first_deterministic_guess() -> None:
-    """Blocks that stage all columns of a unit; a pair at 256."""
+    """Blocks that stage all columns of a unit, each consumer's place freed apart or with others; a pair at 256."""
     for dims, pair in (((192, 192), False), ((192, 128), False), ((256, 256), True)):
         tunings = (spec.tuning for spec in candidates(problem(dims, Mask.FULL)))
         guess = next(t for t in tunings if isinstance(t, Sm90BackwardWide) and t.deterministic)
         assert guess.pair == pair
+        assert guess.staging
         assert pair or staged_columns(problem(dims, Mask.FULL), guess) == 64
 
 
@@ -233,7 +234,18 @@ PAIR = {"tile_n": 128, "stages_dout": 1, "pair": True}
     [
         ((192, 192), Mask.CAUSAL, {"launch_order": 3}, "launch_order 3: must be 0 to 2"),
         ((192, 192), Mask.CAUSAL, {"staging": 3}, "staging 3: must be 0 to 2"),
-        ((192, 192), Mask.CAUSAL, {"staging": 1, "deterministic": False}, "need deterministic"),
+        (
+            (192, 192),
+            Mask.CAUSAL,
+            {"launch_order": 1, "deterministic": False},
+            "launch_order: needs deterministic",
+        ),
+        (
+            (192, 192),
+            Mask.CAUSAL,
+            {"staging": 1, "deterministic": False},
+            "staging 1: there is room for 64 columns",
+        ),
         ((192, 192), Mask.FULL, {"launch_order": 1}, "launch_order 1: needs a causal mask"),
         ((192, 192), Mask.FULL, {"staging": 2}, "shared memory: 234640 bytes"),
         ((64, 128), Mask.FULL, {"staging": 2}, "staging 2: 64 columns of a consumer are all"),
@@ -241,7 +253,7 @@ PAIR = {"tile_n": 128, "stages_dout": 1, "pair": True}
     ],
     ids=str,
 )
-def test_refusals_of_deterministic_knobs(
+def test_refusals_of_launch_order_and_staging(
     dims: tuple[int, int], mask: Mask, changed: dict[str, int], reason: str
 ) -> None:
     with pytest.raises(Infeasible, match=reason):
@@ -266,6 +278,15 @@ ORDERS: list[tuple[tuple[int, int], Mask, dict[str, int]]] = [
     ((192, 192), Mask.FULL, {**PAIR, "stages_dout": 2, "deterministic": True, "staging": 2}),
     ((256, 256), Mask.CAUSAL, {**PAIR, "deterministic": True, "launch_order": 1, "staging": 2}),
     ((256, 256), Mask.FULL, {**PAIR, "deterministic": True, "staging": 2, "s_late": True}),
+    ((256, 256), Mask.FULL, {**PAIR, "staging": 2, "s_late": True}),
+    ((256, 256), Mask.CAUSAL, {**PAIR, "staging": 2, "s_late": True}),
+    ((256, 256), Mask.SPANS, {**PAIR, "staging": 2}),
+    ((192, 192), Mask.CAUSAL, {**PAIR, "stages_dout": 2, "staging": 2, "s_late": True}),
+    ((192, 192), Mask.CAUSAL, {"staging": 1, "dq_behind_dv": True}),
+    ((192, 192), Mask.SPANS, {"tile_n": 80, "stages_dout": 1, "staging": 2}),
+    ((192, 128), Mask.CAUSAL, {"stages_dout": 1, "staging": 2}),
+    ((192, 128), Mask.FULL, {"staging": 2, "dq_of_second": 2}),
+    ((256, 256), Mask.CAUSAL, {**BLOCK, "staging": 1}),
 ]
 
 

@@ -246,6 +246,29 @@ def test_scores_of_pairs_on_the_cpu(
         assert kernel.failure(shape, seed, formula=formula) == ""
 
 
+@on_cpu
+@pytest.mark.parametrize(
+    ("dims", "mask", "knobs", "name", "staging"),
+    [
+        ((256, 256), Mask.CAUSAL, (128, 2, 1, 0, 1), "softcap", 2),
+        ((192, 128), Mask.SPANS, (128, 2, 2, 0, 1), "bias", 2),
+        ((192, 192), Mask.FULL, (128, 2, 1, 0, 1), "mixed", 2),
+        ((256, 256), Mask.CAUSAL, (80, 2, 1), "softcap", 1),
+        ((192, 128), Mask.SPANS, (80, 2, 1), "relative", 2),
+    ],
+    ids=str,
+)
+def test_scores_with_staged_dq_on_the_cpu(
+    dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], name: str, staging: int, tmp_path: Path
+) -> None:
+    """A visit has no place for dq's tile then, and dS, from which scores' gradients are summed, is overwritten."""
+    shape = Shape(200, 190, 0, 1, 2)
+    score, formula = functions(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
+    kernel = emulated(problem(dims, mask, score.text), knobs, tmp_path, staging=staging)
+    kernel.score_tensors = score.tensors
+    assert kernel.failure(shape, 0, formula=formula) == ""
+
+
 ORDER = {"dq_behind_dv": True, "loaders": 2}
 
 
@@ -285,6 +308,18 @@ def test_gradients_of_tensors_on_the_cpu(
     score, formula, tensors = learned(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
     found = score(*tensors)
     kernel = emulated(problem(dims, mask, wanted(found.text)), knobs, tmp_path)
+    kernel.score_tensors = tuple(x.detach() for x in found.tensors)
+    assert kernel.failure(shape, 0, formula=formula, learned=tensors) == ""
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["slopes", "keys"])
+def test_gradients_of_tensors_beside_staged_dq_on_the_cpu(name: str, tmp_path: Path) -> None:
+    shape = Shape(130, 300, 0, 1, 2, 2)
+    score, formula, tensors = learned(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
+    found = score(*tensors)
+    of = problem((192, 192), Mask.CAUSAL, wanted(found.text))
+    kernel = emulated(of, (128, 2, 1, 0, 1), tmp_path, staging=2)
     kernel.score_tensors = tuple(x.detach() for x in found.tensors)
     assert kernel.failure(shape, 0, formula=formula, learned=tensors) == ""
 
@@ -409,6 +444,14 @@ def test_pairs_do_not_spill(nvcc: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.nvcc
+def test_pairs_with_staged_dq_do_not_spill(nvcc: None, tmp_path: Path) -> None:
+    specs = [spec for spec in pairs() if not spec.tuning.deterministic]  # type: ignore[attr-defined]
+    staged = [Spec(spec.problem, replace(spec.tuning, staging=2)) for spec in specs[::2]]  # type: ignore[call-arg]
+    log = check_resources([render(spec) for spec in staged], tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+@pytest.mark.nvcc
 @pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
 def test_what_dispatch_chooses_does_not_spill(device: str, nvcc: None, tmp_path: Path) -> None:
     """Of scores without a table entry at 8/4/256: the pairs of plain attention, without a byte of spills."""
@@ -526,6 +569,25 @@ def test_scores_of_pairs_on_a_gpu(
         name,
         LIMIT[DType.BFLOAT16],
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "name", "staging", "pair"),
+    [
+        ((256, 256), "softcap", 2, True),
+        ((192, 192), "mixed", 2, True),
+        ((192, 128), "bias", 2, True),
+        ((192, 128), "relative", 2, False),
+        ((256, 256), "alibi", 1, False),
+    ],
+    ids=str,
+)
+def test_scores_with_staged_dq_on_a_gpu(dims: tuple[int, int], name: str, staging: int, pair: bool) -> None:
+    text = functions(1, 2, 64, 64)[name][0].text
+    spec = first(problem(dims, Mask.CAUSAL, text), pair=pair)
+    tuning = replace(spec.tuning, staging=staging, stages_dout=1)  # type: ignore[call-arg]
+    check(Spec(spec.problem, tuning), name, LIMIT[DType.BFLOAT16])
 
 
 @pytest.mark.gpu
