@@ -82,12 +82,6 @@ class Sm90BackwardWide(Tuning):
     s_late: bool = knob(
         "l", "in pairs: S of the next step is issued behind dQ, not before dQ is added", False, quiet=True
     )
-    launch_order: int = knob(
-        "x",
-        "deterministic, causal: 0: last key tile first; 1, 2: last section by work, from middle",
-        0,
-        quiet=True,
-    )
     staging: int = knob(
         "y",
         "deterministic dQ in shared memory: 0: a part of it; 1: places freed apart; 2: all of it",
@@ -120,7 +114,6 @@ def plan(spec: Spec) -> Plan:
     _require_mask(p)
     require_score_gradients(spec, t.deterministic)
     _require_tuning(p, t)
-    _require_launch_order(p, t)
     _require_staging(p, t)
     shared = _shared_bytes(p, t, staged_columns(p, t))
     require_shared(shared)
@@ -240,17 +233,6 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible(f"loaders {t.loaders}: must be 1 or 2")
     if not t.pair:
         _require_order(p, t)
-
-
-def _require_launch_order(p: Problem, t: Sm90BackwardWide) -> None:
-    if t.launch_order not in (0, 1, 2):
-        raise Infeasible(f"launch_order {t.launch_order}: must be 0 to 2")
-    if t.launch_order and not t.deterministic:
-        raise Infeasible("launch_order: needs deterministic; other blocks do not wait for each other")
-    if t.launch_order and p.mask is not Mask.CAUSAL:
-        raise Infeasible(
-            f"launch_order {t.launch_order}: needs a causal mask, where a block computes its place in the order"
-        )
 
 
 def _require_staging(p: Problem, t: Sm90BackwardWide) -> None:
@@ -500,21 +482,12 @@ def _wider_pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
 
 
 def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Deterministic ones with other sections, for masks with lists the rest of the space, and what only they have."""
+    """Deterministic ones with other sections and other ways to stage dQ; for masks with lists the rest of the space."""
     yield from (replace(t, cache_mb=40) for t in _in_order(problem))
     if problem.mask.listed:
         yield from _wider(problem, True)
-    yield from _staged_or_in_another_order(problem)
-
-
-def _staged_or_in_another_order(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Deterministic ones that stage more of dQ, or start in another order (docs/experiments.md, 110 and 113)."""
-    orders = (0, 1, 2) if problem.mask is Mask.CAUSAL else (0,)
-    sections = _sections(problem)
-    for staging, launch_order, strict in product((WHOLE, APART, 0), orders, _in_order(problem)):
-        if staging or launch_order:
-            core = replace(strict, staging=staging, launch_order=launch_order)
-            yield from in_sections(problem, core, plan, sections)
+    for staging, strict in product((WHOLE, APART), _in_order(problem)):
+        yield from in_sections(problem, replace(strict, staging=staging), plan, _sections(problem))
 
 
 BACKWARD = Family(

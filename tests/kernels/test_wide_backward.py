@@ -232,30 +232,20 @@ PAIR = {"tile_n": 128, "stages_dout": 1, "pair": True}
 @pytest.mark.parametrize(
     ("dims", "mask", "changed", "reason"),
     [
-        ((192, 192), Mask.CAUSAL, {"launch_order": 3}, "launch_order 3: must be 0 to 2"),
         ((192, 192), Mask.CAUSAL, {"staging": 3}, "staging 3: must be 0 to 2"),
-        (
-            (192, 192),
-            Mask.CAUSAL,
-            {"launch_order": 1, "deterministic": False},
-            "launch_order: needs deterministic",
-        ),
         (
             (192, 192),
             Mask.CAUSAL,
             {"staging": 1, "deterministic": False},
             "staging 1: there is room for 64 columns",
         ),
-        ((192, 192), Mask.FULL, {"launch_order": 1}, "launch_order 1: needs a causal mask"),
         ((192, 192), Mask.FULL, {"staging": 2}, "shared memory: 234640 bytes"),
         ((64, 128), Mask.FULL, {"staging": 2}, "staging 2: 64 columns of a consumer are all"),
         ((192, 192), Mask.FULL, {**PAIR, "staging": 1}, "staging 1: is what pairs do"),
     ],
     ids=str,
 )
-def test_refusals_of_launch_order_and_staging(
-    dims: tuple[int, int], mask: Mask, changed: dict[str, int], reason: str
-) -> None:
+def test_refusals_of_staging(dims: tuple[int, int], mask: Mask, changed: dict[str, int], reason: str) -> None:
     with pytest.raises(Infeasible, match=reason):
         make_plan(ordered(dims, mask, {"stages_dout": 1, "deterministic": True} | changed))
 
@@ -272,11 +262,11 @@ ORDERS: list[tuple[tuple[int, int], Mask, dict[str, int]]] = [
     ((256, 256), Mask.CAUSAL, {**PAIR, "s_late": True}),
     ((192, 192), Mask.FULL, {**PAIR, "s_late": True, "stages_dout": 2, "deterministic": True}),
     ((192, 128), Mask.SPANS, {**PAIR, "s_late": True, "stages": 3, "stages_dout": 2}),
-    ((192, 192), Mask.CAUSAL, {"stages_dout": 1, "deterministic": True, "launch_order": 1, "staging": 1}),
+    ((192, 192), Mask.CAUSAL, {"stages_dout": 1, "deterministic": True, "staging": 1}),
     ((192, 192), Mask.SPANS, {"tile_n": 80, "stages_dout": 1, "deterministic": True, "staging": 2}),
-    ((192, 128), Mask.CAUSAL, {"deterministic": True, "launch_order": 2, "staging": 2, "heads_together": 2}),
+    ((192, 128), Mask.CAUSAL, {"deterministic": True, "staging": 2, "heads_together": 2}),
     ((192, 192), Mask.FULL, {**PAIR, "stages_dout": 2, "deterministic": True, "staging": 2}),
-    ((256, 256), Mask.CAUSAL, {**PAIR, "deterministic": True, "launch_order": 1, "staging": 2}),
+    ((256, 256), Mask.CAUSAL, {**PAIR, "deterministic": True, "staging": 2}),
     ((256, 256), Mask.FULL, {**PAIR, "deterministic": True, "staging": 2, "s_late": True}),
     ((256, 256), Mask.FULL, {**PAIR, "staging": 2, "s_late": True}),
     ((256, 256), Mask.CAUSAL, {**PAIR, "staging": 2, "s_late": True}),
