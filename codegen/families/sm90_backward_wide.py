@@ -84,7 +84,7 @@ class Sm90BackwardWide(Tuning):
     )
     staging: int = knob(
         "y",
-        "deterministic dQ in shared memory: 0: a part of it; 1: places freed apart; 2: all of it",
+        "dQ in shared memory: 0: some of it; 1: in pieces, freed apart; 2: a place for all of it",
         0,
         quiet=True,
     )
