@@ -24,7 +24,7 @@ Index blockIdx, gridDim;
 Index* current_thread;
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
-static std::vector<std::vector<char>> stacks;
+static std::vector<Stack> stacks;
 static void (*kernel_call)(const void*);
 static const void* kernel_called;
 static Context scheduler;
@@ -84,7 +84,7 @@ int threads_of_block() { return static_cast<int>(fibers.size()); }
 
 void launch_blocks(void (*call)(const void*), const void* kernel, long long blocks, int threads, long long shared_bytes) {
     kernel_call = call, kernel_called = kernel;
-    stacks.resize(threads, std::vector<char>(1 << 17));
+    stacks.resize(threads);
     shared_size = static_cast<size_t>(shared_bytes);
     shared_memory = static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_size / 1024 + 1) * 1024));
     gridDim = {static_cast<int>(blocks)};
@@ -98,7 +98,7 @@ void launch_blocks(void (*call)(const void*), const void* kernel, long long bloc
         forget_copies(threads);
         for (int i = 0; i < threads; ++i) {
             fibers[i].index = {i};
-            make_context(fibers[i].context, stacks[i].data(), stacks[i].size(), run_fiber);
+            make_context(fibers[i].context, stacks[i], run_fiber);
         }
         for (bool any = true; any;) {
             any = false;

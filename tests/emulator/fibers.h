@@ -3,6 +3,13 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
+
+// Its bytes are not set, so that pages that no call reaches take no memory.
+struct Stack {
+    static constexpr std::size_t kBytes = 1 << 17;
+    std::unique_ptr<char[]> bytes{new char[kBytes]};
+};
 
 #ifdef __x86_64__
 
@@ -40,8 +47,8 @@ switch_stacks:
 static inline void switch_to(Context& from, Context& to) { switch_stacks(&from.stack, to.stack); }
 
 // A context that begins with `run`, which must not return.
-static inline void make_context(Context& context, char* stack, std::size_t size, void (*run)()) {
-    void** top = reinterpret_cast<void**>(reinterpret_cast<std::size_t>(stack + size) / 16 * 16);
+static inline void make_context(Context& context, const Stack& stack, void (*run)()) {
+    void** top = reinterpret_cast<void**>(reinterpret_cast<std::size_t>(stack.bytes.get() + Stack::kBytes) / 16 * 16);
     for (int i = 1; i <= 8; ++i) {
         top[-i] = nullptr;
     }
@@ -59,10 +66,10 @@ struct Context {
 
 static inline void switch_to(Context& from, Context& to) { swapcontext(&from.registers, &to.registers); }
 
-static inline void make_context(Context& context, char* stack, std::size_t size, void (*run)()) {
+static inline void make_context(Context& context, const Stack& stack, void (*run)()) {
     getcontext(&context.registers);
-    context.registers.uc_stack.ss_sp = stack;
-    context.registers.uc_stack.ss_size = size;
+    context.registers.uc_stack.ss_sp = stack.bytes.get();
+    context.registers.uc_stack.ss_size = Stack::kBytes;
     makecontext(&context.registers, run, 0);
 }
 

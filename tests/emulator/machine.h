@@ -36,7 +36,7 @@ struct Block : Memory {
 };
 struct Fiber : State {
     Context context;
-    std::vector<char> stack;
+    Stack stack;
     Index thread, block;
     unsigned speed;
     bool done = true;
@@ -149,9 +149,8 @@ static void start(Fiber& fiber, unsigned block, unsigned thread) {
     fiber.speed = 1 << random_bits() % 9;
     fiber.done = false;
     fiber.ready = nullptr;
-    fiber.stack.resize(1 << 16);
     ++blocks[block].running;
-    make_context(fiber.context, fiber.stack.data(), fiber.stack.size(), run_fiber);
+    make_context(fiber.context, fiber.stack, run_fiber);
 }
 // One fiber, or what has been on its way for long enough. False if nothing can go on.
 static bool take_turn() {

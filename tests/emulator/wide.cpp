@@ -80,7 +80,7 @@ struct Block {
 
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
-static std::vector<std::vector<char>> stacks;
+static std::vector<Stack> stacks;
 static std::vector<Block> blocks;
 static std::vector<Cluster> clusters;  // that run
 static int blocks_of_cluster, threads_of_cluster;
@@ -192,7 +192,7 @@ static void start(int number, int first) {
         fibers[i].index = {static_cast<unsigned>(i % threads)};
         fibers[i].block = i / threads;
         warps[i / 32] = {};
-        make_context(fibers[i].context, stacks[i].data(), stacks[i].size(), run_fiber);
+        make_context(fibers[i].context, stacks[i], run_fiber);
     }
 }
 static bool runs(int number) {
@@ -231,7 +231,7 @@ bool run_grid(void (*call)(const void*), const void* kernel, int count, int size
     fibers = std::vector<Fiber>(together * threads_of_cluster);
     warps = std::vector<Warp>(fibers.size() / 32);
     if (stacks.size() < fibers.size()) {
-        stacks.resize(fibers.size(), std::vector<char>(1 << 17));
+        stacks.resize(fibers.size());
     }
     int started = 0;
     for (; started < together; ++started) {
