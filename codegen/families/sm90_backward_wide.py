@@ -486,8 +486,8 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     yield from (replace(t, cache_mb=40) for t in _in_order(problem))
     if problem.mask.listed:
         yield from _wider(problem, True)
-    for staging, strict in product((WHOLE, APART), _in_order(problem)):
-        yield from in_sections(problem, replace(strict, staging=staging), plan, _sections(problem))
+    for core in _staged(_in_order(problem)):
+        yield from in_sections(problem, core, plan, _sections(problem))
 
 
 BACKWARD = Family(
