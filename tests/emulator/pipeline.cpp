@@ -194,7 +194,7 @@ const char* run_blocks(void (*kernel)(), const Shape& of_kernel, const Call& of_
     body = kernel;
     random_bits.seed(seed);
     blocks.assign(count, {});
-    fibers.assign(count * (1 + 2 * shape.consumers), {});
+    fibers = std::vector<Fiber>(count * (1 + 2 * shape.consumers));
     events.clear();
     stored.clear();
     stored_slots.clear();
