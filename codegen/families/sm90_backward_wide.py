@@ -6,8 +6,8 @@ number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products fo
 
 Additions of dQ to device memory hold up the warps that issue them. So consumers store as much of dQ to shared memory as
 there is room for (`staged_columns`), and warps of the producer have TMA add it. With deterministic sums consumers store
-all of dQ there, if need be piece by piece, so that only those warps wait for the blocks that add before. With the knob
-`staging` others do so, too.
+all of dQ there, if need be piece by piece, so that only those warps wait for the blocks that add before. With `staging`
+2 others store all of dQ there, too.
 
 With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
 columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own. There
@@ -84,7 +84,7 @@ class Sm90BackwardWide(Tuning):
     )
     staging: int = knob(
         "y",
-        "dQ in shared memory: 0: some of it; 1: in pieces, freed apart; 2: a place for all of it",
+        "dQ in shared memory: 0: some or pieces; 1: pieces, freed apart; 2: a place for all of it",
         0,
         quiet=True,
     )
@@ -241,10 +241,8 @@ def _require_staging(p: Problem, t: Sm90BackwardWide) -> None:
         raise Infeasible(f"staging {t.staging}: must be 0 to {WHOLE}")
     if t.staging == APART and t.pair:
         raise Infeasible("staging 1: is what pairs do; set it to 0")
-    if t.staging == APART and not t.deterministic and staged_columns(p, replace(t, staging=0)) == COLUMNS:
-        raise Infeasible(
-            "staging 1: there is room for 64 columns of each consumer, without pieces; set it to 0"
-        )
+    if t.staging == APART and not t.deterministic:
+        raise Infeasible("staging 1: is for deterministic sums; set it to 0 or 2")
     if t.staging == WHOLE and not t.pair and max(dq_units(p, t.dq_of_second)) == 1:
         raise Infeasible("staging 2: 64 columns of a consumer are all that it computes; set it to 0")
 
@@ -315,10 +313,10 @@ def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
     """Columns of a unit of dQ that TMA adds from shared memory of their own: as many as there is room for.
 
     Both consumers stage as many, a multiple of 8, and add the others from registers. With deterministic sums, whose
-    consumers must not wait until the blocks before have added, or with `staging` they stage a unit in pieces of as many
-    columns, and need room for some. In a pair these are the columns of the first consumer, which stages all of them or
-    none; dQ of the second one takes the place of P. In a deterministic pair that of the first one takes it next, or
-    with `staging` in any pair the place of dS. Single blocks with a place for all of dQ have no pieces.
+    consumers must not wait until the blocks before have added, they stage a unit in pieces of as many columns, and need
+    room for some. In a pair these are the columns of the first consumer, which stages all of them or none; dQ of the
+    second one takes the place of P. In a deterministic pair that of the first one takes it next, or with `staging` in
+    any pair the place of dS. Single blocks with a place for all of dQ have no pieces.
     """
     if t.pair and _stages_all(t):
         return 0
@@ -331,7 +329,7 @@ def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
 
 def _stages_all(t: Sm90BackwardWide) -> bool:
     """Do consumers stage all of dQ, so that none is added from registers?"""
-    return t.deterministic or t.staging > 0
+    return t.deterministic or t.staging == WHOLE
 
 
 def _sums(p: Problem, t: Sm90BackwardWide) -> int:
@@ -353,8 +351,8 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
     elif t.staging == WHOLE:  # a place for each unit of 64 columns, with two barriers
         units = p.head_dim // COLUMNS
         dq, barriers = dq * units, barriers + 2 * units + CONSUMERS * t.deterministic
-    elif staged:  # and other barriers for odd steps, or without `staging` which unit is there
-        dq, barriers = dq * CONSUMERS, barriers + (3 if t.deterministic or not t.staging else 2) * CONSUMERS
+    elif staged:  # and other barriers for odd steps, or which unit is there
+        dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
     spans = p.intervals * keys * 8 if p.mask is Mask.SPANS else 0
     # Sums of gradients; in a pair these are in registers of the second consumer.
     held = 0 if t.pair else CONSUMERS * 128 * HELD * sum(read.held for read in p.score.reads)

@@ -124,7 +124,7 @@ def test_a_key_that_all_queries_see(mask: Mask) -> None:
         starts[key], ends[key] = 0, shape.seq_q
     visible: attnforge.Spans | attnforge.DenseMask = attnforge.Spans(starts, ends)
     if mask is Mask.DENSE:
-        visible = attnforge.DenseMask(visible.visible(shape.seq_q, shape.seq_k))
+        visible = attnforge.DenseMask(visible.visible(shape.seq_q, shape.seq_k).to(device))
     exact = reference(q, k, v, visible, dout=x.dout)
     out, lse = ops.forward(q, k, v, visible)
     cut = [spec for spec in ways(mask) if make_plan(spec).cut_lists]

@@ -10,9 +10,11 @@ import torch
 from oracle import Inputs, Shape, draw, make_mask
 
 from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, ops
+from attnforge.runtime.build import cache
 from attnforge.runtime.search.reference import reference
 
 # DeepSeek's first; both orders, rows of whole panels and not, more panels of V than of K.
@@ -79,6 +81,12 @@ def test_other_variants(mask: Mask, tuning: Sm90Forward) -> None:
 @pytest.mark.gpu
 def test_fp16() -> None:
     check(next(candidates(problem_of(*DIMS[0], Mask.CAUSAL, DType.FLOAT16))))
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("dims", [(40, 136), (192, 136)], ids=str)
+def test_rows_of_v_that_end_in_half_a_matrix(dims: tuple[int, int]) -> None:
+    assert cache.obtain(render(next(candidates(problem_of(*dims, Mask.FULL))))).path.exists()
 
 
 def test_all_variants_are_feasible() -> None:

@@ -233,12 +233,7 @@ PAIR = {"tile_n": 128, "stages_dout": 1, "pair": True}
     ("dims", "mask", "changed", "reason"),
     [
         ((192, 192), Mask.CAUSAL, {"staging": 3}, "staging 3: must be 0 to 2"),
-        (
-            (192, 192),
-            Mask.CAUSAL,
-            {"staging": 1, "deterministic": False},
-            "staging 1: there is room for 64 columns",
-        ),
+        ((256, 256), Mask.CAUSAL, {**BLOCK, "staging": 1, "deterministic": False}, "staging 1: is for determ"),
         ((192, 192), Mask.FULL, {"staging": 2}, "shared memory: 234640 bytes"),
         ((64, 128), Mask.FULL, {"staging": 2}, "staging 2: 64 columns of a consumer are all"),
         ((192, 192), Mask.FULL, {**PAIR, "staging": 1}, "staging 1: is what pairs do"),
@@ -272,11 +267,10 @@ ORDERS: list[tuple[tuple[int, int], Mask, dict[str, int]]] = [
     ((256, 256), Mask.CAUSAL, {**PAIR, "staging": 2, "s_late": True}),
     ((256, 256), Mask.SPANS, {**PAIR, "staging": 2}),
     ((192, 192), Mask.CAUSAL, {**PAIR, "stages_dout": 2, "staging": 2, "s_late": True}),
-    ((192, 192), Mask.CAUSAL, {"staging": 1, "dq_behind_dv": True}),
     ((192, 192), Mask.SPANS, {"tile_n": 80, "stages_dout": 1, "staging": 2}),
     ((192, 128), Mask.CAUSAL, {"stages_dout": 1, "staging": 2}),
     ((192, 128), Mask.FULL, {"staging": 2, "dq_of_second": 2}),
-    ((256, 256), Mask.CAUSAL, {**BLOCK, "staging": 1}),
+    ((256, 256), Mask.CAUSAL, {**BLOCK, "deterministic": True, "staging": 1}),
 ]
 
 

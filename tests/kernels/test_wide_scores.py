@@ -253,7 +253,7 @@ def test_scores_of_pairs_on_the_cpu(
         ((256, 256), Mask.CAUSAL, (128, 2, 1, 0, 1), "softcap", 2),
         ((192, 128), Mask.SPANS, (128, 2, 2, 0, 1), "bias", 2),
         ((192, 192), Mask.FULL, (128, 2, 1, 0, 1), "mixed", 2),
-        ((256, 256), Mask.CAUSAL, (80, 2, 1), "softcap", 1),
+        ((192, 128), Mask.CAUSAL, (80, 2, 1), "softcap", 2),
         ((192, 128), Mask.SPANS, (80, 2, 1), "relative", 2),
     ],
     ids=str,
@@ -579,7 +579,7 @@ def test_scores_of_pairs_on_a_gpu(
         ((192, 192), "mixed", 2, True),
         ((192, 128), "bias", 2, True),
         ((192, 128), "relative", 2, False),
-        ((256, 256), "alibi", 1, False),
+        ((192, 128), "alibi", 2, False),
     ],
     ids=str,
 )

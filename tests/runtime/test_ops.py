@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.codegen.variant import describe
-from attnforge.runtime import ops
+from attnforge.runtime import dispatch, ops, tables
 from attnforge.runtime.build import cache
 from attnforge.runtime.masks import load_operators
 from attnforge.runtime.native.launcher import launcher
@@ -368,7 +369,18 @@ def test_what_is_deterministic_does_not_warn() -> None:
             x.grads(attnforge.attention(x.q, x.k, x.v))
 
 
+@pytest.fixture
+def no_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """First guesses: no table names a deterministic backward as the fastest."""
+    monkeypatch.setenv("ATTNFORGE_TABLES", str(tmp_path))
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path)
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("no_tables")
 @pytest.mark.parametrize("backend", [None, *NAMES])
 def test_determinism_on_a_gpu(backend: SDPBackend | None) -> None:
     """sdpa() and attention(): silent and the same bits when torch is strict, one warning with warn_only."""
