@@ -233,7 +233,12 @@ PAIR = {"tile_n": 128, "stages_dout": 1, "pair": True}
     ("dims", "mask", "changed", "reason"),
     [
         ((192, 192), Mask.CAUSAL, {"staging": 3}, "staging 3: must be 0 to 2"),
-        ((256, 256), Mask.CAUSAL, {**BLOCK, "staging": 1, "deterministic": False}, "staging 1: is for determ"),
+        (
+            (256, 256),
+            Mask.CAUSAL,
+            {**BLOCK, "staging": 1, "deterministic": False},
+            "staging 1: is for determ",
+        ),
         ((192, 192), Mask.FULL, {"staging": 2}, "shared memory: 234640 bytes"),
         ((64, 128), Mask.FULL, {"staging": 2}, "staging 2: 64 columns of a consumer are all"),
         ((192, 192), Mask.FULL, {**PAIR, "staging": 1}, "staging 1: is what pairs do"),
