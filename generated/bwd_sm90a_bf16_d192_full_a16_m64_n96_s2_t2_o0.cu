@@ -1,15 +1,14 @@
-// attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_g2
+// attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0
 // Generated from templates/sm90a/backward_wide.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 192 --mask full --align 16
 //     --set tile_m=64 --set tile_n=96 --set stages=2 --set stages_dout=2
-//     --set deterministic=0 --set heads_together=2
+//     --set deterministic=0
 //
-//   tile_m           64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n           96   keys per block, a multiple of 16; each consumer computes S and dP of half of them
-//   stages            2   shared-memory buffers for Q
-//   stages_dout       2   shared-memory buffers for dO
-//   deterministic     0   blocks add to dQ in a fixed order: the same bits on every run
-//   heads_together    2   heads in work at least; 0: as many as fit the L2 cache
+//   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
+//   tile_n          96   keys per block, a multiple of 16; each consumer computes S and dP of half of them
+//   stages           2   shared-memory buffers for Q
+//   stages_dout      2   shared-memory buffers for dO
+//   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -409,9 +408,6 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
-// Heads in work at least: a section has more of them only if their operands fit.
-constexpr long long kHeadsTogether = 2;
-
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
     int rank, head, batch;
@@ -424,7 +420,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
-    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, kHeadsTogether), planes));
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
     const int first = index / (section * p.tiles_n) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
@@ -931,7 +927,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_g2_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 32;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -974,7 +970,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_g2_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1011,7 +1007,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_g2(
+attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
