@@ -222,6 +222,39 @@ def test_gradients_of_some_captured_tensors() -> None:
         torch.ops.attnforge.backward(*arguments, *words)
 
 
+@pytest.mark.parametrize("dims", [1, 2])
+def test_gradients_of_factors(dims: int) -> None:
+    """The score times an element: GCC 12 moved the copy of the score, by which the gradient multiplies, behind it."""
+    x = draw(Shape(67, 101, 16, 2, 2, 2), torch.float32, "cpu")
+    heads = x.q.shape[1]
+    w = torch.linspace(0.5, 2, 2 * heads).reshape(2, heads)[2 - dims :].squeeze(0).requires_grad_()
+    score = scores.score_mod(
+        (lambda s, b, h, i, j: s * w[h]) if dims == 1 else (lambda s, b, h, i, j: s * w[b, h] + w[b, h])
+    )
+    exact = w.detach().double().requires_grad_()
+    factor = exact[..., None, None]
+    plain = x.q.detach().double() @ x.k.detach().repeat_interleave(2, 1).double().mT * 0.25
+    logits = plain * factor + (factor if dims == 2 else 0.0)
+    values = x.v.detach().repeat_interleave(2, 1).double()
+    lse = torch.linspace(-1, 1, 67)
+    out = attnforge.attention(x.q, x.k, x.v, score=score, return_lse=True)
+    ours = torch.autograd.grad(out, w, [x.dout, lse.expand_as(out[1])])[0]
+    answer = [logits.softmax(-1) @ values, logits.logsumexp(-1)]
+    theirs = torch.autograd.grad(answer, exact, [x.dout.double(), lse.double().expand_as(answer[1])])[0]
+    assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_made_without_grad_have_gradients_later() -> None:
+    """As in a first, evaluating call: the captured tensor is a leaf that requires grad, and no view may hide it."""
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    number, plane = torch.tensor(0.5, requires_grad=True), torch.rand(1, 2, 1, 1, requires_grad=True)
+    with torch.no_grad():
+        made = scores.score_mod(lambda s, b, h, i, j: s * number), scores.bias(plane)
+    for score, tensor in zip(made, (number, plane), strict=True):
+        _, lse = attnforge.attention(x.q, x.k, x.v, score=score, return_lse=True)
+        assert torch.autograd.grad(lse.sum(), tensor)[0].shape == tensor.shape
+
+
 def test_transforms_refuse_gradients_of_captured_tensors() -> None:
     x, slopes = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu"), torch.rand(2)
 
