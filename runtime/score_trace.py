@@ -173,7 +173,8 @@ def _captured(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             raise ScoreError(
                 f"a captured tensor has shape {tuple(x.shape)}, expected 0 to 4 axes and elements"
             )
-        found.append(x.reshape(1) if x.dim() == 0 else x)
+        with torch.enable_grad():  # a view made without it would get no gradient in later calls
+            found.append(x.reshape(1) if x.dim() == 0 else x)
     return tuple(found)
 
 
@@ -317,11 +318,34 @@ def _sigmoid(p: Program, x: int) -> int:
 
 
 def _power(p: Program, x: int, y: int) -> int:
-    exponent = p.nodes[y]
+    exponent, kinds = p.nodes[y], (p.kind(x), p.kind(y))
     if exponent.op == "const" and float(exponent.value) in (2.0, 3.0):
+        x = p.call("float", x) if kinds == ("int", "float") else x  # as torch's, it does not wrap around
         square = p.binary("*", x, x)
         return square if float(exponent.value) == 2.0 else p.binary("*", square, x)
+    if exponent.op == "const" and kinds == ("int", "int"):
+        return _integer_power(p, x, int(exponent.value))
     return p.call("pow", x, y)
+
+
+def _integer_power(p: Program, x: int, exponent: int) -> int:
+    """x ** exponent of an int, in products that wrap around as torch's; torch refuses exponents below 0."""
+    if exponent < 2:
+        return x if exponent == 1 else p.const(1)
+    half = _integer_power(p, x, exponent // 2)
+    square = p.binary("*", half, half)
+    return p.binary("*", square, x) if exponent % 2 else square
+
+
+def _relu(p: Program, x: int) -> int:
+    zero = p.const(0 if p.kind(x) == "int" else 0.0)
+    return p.call("where", p.binary("<=", x, zero), zero, x)
+
+
+def _masked_fill(p: Program, x: int, mask: int, value: int) -> int:
+    """The result has the type of x: torch truncates a value for an int."""
+    fits = (p.kind(x), p.kind(value)) != ("int", "float")
+    return p.call("where", mask, value if fits else p.call("int", value), x)
 
 
 def _truth(p: Program, x: int) -> int:
@@ -387,13 +411,13 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
     "square": lambda p, x: p.binary("*", x, x),
     "reciprocal": lambda p, x: p.binary("/", p.const(1.0), x),
     "rsqrt": lambda p, x: p.binary("/", p.const(1.0), p.call("sqrt", x)),
-    "relu": lambda p, x: p.call("where", p.binary("<=", x, p.const(0.0)), p.const(0.0), x),
+    "relu": _relu,
     "clamp": _clamp,
     "clamp_min": lambda p, x, low: _clamp(p, x, low),
     "clamp_max": lambda p, x, high: _clamp(p, x, None, high),
     "sigmoid": _sigmoid,
     "silu": lambda p, x: p.binary("*", x, _sigmoid(p, x)),
-    "masked_fill": lambda p, x, mask, value: p.call("where", mask, value, x),
+    "masked_fill": _masked_fill,
 }
 
 

@@ -83,9 +83,10 @@ def bias(tensor: Tensor) -> Score:
         raise ValueError(f"tensor: got shape {tuple(tensor.shape)}, expected (batch, heads_q, seq_q, seq_k)")
     names = ("b", "h", "q_idx", "kv_idx")[4 - whole.dim() :]
     axes = [i for i, size in enumerate(whole.shape) if size != 1]
+    with torch.enable_grad():  # a view made without it would get no gradient in later calls
+        t0 = whole.squeeze() if axes else whole.reshape(1)
     if not axes:
-        return Score(f"bias(t0: {dtype_as_read(whole)}[1]): score + t0[0]", (whole.reshape(1),))
-    t0 = whole.squeeze()
+        return Score(f"bias(t0: {dtype_as_read(t0)}[1]): score + t0[0]", (t0,))
     at = ", ".join(names[i] for i in axes)
     return Score(f"bias(t0: {dtype_as_read(t0)}[{t0.dim()}]): score + t0[{at}]", (t0,))
 

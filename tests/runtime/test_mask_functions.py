@@ -65,6 +65,10 @@ EXACTLY: dict[str, MaskFunction] = {
     "quotients": lambda b, h, i, j: torch.floor(i / 41.0) == torch.floor(j / 41.0),
     "products": lambda b, h, i, j: EQUAL[i] * EQUAL[i] - EQUAL[j] * EQUAL[j] == 0,
     "constants": lambda b, h, i, j: i - j > 2 * torch.full((), 2.5, dtype=torch.int32),
+    "powers": lambda b, h, i, j: (((i - j) * 9001) ** 5 % 7 < 3) & ((i - j) ** 1 > 5 * (i + j) ** 0),
+    "a power by a float": lambda b, h, i, j: ((i - j) * 3000) ** 2.0 < 6e9,
+    "filled": lambda b, h, i, j: i.masked_fill(j % 2 == 0, 7.9) < 7.5,
+    "relu of an index": lambda b, h, i, j: EQUAL[torch.relu(i - j)] > 0.5,
 }
 
 
