@@ -265,6 +265,8 @@ class _Translation:
     def same(self, node: Node) -> int | _Partial:
         """An operation that changes no value: of a captured tensor without all its indices, no shape either."""
         source: Node = node.args[0]  # type: ignore[assignment]
+        if node.target is torch.ops.aten.detach.default:
+            self.expect_no_gradient(source)
         before, after = (x.meta["val"].shape for x in (source, node))
         if before != after and isinstance(self.values[source], _Partial):
             raise ScoreError(
@@ -272,6 +274,18 @@ class _Translation:
                 "call it outside of the function"
             )
         return self.values[source]
+
+    def expect_no_gradient(self, source: Node) -> None:
+        """ScoreError if a score detaches what may have a gradient: a formula is differentiated as a whole."""
+        found = self.values[source]
+        if isinstance(found, _Partial):
+            differs = self.tensors[found.tensor].requires_grad
+        else:
+            differs = self.program.kind(found) == "float"
+        if differs and "score" in self.leaves:
+            raise ScoreError(
+                "aten.detach.default is not supported; detach captured tensors outside of the function"
+            )
 
     def filled(self, node: Node, value: float) -> int:
         """A scalar."""

@@ -106,6 +106,7 @@ def test_float16_is_read_at_every_call(kind: str) -> None:
 
 
 DOUBLES, FIVE = torch.zeros(3, dtype=torch.float64), [torch.randn(3) for _ in range(5)]
+LEAF = torch.ones(3, requires_grad=True)
 REFUSED = {
     "erfinv": lambda s, b, h, q, k: torch.erfinv(s),
     "bfloat16": lambda s, b, h, q, k: s.to(torch.bfloat16),
@@ -114,6 +115,8 @@ REFUSED = {
     "at most 4": lambda s, b, h, q, k: s + sum(x[h] for x in FIVE),
     "of float32": lambda s, b, h, q, k: s % 2,
     "one tensor": lambda s, b, h, q, k: (s, s),
+    "aten.detach": lambda s, b, h, q, k: s * s.detach(),
+    "outside of the function": lambda s, b, h, q, k: s * LEAF.detach()[h],
 }
 
 
