@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnforge.runtime.inputs import expect_integers, expect_layout, expect_tensors
+from attnforge.runtime.inputs import DTYPES, expect_integers, expect_layout, expect_tensors
 from attnforge.runtime.kernels import with_index
 from attnforge.runtime.masks import Causal, Spans, load_operators
 from attnforge.runtime.ops import attention
@@ -51,7 +51,7 @@ def flash_attn_func(
     expect_layout("(batch, seq, heads, head_dim)", q=q, k=k, v=v)
     slanted = None
     if alibi_slopes is not None:
-        expect_tensors(alibi_slopes=alibi_slopes)
+        _check_slopes(alibi_slopes, "batch", q.shape[0], q.shape[2])
         slanted = alibi(alibi_slopes, k.shape[1] - q.shape[1])
     score = score_of(softcap, slanted)
     mask = band(q.shape[1], k.shape[1], sides_of(causal, window_size), q.device)
@@ -103,6 +103,7 @@ def flash_attn_varlen_func(
     mask = documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal, window_size)
     slanted = None
     if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, "documents", cu_seqlens_q.numel() - 1, q.shape[1])
         slanted = alibi_of_documents(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q.shape[0])
     q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     given: dict[str, Any] = {"scale": softmax_scale, "deterministic": deterministic}
@@ -118,19 +119,28 @@ def _refuse(dropout_p: float) -> None:
         raise ValueError(f"dropout_p: got {dropout_p}, only 0.0 is supported")
 
 
+def _check_slopes(slopes: Tensor, what: str, count: int, heads: int) -> None:
+    """Raises ValueError or TypeError unless alibi_slopes are (heads) or (count, heads), as flash-attn expects."""
+    expect_tensors(alibi_slopes=slopes)
+    if tuple(slopes.shape) not in ((heads,), (count, heads)):
+        raise ValueError(
+            f"alibi_slopes: got shape {tuple(slopes.shape)}, expected (heads_q) = {(heads,)} or "
+            f"({what}, heads_q) = {(count, heads)}"
+        )
+    if slopes.dtype not in DTYPES:
+        raise ValueError(
+            f"alibi_slopes: got dtype {slopes.dtype}, accepted are float32, bfloat16 and float16"
+        )
+
+
 def alibi_of_documents(slopes: Tensor, cu_q: Tensor, cu_k: Tensor, total_q: int) -> Score:
     """score - slope * |i + Sk - Sq - j| of packed documents, i and j within the document, Sq and Sk its lengths.
 
     slopes: (Hq) or (documents, Hq), float32 or bfloat16. cu_q, cu_k: int32 (documents + 1). total_q: rows of q. Query
     row r of the pack is at r + cu_k[d + 1] - cu_q[d + 1] among the packed keys, if it is of document d. Nothing is
-    read on the host. Raises ValueError or TypeError naming alibi_slopes.
+    read on the host.
     """
-    expect_tensors(alibi_slopes=slopes)
     count = cu_q.numel() - 1
-    if slopes.dim() not in (1, 2) or (slopes.dim() == 2 and slopes.shape[0] != count):
-        raise ValueError(
-            f"alibi_slopes: got shape {tuple(slopes.shape)}, expected (heads_q) or ({count} documents, heads_q)"
-        )
     plain = alibi(slopes)
     if total_q == 0 or (slopes.dim() == 1 and cu_q is cu_k):
         return plain if slopes.dim() == 1 else alibi(slopes[0])

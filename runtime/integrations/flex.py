@@ -51,7 +51,7 @@ def flex_attention(
     """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D).
 
     score_mod: traced at every call; attnforge.scores.score_mod(function), made once, saves that and can be passed
-        instead. Captured tensors get no gradient.
+        instead. Captured tensors that require grad get a gradient, those of a mask_mod none.
     block_mask: converted by `from_block_mask` at its first use; the result is kept with it.
     kernel_options: ignored; they are for torch's kernels and do not change results.
     return_lse, return_aux: lse is the natural logarithm; differentiable.

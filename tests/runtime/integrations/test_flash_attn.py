@@ -253,6 +253,11 @@ def test_wrong_shapes_are_named() -> None:
         attnforge.flash_attn_varlen_func(x, x, x, cu.long(), cu, 4, 4)
     with pytest.raises(ValueError, match=r"^cu_seqlens_k: got 2 entries"):
         attnforge.flash_attn_varlen_func(x, x, x, cu, bounds([7]), 7, 7)
+    for slopes in (torch.ones(2), torch.ones(3, 1), torch.ones(2, 2), torch.ones(1, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"^alibi_slopes: got "):
+            attnforge.flash_attn_func(x[None], x[None], x[None], alibi_slopes=slopes)
+        with pytest.raises(ValueError, match=r"^alibi_slopes: got "):
+            attnforge.flash_attn_varlen_func(x, x, x, cu, cu, 4, 4, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
