@@ -136,7 +136,7 @@ __device__ __forceinline__ void ldmatrix(float (&x)[4], unsigned address) {
                  : "memory");
 }
 
-// Warp: d += a b for a 16x8, b 8x8 of tf32 values; fragments as in the PTX manual. Not volatile: what nobody uses goes.
+// Warp: d += a b for a 16x8, b 8x8 of tf32 values; fragments as in the PTX manual. Not volatile: removed if unused.
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
@@ -411,8 +411,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 40 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -445,7 +445,7 @@ constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
+    __syncthreads();  // the previous votes have been read
     const unsigned own = __ballot_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) {
         votes[warp] = own;
@@ -1009,7 +1009,7 @@ __device__ __forceinline__ void walk(const Params& p, const Work& work, unsigned
         const float* do_tile = reinterpret_cast<const float*>(shared + kOffsetDo + stage * kDoBytes);
         const float2* stats = reinterpret_cast<const float2*>(shared + kOffsetStats + stage * kStatBytes);
         cp_async_wait();
-        __syncthreads();  // Q and dO have arrived; nobody reads P, dS or the other stage any more
+        __syncthreads();  // Q and dO have arrived; P, dS and the other stage have been read
 
         float s[kSdpFragsM][kSdpFragsN][4] = {};
         multiply_rows<kStepsD, kPitch>(s, base + kOffsetQ + stage * kQBytes + at.q_left, base + kOffsetK + at.k_right);
@@ -1027,7 +1027,7 @@ __device__ __forceinline__ void walk(const Params& p, const Work& work, unsigned
         add_dv(sums.dv, p_tile + at.dkv_left, do_tile + at.do_right);
         add_dk(sums.dk, ds_tile + at.dkv_left, q_tile + at.q_right);
 
-        __syncthreads();  // nobody reads Q and dO any more
+        __syncthreads();  // Q and dO have been read
         if (step + 1 < work.steps) {
             load_step(p, work, base, step + 1, 0);
         }

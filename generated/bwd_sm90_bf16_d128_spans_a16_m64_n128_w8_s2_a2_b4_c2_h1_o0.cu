@@ -266,8 +266,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 40 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -300,7 +300,7 @@ constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
+    __syncthreads();  // the previous votes have been read
     const unsigned own = __ballot_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) {
         votes[warp] = own;
@@ -817,7 +817,7 @@ __device__ __forceinline__ void walk(const Params& p, const Work& work, unsigned
         const unsigned do_tile = base + kOffsetDo + stage * kTileBytesM;
         const float2* stats = reinterpret_cast<const float2*>(shared + kOffsetStats + stage * kStatBytes);
         cp_async_wait();
-        __syncthreads();  // Q and dO have arrived; nobody reads P, dS or the other stage any more
+        __syncthreads();  // Q and dO have arrived; P, dS and the other stage have been read
         if (step + 1 < work.steps) {
             load_step(p, work, base, step + 1, stage ^ 1);
         }

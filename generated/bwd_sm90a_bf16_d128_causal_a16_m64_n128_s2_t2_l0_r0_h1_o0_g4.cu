@@ -13,7 +13,7 @@
 //   in_regs           0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
 //   split_heads       1   a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   deterministic     0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
-//   heads_together    4   heads in work at least; 0: as many as fit the L2 cache, more if deterministic in packs
+//   heads_together    4   least number of heads in a section; 0: as many as fit L2, more if deterministic in packs
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -90,7 +90,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// What TMA needs to know of each tensor; encoded by the host for each call.
+// TMA descriptors of the tensors, encoded by the host for each call.
 struct TensorMaps {
     TensorMap q, dout, k, v;
 };
@@ -183,7 +183,7 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+// Thread: wait until the phase of this parity has ended. On a fresh barrier, parity 1 does not wait.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -279,7 +279,7 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Thread: wait until the kernel before has ended and its writes are there. Nothing to wait for if launched after that.
+// Thread: wait until the kernel before has ended and its writes are visible. Returns at once if it had ended.
 __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -395,11 +395,11 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
-// Heads in work at least: a section has more of them only if their operands fit.
+// Least number of heads in a section; it has more of them only if their operands fit.
 constexpr long long kHeadsTogether = 4;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -640,7 +640,7 @@ __device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
     ones[1] = ones[0];
     ones[2] = 0;
     ones[3] = 0;
-    // Made anew before each product, they would have to be fenced; so ptxas may not know what they are.
+    // Hidden from ptxas: if it computed them anew before each product, they would need a fence there.
     asm volatile("" : "+r"(ones[0]), "+r"(ones[1]), "+r"(ones[2]), "+r"(ones[3]));
 }
 
@@ -812,8 +812,8 @@ struct Consumer {
         }
     }
 
-    // Put dS where products and the other consumer find it, and arrive. Readers fence: a fence here would wait for the
-    // stores, which wait while products in flight keep shared memory busy.
+    // Store dS to shared memory, where both consumers read it for dQ, and arrive. Readers fence: a fence here would
+    // wait for the stores, which are delayed while products in flight keep shared memory busy.
     __device__ __forceinline__ void hand_over_ds(const Buffers& now) {
         store_ds(now.ds, ds_frags, group);
         __syncwarp();
@@ -866,7 +866,7 @@ struct Consumer {
             wait_q();
         }
         wgmma_fence();
-        issue_s();  // after the last step of old data; nobody uses the result
+        issue_s();  // after the last step on stale data; the result is not used
         issue_dk(now, step);
         wgmma_wait<1>();  // dV and S are complete
         accumulator_fence(s);
@@ -1085,7 +1085,7 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_g4(
     if (threadIdx.x < sizeof(maps) / 128) {
         prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
     }
-    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // warp-uniform, also for ptxas
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
         griddepcontrol_wait();

@@ -107,7 +107,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// What TMA needs to know of each tensor; encoded by the host for each call.
+// TMA descriptors of the tensors, encoded by the host for each call.
 struct TensorMaps {
     TensorMap q, dout, k, v;
 };
@@ -200,7 +200,7 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+// Thread: wait until the phase of this parity has ended. On a fresh barrier, parity 1 does not wait.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -296,7 +296,7 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Thread: wait until the kernel before has ended and its writes are there. Nothing to wait for if launched after that.
+// Thread: wait until the kernel before has ended and its writes are visible. Returns at once if it had ended.
 __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -414,8 +414,8 @@ struct Piece {
 };
 
 // The piece of the work tile with this rank; those with most visits have the lowest rank. Where none is left, `tile` is
-// -1 and `count` is 0. Its words are stored as they are used: a division here would cost ptxas the knowledge that all
-// threads agree on them.
+// -1 and `count` is 0. Its words are stored as they are used: after a division here, ptxas would not treat them as
+// uniform.
 __device__ __forceinline__ Piece piece_of(const Params& p, int plane, int rank) {
     const int* words = p.tile_order + (static_cast<long long>(plane) * p.blocks_n + rank) * 3;
     return {__ldg(words), __ldg(words + 1), __ldg(words + 2)};
@@ -423,8 +423,8 @@ __device__ __forceinline__ Piece piece_of(const Params& p, int plane, int rank) 
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -457,7 +457,7 @@ constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
+    __syncthreads();  // the previous votes have been read
     const unsigned own = __ballot_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) {
         votes[warp] = own;
@@ -543,7 +543,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_schedule(cons
 // Block: the sum of `mine` over its threads.
 __device__ __forceinline__ long long sum_of_block(long long mine) {
     __shared__ long long all[kScheduleThreads];
-    __syncthreads();  // nobody reads the last values any more
+    __syncthreads();  // the previous values have been read
     all[threadIdx.x] = mine;
     __syncthreads();
     long long sum = 0;
@@ -823,7 +823,7 @@ __device__ __forceinline__ void set_ones(unsigned (&ones)[4]) {
     ones[1] = ones[0];
     ones[2] = 0;
     ones[3] = 0;
-    // Made anew before each product, they would have to be fenced; so ptxas may not know what they are.
+    // Hidden from ptxas: if it computed them anew before each product, they would need a fence there.
     asm volatile("" : "+r"(ones[0]), "+r"(ones[1]), "+r"(ones[2]), "+r"(ones[3]));
 }
 
@@ -995,8 +995,8 @@ struct Consumer {
         }
     }
 
-    // Put dS where products and the other consumer find it, and arrive. Readers fence: a fence here would wait for the
-    // stores, which wait while products in flight keep shared memory busy.
+    // Store dS to shared memory, where both consumers read it for dQ, and arrive. Readers fence: a fence here would
+    // wait for the stores, which are delayed while products in flight keep shared memory busy.
     __device__ __forceinline__ void hand_over_ds(const Buffers& now) {
         store_ds(now.ds, ds_frags, group);
         __syncwarp();
@@ -1049,7 +1049,7 @@ struct Consumer {
             wait_q();
         }
         wgmma_fence();
-        issue_s();  // after the last step of old data; nobody uses the result
+        issue_s();  // after the last step on stale data; the result is not used
         issue_dk(now, step);
         wgmma_wait<1>();  // dV and S are complete
         accumulator_fence(s);
@@ -1268,7 +1268,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0(
     if (threadIdx.x < sizeof(maps) / 128) {
         prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
     }
-    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // warp-uniform, also for ptxas
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
         griddepcontrol_wait();

@@ -9,7 +9,7 @@
 //   stages           2   shared-memory buffers for Q
 //   stages_dout      2   shared-memory buffers for dO
 //   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
-//   dq_of_second     2   times 64 columns of dQ that the consumer of dK computes; 0: as balances both
+//   dq_of_second     2   units of 64 columns of dQ that the consumer of dK computes; 0: balanced
 //   dq_behind_dv     1   dQ is issued while dV of the same step may run
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
@@ -83,7 +83,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// What TMA needs to know of each tensor; encoded by the host for each call.
+// TMA descriptors of the tensors, encoded by the host for each call.
 struct TensorMaps {
     TensorMap q, dout, k, v, dk, dv;
 };
@@ -183,7 +183,7 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+// Thread: wait until the phase of this parity has ended. On a fresh barrier, parity 1 does not wait.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -297,7 +297,7 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Thread: wait until the kernel before has ended and its writes are there. Nothing to wait for if launched after that.
+// Thread: wait until the kernel before has ended and its writes are visible. Returns at once if it had ended.
 __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -417,8 +417,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -826,7 +826,7 @@ struct Consumer {
         arrive(base + kFullDq + kGroup * 8);
     }
 
-    // Issue S less lse / scale of the step where the rings stand; after the last step of old data.
+    // Issue S less lse / scale of the step where the rings stand; after the last step on stale data.
     __device__ __forceinline__ void next_s(bool more) {
         if (more) {
             barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
@@ -1037,7 +1037,7 @@ attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_u2_v1(
     if (threadIdx.x < sizeof(maps) / 128) {
         prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
     }
-    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // warp-uniform, also for ptxas
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
         griddepcontrol_wait();
@@ -1051,7 +1051,7 @@ attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_u2_v1(
     __syncthreads();
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // likewise, else it spills
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // warp-uniform, else it spills
         if (warp == 0) {
             produce(p, maps, base, work);
         } else if (warp == 1) {

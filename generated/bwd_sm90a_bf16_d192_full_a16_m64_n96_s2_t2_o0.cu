@@ -80,7 +80,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// What TMA needs to know of each tensor; encoded by the host for each call.
+// TMA descriptors of the tensors, encoded by the host for each call.
 struct TensorMaps {
     TensorMap q, dout, k, v, dk, dv;
 };
@@ -179,7 +179,7 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+// Thread: wait until the phase of this parity has ended. On a fresh barrier, parity 1 does not wait.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -293,7 +293,7 @@ __device__ __forceinline__ void stmatrix(unsigned address, unsigned r0, unsigned
                  : "memory");
 }
 
-// Thread: wait until the kernel before has ended and its writes are there. Nothing to wait for if launched after that.
+// Thread: wait until the kernel before has ended and its writes are visible. Returns at once if it had ended.
 __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -404,8 +404,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -803,7 +803,7 @@ struct Consumer {
         arrive(base + kFullDq + kGroup * 8);
     }
 
-    // Issue S less lse / scale of the step where the rings stand; after the last step of old data.
+    // Issue S less lse / scale of the step where the rings stand; after the last step on stale data.
     __device__ __forceinline__ void next_s(bool more) {
         if (more) {
             barrier_wait(base + kFullQ + q_ring.stage * 8, q_ring.phase);
@@ -1014,7 +1014,7 @@ attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0(
     if (threadIdx.x < sizeof(maps) / 128) {
         prefetch_map(reinterpret_cast<const char*>(&maps) + threadIdx.x * 128);
     }
-    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // so ptxas knows that the warp agrees
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // warp-uniform, also for ptxas
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
         griddepcontrol_wait();
@@ -1028,7 +1028,7 @@ attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0(
     __syncthreads();
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // likewise, else it spills
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // warp-uniform, else it spills
         if (warp == 0) {
             produce(p, maps, base, work);
         } else if (warp == 1) {

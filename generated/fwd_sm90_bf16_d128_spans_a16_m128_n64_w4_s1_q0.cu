@@ -212,8 +212,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -246,7 +246,7 @@ constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
+    __syncthreads();  // the previous votes have been read
     const unsigned own = __ballot_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) {
         votes[warp] = own;
@@ -710,7 +710,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& work, unsign
     for (int index = 0; index < work.visits; ++index) {
         const int key0 = (entry >> 1) * kTileN;
         cp_async_wait();
-        __syncthreads();  // K has arrived; nobody reads V any more
+        __syncthreads();  // K has arrived; V has been read
         load_v(p, work, base, 0, key0);
         cp_async_commit();
 
@@ -721,7 +721,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& work, unsign
         }
 
         cp_async_wait();
-        __syncthreads();  // V has arrived; nobody reads K any more
+        __syncthreads();  // V has arrived; K has been read
         if (index + 1 < work.visits) {
             entry = visit(p, work.tile, index + 1);
             load_k(p, work, base, 0, (entry >> 1) * kTileN);

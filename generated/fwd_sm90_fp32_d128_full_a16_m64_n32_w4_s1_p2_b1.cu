@@ -86,7 +86,7 @@ __device__ __forceinline__ void ldmatrix(float (&x)[4], unsigned address) {
                  : "memory");
 }
 
-// Warp: d += a b for a 16x8, b 8x8 of tf32 values; fragments as in the PTX manual. Not volatile: what nobody uses goes.
+// Warp: d += a b for a 16x8, b 8x8 of tf32 values; fragments as in the PTX manual. Not volatile: removed if unused.
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
@@ -327,8 +327,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -629,7 +629,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& work, unsign
     for (int index = 0; index < work.visits; ++index) {
         const int key0 = (entry >> 1) * kTileN;
         cp_async_wait();
-        __syncthreads();  // K has arrived; nobody reads V any more
+        __syncthreads();  // K has arrived; V has been read
         load_v(p, work, base, 0, key0);
         cp_async_commit();
 
@@ -640,7 +640,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& work, unsign
         }
 
         cp_async_wait();
-        __syncthreads();  // V has arrived; nobody reads K any more
+        __syncthreads();  // V has arrived; K has been read
         if (index + 1 < work.visits) {
             entry = visit(p, work.tile, index + 1);
             load_k(p, work, base, 0, (entry >> 1) * kTileN);

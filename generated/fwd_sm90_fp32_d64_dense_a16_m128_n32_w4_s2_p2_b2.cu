@@ -104,7 +104,7 @@ __device__ __forceinline__ void ldmatrix(float (&x)[4], unsigned address) {
                  : "memory");
 }
 
-// Warp: d += a b for a 16x8, b 8x8 of tf32 values; fragments as in the PTX manual. Not volatile: what nobody uses goes.
+// Warp: d += a b for a 16x8, b 8x8 of tf32 values; fragments as in the PTX manual. Not volatile: removed if unused.
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
@@ -357,8 +357,8 @@ __device__ __forceinline__ int visit(const Params& p, int plane, int tile, int i
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -391,7 +391,7 @@ constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
+    __syncthreads();  // the previous votes have been read
     const unsigned own = __ballot_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) {
         votes[warp] = own;
@@ -788,7 +788,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& work, unsign
     for (int index = 0; index < work.visits; ++index) {
         const int entry = visit(p, work.plane, work.tile, index);
         cp_async_wait();
-        __syncthreads();  // this tile has arrived; nobody reads the stage that is filled next
+        __syncthreads();  // this tile has arrived; the stage that is filled next has been read
         if (index + kStages - 1 < work.visits) {
             const int key0 = (visit(p, work.plane, work.tile, index + kStages - 1) >> 1) * kTileN;
             load_k(p, work, base, fill, key0);

@@ -55,7 +55,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// What TMA needs to know of each tensor; encoded by the host for each call.
+// TMA descriptors of the tensors, encoded by the host for each call.
 struct TensorMaps {
     TensorMap q, k, v, out;
 };
@@ -139,7 +139,7 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+// Thread: wait until the phase of this parity has ended. On a fresh barrier, parity 1 does not wait.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -343,8 +343,8 @@ __device__ __forceinline__ int visits(const Params& p, int tile) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // How many times as large a section may become, so that blocks get even shares: up to 32 MiB in place of cache_mb.
@@ -797,7 +797,7 @@ struct Range {
     int end;
 };
 
-// What is left of a work tile after its last softmax: its last P V, and to store O.
+// The end of a work tile after its last softmax: the last P V and the store of O.
 struct TileTail {
     Work work;
     unsigned q_stage;  // the buffer of its Q, through which O is stored
@@ -906,7 +906,7 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Once S is complete.
+    // Mask S, which is complete, and release K.
     __device__ __forceinline__ void apply_mask_and_release_k() {
         accumulator_fence(s);
         if (masked()) {
@@ -1062,7 +1062,7 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m192_n80_s3_p1_r1_k0_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // warp-uniform, also for ptxas
     if (threadIdx.x == 0) {
         for (int i = 0; i < kBuffersQ; ++i) {
             barrier_init(smem + kFullQ + i * 8, 1);

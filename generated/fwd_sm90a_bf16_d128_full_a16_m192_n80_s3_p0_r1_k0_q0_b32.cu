@@ -11,7 +11,7 @@
 //   persistent    1   one block per multiprocessor walks many tiles
 //   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs     0   keep the fragments of Q in registers
-//   cache_mb     32   MiB of the L2 cache for the operands of the heads in work
+//   cache_mb     32   MiB of the L2 cache for the operands of a section of heads
 //
 // Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
 //
@@ -49,7 +49,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// What TMA needs to know of each tensor; encoded by the host for each call.
+// TMA descriptors of the tensors, encoded by the host for each call.
 struct TensorMaps {
     TensorMap q, k, v, out;
 };
@@ -131,7 +131,7 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+// Thread: wait until the phase of this parity has ended. On a fresh barrier, parity 1 does not wait.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -291,8 +291,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -712,7 +712,7 @@ struct Range {
     int end;
 };
 
-// What is left of a work tile after its last softmax: its last P V, and to store O.
+// The end of a work tile after its last softmax: the last P V and the store of O.
 struct TileTail {
     Work work;
     unsigned q_stage;  // the buffer of its Q, through which O is stored
@@ -811,7 +811,7 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Once S is complete.
+    // Mask S, which is complete, and release K.
     __device__ __forceinline__ void apply_mask_and_release_k() {
         accumulator_fence(s);
         if (masked()) {
@@ -958,7 +958,7 @@ attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // warp-uniform, also for ptxas
     if (threadIdx.x == 0) {
         for (int i = 0; i < kBuffersQ; ++i) {
             barrier_init(smem + kFullQ + i * 8, 1);

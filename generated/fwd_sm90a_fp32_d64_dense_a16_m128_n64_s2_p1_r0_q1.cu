@@ -124,7 +124,7 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Thread: wait until the phase of this parity has ended. A fresh barrier counts as past parity 1.
+// Thread: wait until the phase of this parity has ended. On a fresh barrier, parity 1 does not wait.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -256,8 +256,8 @@ __device__ __forceinline__ int2 kv_range_of(const Params& p, int plane, int tile
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of the heads in work may take. An H200 has 50 MB; what
-// sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
+// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -289,7 +289,7 @@ constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 // Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
-    __syncthreads();  // nobody reads the last votes any more
+    __syncthreads();  // the previous votes have been read
     const unsigned own = __ballot_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) {
         votes[warp] = own;
@@ -863,7 +863,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so ptxas knows that the warp agrees
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // warp-uniform, also for ptxas
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             barrier_init(base + kFullK + i * 8, 1);

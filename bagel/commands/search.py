@@ -53,7 +53,7 @@ STRATEGIES = ("additive", "alternate", "exhaustive", "forest", "greedy", "random
     help="Write the winners to DIR.  [default: the first folder of `tables list`]",
 )
 @deterministic_option()
-@click.option("--no-peers", is_flag=True, help="Do not time torch's attention.")
+@click.option("--no-peers", is_flag=True, help="Do not time other implementations.")
 @click.option("--no-page", is_flag=True, help="Do not write an HTML page beside the log.")
 @workers_option()
 @out_option("--json", "json_out", help="Write the results to this file.")

@@ -56,7 +56,7 @@ class Sm90Forward(Tuning):
     # Knobs that earlier tables and names do not have.
     hand_over: int = knob(
         "h",
-        "the ordering barrier is passed on 0 behind both products, 1 behind Q K^T, 2 once S is there",
+        "ordering barrier, arrival 0: after both products, 1: after Q K^T, 2: once S is complete",
         0,
         quiet=True,
     )
@@ -64,10 +64,10 @@ class Sm90Forward(Tuning):
         "e", "first visits of a work tile with exact row maxima, later ones if P grows; 0: all", 3, quiet=True
     )
     heads_together: int = knob(
-        "g", "kv heads in work at least; 0: as many as fit the L2 cache", 0, quiet=True
+        "g", "least number of kv heads in a section; 0: as many as fit the L2 cache", 0, quiet=True
     )
     cache_mb: int = knob(
-        "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
+        "b", "MiB of the L2 cache for the operands of a section of heads", SECTION_MB, quiet=True
     )
     stages_v: int = knob("v", "shared-memory buffers for V, more than for K; 0: as many", 0, quiet=True)
     k_ahead: bool = knob(

@@ -55,7 +55,7 @@ class Sm90Backward(Tuning):
     # Knobs that earlier tables and names do not have.
     heads_together: int = knob(
         "g",
-        "heads in work at least; 0: as many as fit the L2 cache, more if deterministic in packs",
+        "least number of heads in a section; 0: as many as fit L2, more if deterministic in packs",
         0,
         quiet=True,
     )
@@ -63,7 +63,7 @@ class Sm90Backward(Tuning):
         "w", "warps that load, 1 or 2; 0: 2 with lag or deterministic sums, else 1", 0, quiet=True
     )
     cache_mb: int = knob(
-        "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
+        "b", "MiB of the L2 cache for the operands of a section of heads", SECTION_MB, quiet=True
     )
     persistent: int = knob(
         "p",
@@ -73,7 +73,7 @@ class Sm90Backward(Tuning):
     )
     launch_order: int = knob(
         "x",
-        "0: last tile first; 1, 2: last section by work, from middle; 3: heads apart; 4: long first",
+        "0: last tile first; last section 1: by work, 2: from middle; 3: heads apart; 4: long first",
         0,
         quiet=True,
     )

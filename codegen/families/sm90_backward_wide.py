@@ -71,12 +71,14 @@ class Sm90BackwardWide(Tuning):
     deterministic: bool = knob("o", "blocks add to dQ in a fixed order: the same bits on every run")
     pair: bool = knob("p", "two blocks share a key tile and dQ", default=False, quiet=True)
     cache_mb: int = knob(
-        "b", "MiB of the L2 cache for the operands of the heads in work", SECTION_MB, quiet=True
+        "b", "MiB of the L2 cache for the operands of a section of heads", SECTION_MB, quiet=True
     )
-    heads_together: int = knob("g", "heads in work at least; 0: as many as fit the L2 cache", 0, quiet=True)
+    heads_together: int = knob(
+        "g", "least number of heads in a section; 0: as many as fit the L2 cache", 0, quiet=True
+    )
     loaders: int = knob("w", "warps that load, 1 or 2: the second one loads dO", 1, quiet=True)
     dq_of_second: int = knob(
-        "u", "times 64 columns of dQ that the consumer of dK computes; 0: as balances both", 0, quiet=True
+        "u", "units of 64 columns of dQ that the consumer of dK computes; 0: balanced", 0, quiet=True
     )
     dq_behind_dv: bool = knob("v", "dQ is issued while dV of the same step may run", False, quiet=True)
     s_late: bool = knob(
@@ -84,7 +86,7 @@ class Sm90BackwardWide(Tuning):
     )
     staging: int = knob(
         "y",
-        "dQ in shared memory: 0: some or pieces; 1: pieces, freed apart; 2: a place for all of it",
+        "dQ staged in shared memory, 0: part of it or in pieces; 1: pieces, freed apart; 2: all of it",
         0,
         quiet=True,
     )
