@@ -115,7 +115,7 @@ def test_every_page_and_picture_is_reachable() -> None:
 def test_commits_are_named_in_provenance_lines_only(page: Path) -> None:
     """reliability.md is a record of runs: each row names its commit."""
     for line in page.read_text().splitlines():
-        if re.search(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b", line):
+        if re.search(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}\b", line):
             assert "commit" in line, line
 
 
