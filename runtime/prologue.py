@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from attnforge.codegen.families.limits import HEAD_DIM_LIMIT
 from attnforge.codegen.prologue import NOBODY
-from attnforge.runtime.inputs import expect_tensors
+from attnforge.runtime.inputs import expect_integers, expect_tensors
 from attnforge.runtime.prologue_kernels import _forward_op
 
 _ON_CPU = (torch.float32, torch.bfloat16)
@@ -27,22 +29,28 @@ class ExpertRows:
     """Which expert a token belongs to, and which row of its projections is the token's. Of a pack, for all layers.
 
     first, second: integer tensors on one device, the tokens of either expert in the order of its projections' rows;
-        they have no token in common. A token of neither gets zeros.
+        no token occurs twice (on a GPU this is not checked). A token of neither gets zeros.
     tokens: of the pack.
     """
 
     def __init__(self, first: Tensor, second: Tensor, tokens: int) -> None:
         expect_tensors(first=first, second=second)
+        _expect_integer("tokens", tokens)
         for name, index in (("first", first), ("second", second)):
             if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     f"{name}: got {tuple(index.shape)} {index.dtype}, expected (tokens) of int32 or int64"
                 )
+        if first.device != second.device:
+            raise ValueError(f"second: is on {second.device}, but first is on {first.device}")
         if first.shape[0] + second.shape[0] > tokens:
             raise ValueError(
                 f"first, second: have {first.shape[0]} and {second.shape[0]} tokens, but the pack has {tokens}; a "
                 "token belongs to one expert at most"
             )
+        # Not on a GPU, which would have to be waited for; nor a FakeTensor or Dynamo's, which have no values.
+        if type(first) is Tensor and first.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_tokens(first, second, tokens)
         rows = torch.full((tokens,), NOBODY, dtype=torch.int32, device=first.device)
         for index, sign in ((first, 0), (second, -1)):
             own = torch.arange(index.shape[0], dtype=torch.int32, device=first.device)
@@ -61,6 +69,20 @@ class ExpertRows:
         return torch.where(self.rows < 0, ~own, own)
 
 
+def _check_tokens(first: Tensor, second: Tensor, tokens: int) -> None:
+    """Raises ValueError for tokens outside of the pack or named twice: no token would read one of their rows."""
+    for name, index in (("first", first), ("second", second)):
+        outside = index[(index < 0) | (index >= tokens)]
+        if outside.numel():
+            raise ValueError(f"{name}: has token {int(outside[0])}, expected 0 to {tokens - 1}")
+    counts = torch.bincount(torch.cat((first, second)).long(), minlength=tokens)
+    if tokens and int(counts.max()) > 1:
+        token = int(counts.argmax())
+        raise ValueError(
+            f"first, second: have token {token} {int(counts[token])} times, expected once at most"
+        )
+
+
 def rope_tables(
     positions: Tensor, head_dim: int, base: float = 10000.0, sections: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -74,6 +96,8 @@ def rope_tables(
     angles float32 rounds by 1e-3.
     """
     expect_tensors(positions=positions)
+    _expect_integer("head_dim", head_dim)
+    _expect_number("base", base)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim: got {head_dim}, expected an even number above 0")
     if not 0.0 < base < math.inf:
@@ -81,6 +105,8 @@ def rope_tables(
     half = head_dim // 2
     exponents = torch.arange(half, dtype=torch.float64, device=positions.device) / half
     if sections is not None:
+        if not torch.compiler.is_compiling():
+            expect_integers("sections", sections, "integers")
         fits = sum(sections) == half and min(sections) >= 0
         if not fits or positions.dim() != 2 or positions.shape[0] != len(sections):
             raise ValueError(
@@ -92,7 +118,9 @@ def rope_tables(
     elif positions.dim() == 1:
         places = positions[:, None]
     else:
-        raise ValueError(f"positions: got shape {tuple(positions.shape)}, expected (tokens)")
+        raise ValueError(
+            f"positions: got shape {tuple(positions.shape)}, expected (tokens), or (kinds, tokens) with sections"
+        )
     angles = places.double() * base**-exponents
     return angles.cos().float(), angles.sin().float()
 
@@ -128,8 +156,10 @@ def qk_norm_rope(
         tokens, single tensors. Weights are pairs.
 
     Returns q and k, and v if there was one: (tokens, heads, head_dim), contiguous, in the order of tokens. Gradients
-    have the same bits on every run. Raises ValueError or TypeError naming an unsupported argument.
+    have the same bits on every run. Raises ValueError or TypeError naming an unsupported argument, and
+    NotImplementedError in forward mode and in torch.func's transforms.
     """
+    _expect_types(eps, experts)
     if not 0.0 <= eps < math.inf:
         raise ValueError(f"eps: got {eps}, expected a number of at least 0")
     sources, parts, counts = _sources(q, k, v, heads)
@@ -139,17 +169,52 @@ def qk_norm_rope(
         rows = experts.rows if len(sources) > parts else experts.in_order()
     cos, sin = _tables(cos, sin, sources[0])
     _check(sources, parts, weights, cos, sin, experts, rows)
+    _refuse_forward_mode(*sources, *weights)
     outputs: tuple[Tensor, Tensor, Tensor] = _forward_op(
         sources, cos, sin, weights, rows, parts, *counts, float(eps)
     )
     return outputs[:2] if parts == 2 else outputs
 
 
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """The operator would drop tangents without a word. Those of torch.func's transforms it refuses itself."""
+    if torch.compiler.is_compiling():
+        return
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "attnforge: derivatives of qk_norm_rope in forward mode are not implemented; use backward"
+        )
+
+
+def _expect_number(name: str, value: object) -> None:
+    numbers = (Real, torch.SymInt, torch.SymFloat)
+    if isinstance(value, bool) or not isinstance(value, numbers):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
+
+
+def _expect_types(eps: object, experts: object) -> None:
+    _expect_number("eps", eps)
+    if experts is not None and not isinstance(experts, ExpertRows):
+        raise TypeError(f"experts: got {type(experts).__name__}, expected ExpertRows(first, second, tokens)")
+
+
+def _expect_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, Integral, torch.SymInt)):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an integer")
+
+
+def _beside(dtype: torch.dtype) -> str:
+    """The dtypes of tables and weights beside q's."""
+    return " or ".join(dict.fromkeys((str(dtype), "torch.float32")))
+
+
 def _pair(name: str, x: Any) -> list[Tensor]:
     """One tensor, or those of two experts."""
     found = list(x) if isinstance(x, tuple | list) else [x]
     if len(found) not in (1, 2) or not all(isinstance(item, Tensor) for item in found):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor or a pair of tensors")
+        kinds = ", ".join(type(item).__name__ for item in found)
+        given = f"{type(x).__name__} of {kinds or 'nothing'}" if isinstance(x, tuple | list) else kinds
+        raise TypeError(f"{name}: got {given}, expected a tensor or a pair of tensors")
     return found
 
 
@@ -160,6 +225,8 @@ def _sources(
     if heads is not None:
         if k is not None or v is not None:
             raise ValueError("heads: is of a fused projection, which k and v are part of; leave them out")
+        if not torch.compiler.is_compiling():  # Dynamo's numbers have no __index__
+            expect_integers("heads", heads, "(heads_q, heads_kv)")
         if len(heads) != 2 or min(heads) < 1:
             raise ValueError(f"heads: got {heads}, expected (heads_q, heads_kv), both at least 1")
         heads_q, heads_kv = heads
@@ -204,7 +271,8 @@ def _weights(q_weight: Pair | None, k_weight: Pair | None, experts: ExpertRows |
     for name, found in zip(("q_weight", "k_weight"), pairs, strict=True):
         if len(found) != wanted:
             raise ValueError(
-                f"{name}: expected {wanted} tensor{'s, one for each expert' if wanted > 1 else ''}"
+                f"{name}: got {len(found)} tensor{'s'[: len(found) - 1]}, expected "
+                f"{'2, one for each expert' if wanted > 1 else '1, since there are no experts'}"
             )
     return [x for expert in zip(*pairs, strict=True) for x in expert]
 
@@ -222,7 +290,7 @@ def _tables(cos: Tensor, sin: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         ):
             raise ValueError(
                 f"{name}: got {tuple(x.shape)} {x.dtype}, expected (tokens, {head_dim // 2}) or (tokens, {head_dim}) "
-                f"of {q.dtype} or torch.float32"
+                f"of {_beside(q.dtype)}"
             )
         if x.requires_grad:
             raise ValueError(f"{name}: requires grad, but its gradient is not implemented; detach it")
@@ -262,8 +330,8 @@ def _check(
         name = f"{'qk'[i % 2]}_weight"
         if x.shape != (head_dim,) or x.dtype not in (first.dtype, torch.float32) or x.device != first.device:
             raise ValueError(
-                f"{name}: got {tuple(x.shape)} {x.dtype} on {x.device}, expected ({head_dim}) of {first.dtype} or "
-                f"torch.float32 on {first.device}"
+                f"{name}: got {tuple(x.shape)} {x.dtype} on {x.device}, expected ({head_dim}) of "
+                f"{_beside(first.dtype)} on {first.device}"
             )
         if x.dtype != weights[0].dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q_weight is {weights[0].dtype}; expected one dtype")

@@ -19,6 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.prologue import (
@@ -431,9 +435,47 @@ def _refuse(ctx: Any, *gradients: Any) -> None:
     )
 
 
+class _Transformed(torch.autograd.Function):
+    """An operator inside torch.func's transforms, which do not see tensors in lists: `leaves` are all arguments."""
+
+    @staticmethod
+    def forward(op: Any, spec: TreeSpec, *leaves: Any) -> Any:
+        return op(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(
+            "attnforge: torch.func's transforms of qk_norm_rope (grad, vjp, jvp, vmap, ...) are not implemented; use "
+            "torch.autograd.grad or backward()"
+        )
+
+    jvp = backward
+    vmap = backward
+
+
+def _transformed(op: Any) -> Callable[..., Any]:
+    """The kernel of `op` inside torch.func's transforms. Without it, tangents of forward mode would be lost."""
+
+    def kernel(*args: Any) -> Any:
+        interpreter = retrieve_current_functorch_interpreter()
+        if interpreter.key() == TransformType.Functionalize:  # the operators change nothing in place
+            around: Any = FunctorchFunctionalizeAPI(interpreter)  # type: ignore[arg-type]
+            with around.redispatch_to_next():
+                return around.wrap_tensors(op(*around.unwrap_tensors(args)))
+        leaves, spec = tree_flatten(args)
+        return _Transformed.apply(op, spec, *leaves)  # type: ignore[no-untyped-call]
+
+    return kernel
+
+
 def _register(name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     op = torch.library.custom_op(f"attnforge::{name}", call, mutates_args=(), schema=schema)
     op.register_fake(fake)
+    torch.library.impl(f"attnforge::{name}", "FuncTorchDynamicLayerFrontMode", _transformed(op))
     return op
 
 

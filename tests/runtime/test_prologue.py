@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import prologue_oracle as oracle
@@ -9,6 +10,7 @@ import pytest
 import torch
 from prologue_oracle import Pack, check, draw
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
@@ -263,10 +265,13 @@ def test_multimodal_tables_take_each_section_from_its_positions() -> None:
 WRONG = [
     ({"heads": None}, "k: is missing; a fused projection needs heads="),
     ({"heads": (5, 3)}, r"q: got shape \(23, 9, 64\), expected \(tokens, 11 \* head_dim\)"),
-    ({"experts": None}, "q_weight: expected 1 tensor"),
+    ({"experts": None}, "q_weight: got 2 tensors, expected 1, since there are no experts"),
     ({"k_weight": None}, "q_weight, k_weight: expected both or neither"),
-    ({"q_weight": torch.ones(64)}, "q_weight: expected 2 tensors, one for each expert"),
-    ({"cos": torch.ones(37, 16)}, r"cos: got \(37, 16\) torch.float32, expected \(tokens, 32\)"),
+    ({"q_weight": torch.ones(64)}, "q_weight: got 1 tensor, expected 2, one for each expert"),
+    (
+        {"cos": torch.ones(37, 16)},
+        r"cos: got \(37, 16\) torch.float32, expected \(tokens, 32\) or \(tokens, 64\) of torch.float32$",
+    ),
     ({"sin": torch.ones(36, 32)}, "sin: has 36 rows on cpu, expected 37 on cpu"),
     ({"sin": torch.ones(37, 32).bfloat16()}, "sin: got .* expected .* of torch.float32"),
     ({"cos": torch.ones(37, 32, requires_grad=True)}, "cos: requires grad"),
@@ -300,6 +305,39 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"heads": 4}, r"heads: got int, expected \(heads_q, heads_kv\)"),
+        ({"heads": (4.0, 2.0)}, "heads: entry 0 is 4.0"),
+        ({"eps": None}, "eps: got NoneType, expected a number"),
+        ({"eps": torch.tensor(1e-6)}, "eps: got Tensor, expected a number"),
+        ({"experts": (torch.arange(6), torch.arange(6, 8))}, "experts: got tuple, expected ExpertRows"),
+        ({"q": (torch.ones(1),) * 3}, "q: got tuple of Tensor, Tensor, Tensor, expected a tensor or a pair"),
+    ],
+)
+def test_arguments_of_wrong_types_are_named(change: dict[str, Any], message: str) -> None:
+    cos, sin = attnforge.rope_tables(torch.arange(8), 16)
+    arguments: dict[str, Any] = {"q": torch.ones(8, 8 * 16), "heads": (4, 2), "cos": cos, "sin": sin}
+    with pytest.raises(TypeError, match=message):
+        attnforge.qk_norm_rope(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 16.0}, "head_dim: got float, expected an integer"),
+        ({"base": None}, "base: got NoneType, expected a number"),
+        ({"sections": 8}, "sections: got int, expected integers"),
+        ({"sections": (4.0, 4.0)}, "sections: entry 0 is 4.0"),
+    ],
+)
+def test_arguments_of_tables_of_wrong_types_are_named(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"positions": torch.arange(4), "head_dim": 16}
+    with pytest.raises(TypeError, match=message):
+        attnforge.rope_tables(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
         ({"head_dim": 0}, "head_dim: got 0"),
         ({"base": 0.0}, "base: got 0.0, expected a number above 0"),
@@ -328,6 +366,11 @@ def test_wrong_tables_are_named(change: dict[str, Any], message: str) -> None:
             r"first: got \(3,\) torch.bool, expected",
         ),
         (torch.tensor([0]), torch.tensor([[1]]), r"second: got \(1, 1\) torch.int64"),
+        (torch.tensor([0, 0]), torch.tensor([1]), "first, second: have token 0 2 times"),
+        (torch.tensor([0, 2]), torch.tensor([2]), "first, second: have token 2 2 times"),
+        (torch.tensor([0]), torch.tensor([3]), "second: has token 3, expected 0 to 2"),
+        (torch.tensor([-1]), torch.tensor([1]), "first: has token -1, expected 0 to 2"),
+        (torch.tensor([0]), torch.tensor([1], device="meta"), "second: is on meta, but first is on cpu"),
     ],
 )
 def test_wrong_experts_are_named(first: torch.Tensor, second: torch.Tensor, message: str) -> None:
@@ -362,6 +405,44 @@ def test_second_derivatives_are_refused() -> None:
     (gradient,) = torch.autograd.grad(call(pack), pack.fused[:1], pack.dout, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives of qk_norm_rope"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_forward_mode_is_refused(norm: bool) -> None:
+    """torch would return tangents of zero."""
+    pack = draw((3, 2), norm=norm)
+    fused = [x.detach() for x in pack.fused]
+
+    def run(x: Tensor) -> Tensor:
+        return call(dataclasses.replace(pack, fused=[x, fused[1]]))[0]
+
+    with pytest.raises(NotImplementedError, match="qk_norm_rope in forward mode"):
+        torch.func.jvp(run, (fused[0],), (fused[0],))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="qk_norm_rope in forward mode"):
+        run(forward_ad.make_dual(fused[0], fused[0]))
+    compiled = torch.compile(run, backend="aot_eager")
+    with pytest.raises(NotImplementedError, match="qk_norm_rope in forward mode"):
+        torch.func.jvp(compiled, (fused[0],), (fused[0],))
+    torch._dynamo.reset()
+
+
+def test_transforms_are_refused_unless_the_call_is_constant_in_them() -> None:
+    pack = draw((3, 2))
+    fused = [x.detach() for x in pack.fused]
+
+    def run(x: Tensor) -> Tensor:
+        return call(dataclasses.replace(pack, fused=[x, fused[1]]))[0].sum()
+
+    for transformed in (torch.func.grad(run), torch.func.vmap(lambda x: run(x + fused[0]))):
+        with pytest.raises(NotImplementedError, match=r"torch\.func's transforms of qk_norm_rope"):
+            transformed(fused[0])
+    expected = run(fused[0])
+    assert torch.equal(torch.func.functionalize(run)(fused[0]), expected)
+    ones = torch.ones(3)
+    results: Any = torch.func.jvp(lambda x: x.sum() * 2 + run(fused[0]), (ones,), (ones,))
+    constant, tangent = results
+    assert torch.equal(constant, expected + 6)
+    assert tangent == 6
 
 
 # ---- torch
