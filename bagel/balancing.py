@@ -8,6 +8,7 @@ up to two samples against up to two, while that helps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
@@ -55,6 +56,12 @@ class LayerCost:
     pair: float = 6.85e-11
     fixed: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a negative or infinite time, with which exchanging samples would not end."""
+        for name, value in (("token", self.token), ("pair", self.pair), ("fixed", self.fixed)):
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name}: got {value} seconds, expected a finite number of at least 0")
+
     def seconds(self, tokens: int, pairs: int) -> float:
         """Predicted time of a pack."""
         return self.fixed + self.token * tokens + self.pair * pairs
@@ -64,6 +71,9 @@ class LayerCost:
         cls, heads_q: int, head_dim: int, *, forward: float, backward: float, token: float
     ) -> LayerCost:
         """From attention's TFLOP/s of visible pairs (4 head_dim a pair and head forward, 2.5 times that backward)."""
+        for name, rate in (("forward", forward), ("backward", backward)):
+            if not rate > 0.0:
+                raise ValueError(f"{name}: got {rate} TFLOP/s, expected a number above 0")
         work = 4e-12 * heads_q * head_dim
         return cls(token, work / forward + 2.5 * work / backward)
 
@@ -76,9 +86,10 @@ class LayerCost:
         from scipy.optimize import nnls
 
         work = [_work(_samples(pack)) for pack in packs]
-        if len(packs) != len(seconds) or len(packs) < 3 or min(seconds) <= 0:
+        if len(packs) != len(seconds) or len(packs) < 3 or not _are_times(seconds):
             raise ValueError(
-                f"seconds: {len(seconds)} times of {len(packs)} packs; expected a time above 0 for each of 3 or more"
+                f"seconds: {len(seconds)} times of {len(packs)} packs; expected a finite time above 0 for each of 3 "
+                "or more"
             )
         table = np.array([(tokens, pairs, 1.0) for tokens, pairs in work])
         size = table.max(0)
@@ -89,6 +100,10 @@ class LayerCost:
         times = np.asarray(seconds, dtype=float)
         found, _ = nnls(table / size / times[:, None], np.ones(len(times)))
         return cls(*(found / size).tolist())
+
+
+def _are_times(seconds: Sequence[float]) -> bool:
+    return all(0.0 < second < math.inf for second in seconds)
 
 
 @dataclass(frozen=True)

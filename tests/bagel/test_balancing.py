@@ -208,3 +208,26 @@ def test_times_that_tell_no_costs_are_refused() -> None:
 
 def test_the_public_name_is_the_function() -> None:
     assert attnforge.bagel.balance is balance
+
+
+@pytest.mark.parametrize("name", ["token", "pair", "fixed"])
+@pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf")])
+def test_costs_that_are_no_times_are_refused(name: str, value: float) -> None:
+    """With negative ones, `balance` did not return."""
+    with pytest.raises(
+        ValueError, match=f"{name}: got {value} seconds, expected a finite number of at least 0"
+    ):
+        LayerCost(**{name: value})
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_rates_that_are_none_are_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match=f"forward: got {rate} TFLOP/s"):
+        LayerCost.from_rates(28, 128, forward=rate, backward=500.0, token=0.0)
+
+
+@pytest.mark.parametrize("second", [float("nan"), float("inf")])
+def test_measured_times_are_finite(second: float) -> None:
+    packs = [workload(name) for name in ("pretrain/0", "pretrain/1", "edit_only/0")]
+    with pytest.raises(ValueError, match="expected a finite time above 0"):
+        LayerCost.fit(packs, [1.0, second, 2.0])
