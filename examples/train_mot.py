@@ -222,10 +222,14 @@ def train(options: Options, say: Callable[[str], None] = click.echo) -> list[dic
         if options.attention == "flex" and place.device.type == "cpu":
             raise click.UsageError("--attention flex: torch's FlexAttention has no gradients on the CPU")
         batch = options.batch(place.world)
+        if options.losses:
+            options.losses.parent.mkdir(parents=True, exist_ok=True)  # now, not after the last step
         data = Synthetic(options.config, options.tokens)
         model = make_model(options, place)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
         first = resume(options.save, model, optimizer) if options.save else 0
+        if first >= options.steps and place.rank == 0:
+            say(f"{options.save}: a checkpoint of {first} steps; nothing to do for --steps {options.steps}")
         rows = []
         with profiled(options.profile, place.rank) as profiler:
             for step in range(first, options.steps):
@@ -240,7 +244,7 @@ def train(options: Options, say: Callable[[str], None] = click.echo) -> list[dic
                     say(describe(rows[-1], time.perf_counter() - begin, place))
                 if options.save and (step + 1) % options.save_every == 0:
                     save(options.save, step + 1, model, optimizer, place.rank)
-        if options.losses and place.rank == 0:
+        if options.losses and rows and place.rank == 0:  # without new ones, those of an earlier run stay
             options.losses.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return rows
 
@@ -257,13 +261,20 @@ def describe(row: dict[str, float], seconds: float, place: Place) -> str:
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--model", type=click.Choice(tuple(CONFIGS)), default="tiny", help="Sizes of the decoder.")
 @click.option("--layers", type=click.IntRange(1), help="Layers, if not the model's own number.")
-@click.option("--tokens", default=512, help="Tokens of a pack at most; what flex pads to.")
+@click.option(
+    "--tokens", type=click.IntRange(64), default=512, help="Tokens of a pack at most; what flex pads to."
+)
 @click.option(
     "--packs",
     type=click.IntRange(1),
     help="Packs of a step, all ranks together; a multiple of their number.  [default: 2, or the next multiple]",
 )
-@click.option("--steps", default=20, help="Steps in all, those of a resumed checkpoint included.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=20,
+    help="Steps in all, those of a resumed checkpoint included.",
+)
 @click.option("--lr", default=3e-3, help="Learning rate of AdamW.")
 @click.option("--seed", default=0, help="Seed of the weights and the data.")
 @click.option("--attention", type=click.Choice(OPERATORS), default="attnforge", help="Attention operator.")
@@ -283,7 +294,7 @@ def describe(row: dict[str, float], seconds: float, place: Place) -> str:
 @click.option(
     "--save", type=click.Path(path_type=Path), help="Directory of checkpoints; resumes from its latest."
 )
-@click.option("--save-every", default=10, help="Steps between checkpoints.")
+@click.option("--save-every", type=click.IntRange(1), default=10, help="Steps between checkpoints.")
 @click.option("--losses", type=click.Path(path_type=Path), help="File for the losses, a JSON line a step.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Directory for torch.profiler's traces.")
 def main(**arguments: Any) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from click import UsageError
+from click.testing import CliRunner
 from ranks import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from train_mot import Options, train  # noqa: E402
+from train_mot import Options, main, train  # noqa: E402
 
 BASE = Options(tokens=128, steps=4, precision="fp32", device="cpu")
 Rows = list[dict[str, float]]
@@ -99,6 +100,29 @@ def test_packs_of_a_step(packs: int | None, ranks: int, batch: int) -> None:
 def test_packs_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UsageError, match="--packs 2 does not divide among 4 ranks; try --packs 4"):
         Options(packs=2).batch(4)
+
+
+@pytest.mark.parametrize("option", ["--tokens 63", "--steps 0", "--save-every 0"])
+def test_numbers_below_the_least_are_refused_before_training(option: str) -> None:
+    result = CliRunner().invoke(main, option.split())
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option.split()[0]}'" in result.output
+
+
+def test_the_folder_of_losses_is_made(tmp_path: Path) -> None:
+    """Before the first step: after the last one the losses would be lost."""
+    losses = tmp_path / "new" / "losses.jsonl"
+    run(steps=1, losses=losses)
+    assert len(losses.read_text().splitlines()) == 1
+
+
+def test_a_run_that_is_done_says_so_and_keeps_its_losses(tmp_path: Path) -> None:
+    losses, said = tmp_path / "losses.jsonl", list[str]()
+    run(steps=1, save=tmp_path / "run", save_every=1, losses=losses)
+    options = dataclasses.replace(BASE, steps=1, save=tmp_path / "run", losses=losses)
+    assert train(options, say=said.append) == []
+    assert said == [f"{tmp_path / 'run'}: a checkpoint of 1 steps; nothing to do for --steps 1"]
+    assert len(losses.read_text().splitlines()) == 1
 
 
 def test_profiler_writes_a_trace(tmp_path: Path) -> None:
