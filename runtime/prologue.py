@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from attnforge.codegen.families.limits import HEAD_DIM_LIMIT
 from attnforge.codegen.prologue import NOBODY
@@ -178,9 +178,9 @@ def qk_norm_rope(
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
     """The operator would drop tangents without a word. Those of torch.func's transforms it refuses itself."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # the latter: no dual level is open
         return
-    if any(unpack_dual(x).tangent is not None for x in tensors):
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "attnforge: derivatives of qk_norm_rope in forward mode are not implemented; use backward"
         )
