@@ -51,18 +51,19 @@ def expect_layout(layout: str, **values: Tensor) -> None:
             raise ValueError(f"{name}: got shape {_shape(value)}, expected {layout}")
 
 
-def expect_number(name: str, value: object) -> None:
-    """Raises TypeError naming the argument unless it is a number or None; a bool is not a number here."""
+def expect_number(name: str, value: object, optional: bool = True) -> None:
+    """Raises TypeError naming the argument unless it is a number, or None if that is allowed; a bool is no number."""
     numbers = (int, float, torch.SymInt, torch.SymFloat)
-    if value is None or (isinstance(value, numbers) and not isinstance(value, bool)):
+    if (value is None and optional) or (isinstance(value, numbers) and not isinstance(value, bool)):
         return
+    words = "a number or None" if optional else "a number"
     if isinstance(value, Tensor):  # torch would take its value, and its gradient would be lost
         raise TypeError(
-            f"{name}: got Tensor, expected a number or None; use {name}.item()"
+            f"{name}: got Tensor, expected {words}; use {name}.item()"
             + (", or multiply q by it if it is learned" if name == "scale" else "")
         )
     if isinstance(value, bool) or not isinstance(value, Real):  # numpy's numbers are Real
-        raise TypeError(f"{name}: got {type(value).__name__}, expected a number or None")
+        raise TypeError(f"{name}: got {type(value).__name__}, expected {words}")
 
 
 def is_scale(scale: float | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from attnforge.codegen.families.limits import HEAD_DIM_LIMIT
 from attnforge.codegen.prologue import NOBODY
-from attnforge.runtime.inputs import expect_integers, expect_tensors
+from attnforge.runtime.inputs import expect_integers, expect_number, expect_tensors
 from attnforge.runtime.prologue_kernels import _forward_op
 
 _ON_CPU = (torch.float32, torch.bfloat16)
@@ -97,7 +97,7 @@ def rope_tables(
     """
     expect_tensors(positions=positions)
     _expect_integer("head_dim", head_dim)
-    _expect_number("base", base)
+    expect_number("base", base, optional=False)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim: got {head_dim}, expected an even number above 0")
     if not 0.0 < base < math.inf:
@@ -186,14 +186,8 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
         )
 
 
-def _expect_number(name: str, value: object) -> None:
-    numbers = (Real, torch.SymInt, torch.SymFloat)
-    if isinstance(value, bool) or not isinstance(value, numbers):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
-
-
 def _expect_types(eps: object, experts: object) -> None:
-    _expect_number("eps", eps)
+    expect_number("eps", eps, optional=False)
     if experts is not None and not isinstance(experts, ExpertRows):
         raise TypeError(f"experts: got {type(experts).__name__}, expected ExpertRows(first, second, tokens)")
 

@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from attnforge.codegen.plan import Infeasible
@@ -41,6 +39,7 @@ from attnforge.codegen.prologue import (
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.build.cache import obtain
+from attnforge.runtime.functorch import KEY, functionalized, is_functionalize
 from attnforge.runtime.native.launcher import launcher
 
 log = logging.getLogger("attnforge")
@@ -462,10 +461,8 @@ def _transformed(op: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         interpreter = retrieve_current_functorch_interpreter()
-        if interpreter.key() == TransformType.Functionalize:  # the operators change nothing in place
-            around: Any = FunctorchFunctionalizeAPI(interpreter)  # type: ignore[arg-type]
-            with around.redispatch_to_next():
-                return around.wrap_tensors(op(*around.unwrap_tensors(args)))
+        if is_functionalize(interpreter):
+            return functionalized(interpreter, op, args)
         leaves, spec = tree_flatten(args)
         return _Transformed.apply(op, spec, *leaves)  # type: ignore[no-untyped-call]
 
@@ -475,7 +472,7 @@ def _transformed(op: Any) -> Callable[..., Any]:
 def _register(name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     op = torch.library.custom_op(f"attnforge::{name}", call, mutates_args=(), schema=schema)
     op.register_fake(fake)
-    torch.library.impl(f"attnforge::{name}", "FuncTorchDynamicLayerFrontMode", _transformed(op))
+    torch.library.impl(f"attnforge::{name}", KEY, _transformed(op))
     return op
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     retrieve_current_functorch_interpreter,
 )
-from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 
-_KEY = "FuncTorchDynamicLayerFrontMode"
+from attnforge.runtime.functorch import KEY, functionalized, is_functionalize
+
 _FORWARD, _BACKWARD = torch.ops.attnforge.forward.default, torch.ops.attnforge.backward.default
 
 # (batch, heads, ...): batch entries are independent. Other tensors belong to the mask.
@@ -132,12 +131,9 @@ def _kernel(op: Any, function: type[torch.autograd.Function]) -> Callable[..., A
     def transformed(*args: Any, **named: Any) -> Any:
         values = _values(op, args, named)
         interpreter = retrieve_current_functorch_interpreter()
-        if interpreter.key() == TransformType.Functionalize:  # the operators change nothing in place
-            around: Any = FunctorchFunctionalizeAPI(interpreter)  # type: ignore[arg-type]
-            arguments = around.unwrap_tensors(tuple(values.values()))
-            with around.redispatch_to_next():
-                return around.wrap_tensors(op(*arguments))
-        if any(i.key() == TransformType.Functionalize for i in retrieve_all_functorch_interpreters()):
+        if is_functionalize(interpreter):
+            return functionalized(interpreter, op, tuple(values.values()))
+        if any(map(is_functionalize, retrieve_all_functorch_interpreters())):
             raise NotImplementedError(
                 "attnforge: torch.func.functionalize around another transform of attention is not implemented; "
                 "use functionalize inside of it"
@@ -169,10 +165,8 @@ def _decompose(op: Any) -> Callable[..., Any]:
     return decomposed
 
 
-torch.library.impl("attnforge::forward", _KEY, _kernel(_FORWARD, _Forward))
-torch.library.impl("attnforge::backward", _KEY, _kernel(_BACKWARD, _Backward))
+torch.library.impl("attnforge::forward", KEY, _kernel(_FORWARD, _Forward))
+torch.library.impl("attnforge::backward", KEY, _kernel(_BACKWARD, _Backward))
 for _name in torch._C._dispatch_get_all_op_names():
     if _name.startswith("attnforge::attend"):
-        torch.library.impl(
-            _name, _KEY, _decompose(getattr(torch.ops.attnforge, _name.split("::")[1]).default)
-        )
+        torch.library.impl(_name, KEY, _decompose(getattr(torch.ops.attnforge, _name.split("::")[1]).default))
