@@ -47,7 +47,9 @@ def challenge_install(into: Path | None) -> None:
     metavar="MODULE",
     help="Module whose `forward` is run.  [default: ours]",
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the random samples.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of the random samples."
+)
 @click.option("--cpu", is_flag=True, help="Run small sizes on the CPU.")
 @dtype_option("dtypes", multiple=True, help="With --final. Repeatable.  [default: all]")
 @click.option(
@@ -56,7 +58,7 @@ def challenge_install(into: Path | None) -> None:
     default=Path("logs/train"),
     show_default=True,
     metavar="DIR",
-    help="For profiler traces.",
+    help="Folder for profiler traces.",
 )
 @out_option("--json", "json_out", help="With --final: write the results to this file.")
 def challenge_run(

@@ -81,7 +81,12 @@ def _search(
         echo(f"{result.spec.slug}: {result.status}: {result.detail}")
     table = make_table(f"{direction.value}, {workload.name}", ("variant",), ("ms", "GB/s", "spills"))
     for result in found.leaders:
-        table.add_row(result.spec.slug, f"{result.ms:.4f}", f"{result.gbps:.0f}", str(result.spill_bytes))
+        table.add_row(
+            result.spec.slug,
+            f"{result.ms:.4f}",
+            f"{result.gbps:.3g}" if result.gbps < 100 else f"{result.gbps:.0f}",
+            str(result.spill_bytes),
+        )
     console.print(table)
     if not found.leaders:
         raise click.ClickException(f"none of {found.tried} variants worked; the reasons are above")

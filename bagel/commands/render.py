@@ -46,7 +46,7 @@ def _option(f: ProblemField) -> dict[str, Any]:
         }
     if issubclass(f.type, str):
         return {"metavar": "TEXT", "default": default, "help": f"{f.text}."}
-    return number(int(default), least=0 if f.optional else 1, help=f.text)
+    return number(int(default), least=0 if f.optional else 1, help=f"{f.text.rstrip('.')}.")
 
 
 @click.command(short_help="Print a kernel's source, or update generated/.")

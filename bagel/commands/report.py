@@ -22,7 +22,7 @@ EXTRA = (
 
 @click.command(short_help="Make an HTML page of search logs.")
 @click.argument("logs", type=click.Path(path_type=Path, exists=True, dir_okay=False), nargs=-1, required=True)
-@out_option("-o", "--out", default=Path("report.html"), show_default=True)
+@out_option("-o", "--out", default=Path("report.html"), show_default=True, help="The page to write.")
 def report(logs: tuple[Path, ...], out: Path) -> None:
     """Make one HTML page of the logs of searches.
 

@@ -39,7 +39,9 @@ def list_tables() -> None:
             entries = load(path.stem, path.parent)
             strict = sum(entry.deterministic for entry in entries)
             of_them = f"; {strict} for deterministic calls" if strict else ""
-            echo(f"  {path.stem}: {len(entries)} entries, {words}{of_them}")
+            echo(
+                f"  {path.stem}: {len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {words}{of_them}"
+            )
 
 
 @tables.command()
@@ -89,7 +91,10 @@ def diff(first: Path, second: Path) -> None:
 @tables.command()
 @click.argument("sources", type=FOLDER, nargs=-1, required=True)
 @click.option(
-    "--into", type=click.Path(path_type=Path, file_okay=False), help="[default: where searches write]"
+    "--into",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Folder of the merged tables.  [default: where searches write]",
 )
 def merge(sources: tuple[Path, ...], into: Path | None) -> None:
     """Merge folders into one.

@@ -151,7 +151,11 @@ def _tuned() -> Iterator[Finding]:
         count = len(tables.known(name))
         if count:
             holding = [str(place) for place in tables.folders() if tables.load(name, place)]
-            yield Finding("tuned table", OK, f"{count} entries for {name} ({', '.join(holding)})")
+            yield Finding(
+                "tuned table",
+                OK,
+                f"{count} {'entry' if count == 1 else 'entries'} for {name} ({', '.join(holding)})",
+            )
         else:
             remedy = "run `attnforge search` once to find the fastest kernels for this device"
             yield Finding("tuned table", WARNING, f"none for {name}: kernels are first guesses", remedy)
