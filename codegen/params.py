@@ -77,7 +77,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "float*",
         "delta",
-        "per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all",
+        "per row: sum(dout * out) - dlse; on GPUs with lse beside it, 2 or 8 floats a row",
     ),
     Field("float*", "dq_accum", "(batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order"),
     Field("float*", "dkv_accum", "(batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv"),
@@ -102,7 +102,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int*",
         "tile_order",
-        "(mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)",
+        "(mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them",
     ),
     Field(
         "int*",

@@ -102,7 +102,8 @@ class CudaTuning:
     warps: int = knob("w", "warps per block; each takes its own tokens")
     blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
     persistent: int = knob(
-        "p", "0: blocks for all tokens; as many as the device holds, 1: with strided, 2: with adjacent tokens"
+        "p",
+        "0: a block for every few tokens; else as many as the device holds, 1: strided, 2: adjacent tokens",
     )
     share: int = knob("s", "warps that take a token's heads together", default=1, quiet=True)
     ahead: int = knob(

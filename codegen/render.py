@@ -110,7 +110,8 @@ def operands(numbers: Iterable[int]) -> str:
 
 def knobs(spec: Spec) -> list[tuple[str, int, str]]:
     """(name, value, meaning) of each knob that names mention, for the provenance header."""
-    return [(f.name, value, f.metadata["text"]) for f, value in spec.tuning.named_knobs()]
+    named = spec.tuning.named_knobs()
+    return [(f.name, value, ("1: " if f.type == "bool" else "") + f.metadata["text"]) for f, value in named]
 
 
 def render(spec: Spec, chaos: int = 0) -> Source:

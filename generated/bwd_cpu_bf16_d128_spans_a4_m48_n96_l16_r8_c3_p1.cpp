@@ -9,7 +9,7 @@
 //   lanes    16   floats of one vector register
 //   rows      8   rows of the register block
 //   cols      3   vector registers per row of the register block
-//   pairs     1   multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32
+//   pairs     1   1: multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32
 
 #include <algorithm>
 #include <cmath>
@@ -35,10 +35,10 @@ struct Params {
     const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all
+    float* delta;  // per row: sum(dout * out) - dlse; on GPUs with lse beside it, 2 or 8 floats a row
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int* dq_order;  // (mask_planes, tiles, list_stride) deterministic dq: each visit's rank in its sum
     int* dq_semaphore;  // (batch, heads_q, tiles_m) of dq, (batch, heads_kv, tiles_n) of dk, dv: sums done so far
@@ -87,8 +87,8 @@ typedef unsigned wvec __attribute__((vector_size(kLanes * 4), may_alias));
 
 constexpr float kInfinity = __builtin_inff();
 
-// S has the sign of the scale; the magnitude multiplies S less row_max or lse, which rounds less. It is above 0, so
-// that -inf stays -inf.
+// S is multiplied by the sign of the scale only. The magnitude multiplies S - row_max or S - lse, which rounds less
+// than scaling S; it is kept above 0, so that -inf stays -inf.
 static inline float scale_sign(const Params* p) { return p->scale < 0.0f ? -1.0f : 1.0f; }
 static inline float scale_magnitude_log2(const Params* p) { return std::fmax(std::fabs(p->scale_log2), 1e-37f); }
 

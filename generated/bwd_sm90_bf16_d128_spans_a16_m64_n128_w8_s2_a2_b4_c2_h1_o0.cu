@@ -11,8 +11,8 @@
 //   warps_sdp        2   warps along the queries in S and dP; the rest split the keys
 //   warps_dkv        4   warps along the keys in dK and dV; the rest split head_dim
 //   warps_dq         2   warps along the queries in dQ; the rest split head_dim
-//   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   split_heads      1   1: a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   deterministic    0   1: blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -35,11 +35,11 @@ struct Params {
     const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all
+    float* delta;  // per row: sum(dout * out) - dlse; on GPUs with lse beside it, 2 or 8 floats a row
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -266,8 +266,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 40 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -297,7 +297,8 @@ constexpr int kScheduleThreads = 128;
 constexpr int kRowGroups = 1;  // row groups of a query tile
 constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
+// Block: `total` plus the number of threads before this one in which `mine` is true. `total` grows by the number in the
+// whole block; `votes` holds a ballot for each warp.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // the previous votes have been read
@@ -319,8 +320,8 @@ constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads
 
 // The keys of a tile, as the threads of a block hold them.
 struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
+    int2 units[kKeysOfThread];  // row groups with queries that see the key: [x, y)
+    int latest, earliest;       // the latest start and the earliest end of all keys of the tile
 };
 
 // Block: the keys of a tile.
@@ -806,7 +807,7 @@ __device__ __forceinline__ void step_dq(const Params& p, const Work& work, const
     add_dq(p.dq_accum + (plane * p.padded_q + query.tile * kTileM) * kColumns, dq);
 }
 
-// Block: walk the query tiles. K, V and the first step are on their way.
+// Block: the main loop over query tiles. Copies of K, V and the first step have been started.
 __device__ __forceinline__ void walk(const Params& p, const Work& work, unsigned char* shared, unsigned base,
                                      const Operands& at, Gradients& sums) {
     const int2* spans = reinterpret_cast<const int2*>(shared + kOffsetSpans);

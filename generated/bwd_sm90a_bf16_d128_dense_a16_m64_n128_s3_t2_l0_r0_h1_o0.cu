@@ -8,10 +8,10 @@
 //   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
 //   stages           3   shared-memory buffers for Q
 //   stages_dout      2   shared-memory buffers for dO
-//   lag              0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
+//   lag              0   1: dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
 //   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   split_heads      1   1: a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   deterministic    0   1: blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -77,12 +77,12 @@ struct Params {
     const unsigned* mask_bits;  // (mask_planes, seq_q, mask_words) dense mask as bits; or dense
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all
+    float* delta;  // per row: sum(dout * out) - dlse; on GPUs with lse beside it, 2 or 8 floats a row
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -423,8 +423,8 @@ __device__ __forceinline__ Piece piece_of(const Params& p, int plane, int rank) 
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -454,7 +454,8 @@ constexpr int kScheduleThreads = 128;
 constexpr int kRowGroups = 1;  // row groups of a query tile
 constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
+// Block: `total` plus the number of threads before this one in which `mine` is true. `total` grows by the number in the
+// whole block; `votes` holds a ballot for each warp.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // the previous votes have been read
@@ -528,7 +529,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_schedule(cons
     int total = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _pack wrote to the list. It is overwritten only where every thread has read.
+        // What _pack wrote. Entries are overwritten only after every thread has read its own.
         const unsigned kind = visited < p.tiles_m ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {

@@ -8,10 +8,10 @@
 //   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
 //   stages           3   shared-memory buffers for Q
 //   stages_dout      2   shared-memory buffers for dO
-//   lag              0   dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
+//   lag              0   1: dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
 //   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads      1   a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   deterministic    0   blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   split_heads      1   1: a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   deterministic    0   1: blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 //   loaders          2   warps that load, 1 or 2; 0: 2 with lag or deterministic sums, else 1
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
@@ -69,7 +69,7 @@ struct Params {
     TensorRef dv;
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all
+    float* delta;  // per row: sum(dout * out) - dlse; on GPUs with lse beside it, 2 or 8 floats a row
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     float* dkv_accum;  // (batch, heads_kv, padded_k, columns) fp32 sums of dk, then those of dv
     int batch;
@@ -385,8 +385,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.

@@ -8,9 +8,9 @@
 //   tile_n          96   keys per block, a multiple of 16; each consumer computes S and dP of half of them
 //   stages           2   shared-memory buffers for Q
 //   stages_dout      2   shared-memory buffers for dO
-//   deterministic    0   blocks add to dQ in a fixed order: the same bits on every run
+//   deterministic    0   1: blocks add to dQ in a fixed order: the same bits on every run
 //   dq_of_second     2   units of 64 columns of dQ that the consumer of dK computes; 0: balanced
-//   dq_behind_dv     1   dQ is issued while dV of the same step may run
+//   dq_behind_dv     1   1: dQ is issued while dV of the same step may run
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -65,7 +65,7 @@ struct Params {
     TensorRef dv;
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     const float* dlse;  // (batch, heads_q, seq_q) gradient of lse, null if there is none
-    float* delta;  // per row: sum of dout * out, less dlse; on GPUs lse beside it, in 2 or 8 floats in all
+    float* delta;  // per row: sum(dout * out) - dlse; on GPUs with lse beside it, 2 or 8 floats a row
     float* dq_accum;  // (batch, heads_q, padded_q, columns) fp32 sums of dq, in the kernel's order
     int batch;
     int heads_q;
@@ -417,8 +417,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.

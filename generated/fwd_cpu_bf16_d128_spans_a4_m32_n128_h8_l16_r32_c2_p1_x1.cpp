@@ -10,8 +10,8 @@
 //   lanes    16   floats of one vector register
 //   rows     32   rows of the register block
 //   cols      2   vector registers per row of the register block
-//   pairs     1   multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32
-//   amx       1   multiply in tile registers of 16 x 16 words (tdpbf16ps)
+//   pairs     1   1: multiply pairs of bf16 (vdpbf16ps) instead of widening to fp32
+//   amx       1   1: multiply in tile registers of 16 x 16 words (tdpbf16ps)
 
 #include <algorithm>
 #include <cmath>
@@ -31,7 +31,7 @@ struct Params {
     const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -76,8 +76,8 @@ typedef unsigned wvec __attribute__((vector_size(kLanes * 4), may_alias));
 
 constexpr float kInfinity = __builtin_inff();
 
-// S has the sign of the scale; the magnitude multiplies S less row_max or lse, which rounds less. It is above 0, so
-// that -inf stays -inf.
+// S is multiplied by the sign of the scale only. The magnitude multiplies S - row_max or S - lse, which rounds less
+// than scaling S; it is kept above 0, so that -inf stays -inf.
 static inline float scale_sign(const Params* p) { return p->scale < 0.0f ? -1.0f : 1.0f; }
 static inline float scale_magnitude_log2(const Params* p) { return std::fmax(std::fabs(p->scale_log2), 1e-37f); }
 

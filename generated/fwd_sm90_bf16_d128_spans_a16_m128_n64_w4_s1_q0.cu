@@ -7,7 +7,7 @@
 //   tile_n      64   keys per step of the main loop
 //   warps        4   warps per block; each owns tile_m / warps query rows
 //   stages       1   shared-memory buffers for K and for V
-//   q_in_regs    0   keep the Q fragments in registers instead of shared memory
+//   q_in_regs    0   1: keep the Q fragments in registers instead of shared memory
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -26,7 +26,7 @@ struct Params {
     const int* ends;  // (seq_k)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -212,8 +212,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -243,7 +243,8 @@ constexpr int kScheduleThreads = 128;
 constexpr int kRowGroups = 1;  // row groups of a query tile
 constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
+// Block: `total` plus the number of threads before this one in which `mine` is true. `total` grows by the number in the
+// whole block; `votes` holds a ballot for each warp.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // the previous votes have been read
@@ -265,8 +266,8 @@ constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads
 
 // The keys of a tile, as the threads of a block hold them.
 struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
+    int2 units[kKeysOfThread];  // row groups with queries that see the key: [x, y)
+    int latest, earliest;       // the latest start and the earliest end of all keys of the tile
 };
 
 // Block: the keys of a tile.
@@ -357,7 +358,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     return kind & kSomeRowGroups ? kind : 0;
 }
 
-// One block per key tile: writes to the list of each query tile, at the place of the key tile, how it is seen.
+// One block per key tile: at its index in the list of each query tile, writes how the query tile sees it.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
@@ -379,7 +380,7 @@ attnforge_fwd_sm90_bf16_d128_spans_a16_m128_n64_w4_s1_q0_schedule(const __grid_c
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _kinds wrote to the list. It is overwritten only where every thread has read.
+        // What _kinds wrote. Entries are overwritten only after every thread has read its own.
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
@@ -455,8 +456,9 @@ __device__ __forceinline__ Rows empty_rows(int first) {
     return rows;
 }
 
-// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
-// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+// P is 2^(c S - base), where base is c times the row maximum: the exponent takes one FMA. Where base is above kLarge,
+// its rounding error would change P noticeably. There the row maximum is subtracted from S first; the difference is
+// exact wherever P is not 0.
 constexpr float kLarge = 4096.0f;
 
 // A row maximum, or 0 for -infinity, that of a row that has seen nothing.
@@ -502,7 +504,7 @@ __device__ __forceinline__ void softmax(Scores& s, Rows& rows, float scale_log2)
         }
     }
     const bool large = __any_sync(~0u, some);  // then maxima are subtracted from S
-    // Rare after the first few tiles, but a branch costs registers where a warp has few rows.
+    // Maxima rarely move after the first few tiles. With few rows a warp rescales always: the branch costs registers.
     if (kFragsM == 1 || __any_sync(~0u, moved)) {
 #pragma unroll
         for (int i = 0; i < kFragsM; ++i) {
@@ -633,7 +635,7 @@ __device__ __forceinline__ void multiply_qk(Scores& s, const Operands& operands,
     }
 }
 
-// Warp: O += P V, V of buffer `stage` transposed as it is read. Fragments of S are those of P as a left operand.
+// Warp: O += P V, V of buffer `stage` transposed as it is read. Accumulators of S have the layout of an A operand.
 __device__ __forceinline__ void multiply_pv(float (&o)[kFragsM][kFragsD][4], const Scores& s, const Operands& operands,
                                             int stage) {
     const unsigned v = operands.v + stage * kTileBytesN;

@@ -327,8 +327,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -399,8 +399,9 @@ __device__ __forceinline__ Rows empty_rows(int first) {
     return rows;
 }
 
-// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
-// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+// P is 2^(c S - base), where base is c times the row maximum: the exponent takes one FMA. Where base is above kLarge,
+// its rounding error would change P noticeably. There the row maximum is subtracted from S first; the difference is
+// exact wherever P is not 0.
 constexpr float kLarge = 65536.0f;
 
 // A row maximum, or 0 for -infinity, that of a row that has seen nothing.
@@ -448,7 +449,7 @@ __device__ __forceinline__ void softmax(Scores& s, Rows& rows, float scale_log2)
         }
     }
     const bool large = __any_sync(~0u, some);  // then maxima are subtracted from S
-    // Rare after the first few tiles, but a branch costs registers where a warp has few rows.
+    // Maxima rarely move after the first few tiles. With few rows a warp rescales always: the branch costs registers.
     if (kFragsM == 1 || __any_sync(~0u, moved)) {
 #pragma unroll
         for (int i = 0; i < kFragsM; ++i) {

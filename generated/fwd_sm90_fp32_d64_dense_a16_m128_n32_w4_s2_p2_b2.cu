@@ -33,7 +33,7 @@ struct Params {
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -357,8 +357,8 @@ __device__ __forceinline__ int visit(const Params& p, int plane, int tile, int i
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -388,7 +388,8 @@ constexpr int kScheduleThreads = 128;
 constexpr int kRowGroups = 1;  // row groups of a query tile
 constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
+// Block: `total` plus the number of threads before this one in which `mine` is true. `total` grows by the number in the
+// whole block; `votes` holds a ballot for each warp.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // the previous votes have been read
@@ -461,7 +462,7 @@ attnforge_fwd_sm90_fp32_d64_dense_a16_m128_n32_w4_s2_p2_b2_schedule(const __grid
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _pack wrote to the list. It is overwritten only where every thread has read.
+        // What _pack wrote. Entries are overwritten only after every thread has read its own.
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
@@ -551,8 +552,9 @@ __device__ __forceinline__ Rows empty_rows(int first) {
     return rows;
 }
 
-// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
-// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+// P is 2^(c S - base), where base is c times the row maximum: the exponent takes one FMA. Where base is above kLarge,
+// its rounding error would change P noticeably. There the row maximum is subtracted from S first; the difference is
+// exact wherever P is not 0.
 constexpr float kLarge = 65536.0f;
 
 // A row maximum, or 0 for -infinity, that of a row that has seen nothing.
@@ -600,7 +602,7 @@ __device__ __forceinline__ void softmax(Scores& s, Rows& rows, float scale_log2)
         }
     }
     const bool large = __any_sync(~0u, some);  // then maxima are subtracted from S
-    // Rare after the first few tiles, but a branch costs registers where a warp has few rows.
+    // Maxima rarely move after the first few tiles. With few rows a warp rescales always: the branch costs registers.
     if (kFragsM == 1 || __any_sync(~0u, moved)) {
 #pragma unroll
         for (int i = 0; i < kFragsM; ++i) {
@@ -772,7 +774,7 @@ __device__ __forceinline__ void load_v(const Params& p, const Work& work, unsign
     load_v_tile(base + kOffsetV + stage * kTileBytesV, work.v + key0 * p.v.row, p.v.row, p.seq_k - key0);
 }
 
-// Block: add all key tiles that the rows of `work` see. K and V of the next kStages - 1 tiles are on their way.
+// Block: the main loop over all key tiles that the rows of `work` see. Copies of K and V run kStages - 1 tiles ahead.
 __device__ __forceinline__ void attend(const Params& p, const Work& work, unsigned base, const Operands& operands,
                                        Rows& rows) {
     for (int index = 0; index < kStages - 1; ++index) {

@@ -7,10 +7,10 @@
 //   tile_m      128   query rows per tile, 64 for each consumer warpgroup
 //   tile_n      128   keys per step of the main loop
 //   stages        3   shared-memory buffers for K and for V
-//   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent    0   one block per multiprocessor walks many tiles
-//   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs     0   keep the fragments of Q in registers
+//   ping_pong     0   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    0   1: one block per multiprocessor walks many tiles
+//   dynamic       0   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs     0   1: keep the fragments of Q in registers
 //   splits        1   1: for short queries; blocks share the keys, and all q heads of a kv head share tiles
 //
 // Attention forward of short queries. A producer thread loads key tiles with TMA; 2 consumer warpgroups
@@ -243,8 +243,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -409,8 +409,9 @@ struct RowStats {
     }
 };
 
-// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
-// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+// P is 2^(c S - base), where base is c times the row maximum: the exponent takes one FMA. Where base is above kLarge,
+// its rounding error would change P noticeably. There the row maximum is subtracted from S first; the difference is
+// exact wherever P is not 0.
 constexpr float kLarge = 4096.0f;
 
 // Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be
@@ -649,7 +650,7 @@ __device__ __forceinline__ float lse_of(const Params& p, float row_max, float ro
 }
 
 // One consumer warpgroup, which owns 64 packed rows. wgmma is asynchronous: S of visit i is in flight together with P V
-// of visit i - 1. What ptxas asks of loops and branches around wgmma is said in sm90a/forward.cu.jinja, above Consumer.
+// of visit i - 1. For what ptxas asks of loops and branches around wgmma see sm90a/forward.cu.jinja, above Consumer.
 struct Consumer {
     const Params& p;
     unsigned smem;          // start of shared memory

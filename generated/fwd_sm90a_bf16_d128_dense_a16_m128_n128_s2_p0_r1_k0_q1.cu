@@ -7,10 +7,10 @@
 //   tile_m      128   query rows per tile, 64 for each consumer warpgroup
 //   tile_n      128   keys per step of the main loop
 //   stages        2   shared-memory buffers for K and for V
-//   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent    1   one block per multiprocessor walks many tiles
-//   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs     1   keep the fragments of Q in registers
+//   ping_pong     0   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    1   1: one block per multiprocessor walks many tiles
+//   dynamic       0   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs     1   1: keep the fragments of Q in registers
 //
 // Attention forward. A producer thread loads tiles with TMA; 2 consumer warpgroups multiply them with wgmma.
 //
@@ -50,7 +50,7 @@ struct Params {
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
     int batch;
@@ -322,8 +322,8 @@ __device__ __forceinline__ int2 kv_range_of(const Params& p, int plane, int tile
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -352,7 +352,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 constexpr int kScheduleThreads = 128;
 constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
+// Block: `total` plus the number of threads before this one in which `mine` is true. `total` grows by the number in the
+// whole block; `votes` holds a ballot for each warp.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // the previous votes have been read
@@ -429,7 +430,7 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_schedule(const 
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _pack wrote to the list. It is overwritten only where every thread has read.
+        // What _pack wrote. Entries are overwritten only after every thread has read its own.
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
@@ -675,8 +676,9 @@ struct RowStats {
     }
 };
 
-// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
-// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+// P is 2^(c S - base), where base is c times the row maximum: the exponent takes one FMA. Where base is above kLarge,
+// its rounding error would change P noticeably. There the row maximum is subtracted from S first; the difference is
+// exact wherever P is not 0.
 constexpr float kLarge = 4096.0f;
 
 // Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be

@@ -7,10 +7,10 @@
 //   tile_m      192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       80   keys per step of the main loop
 //   stages        3   shared-memory buffers for K and for V
-//   ping_pong     0   warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent    1   one block per multiprocessor walks many tiles
-//   dynamic       0   dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs     0   keep the fragments of Q in registers
+//   ping_pong     0   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    1   1: one block per multiprocessor walks many tiles
+//   dynamic       0   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs     0   1: keep the fragments of Q in registers
 //   cache_mb     32   MiB of the L2 cache for the operands of a section of heads
 //
 // Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
@@ -291,8 +291,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -493,8 +493,9 @@ struct RowStats {
     }
 };
 
-// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
-// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+// P is 2^(c S - base), where base is c times the row maximum: the exponent takes one FMA. Where base is above kLarge,
+// its rounding error would change P noticeably. There the row maximum is subtracted from S first; the difference is
+// exact wherever P is not 0.
 constexpr float kLarge = 4096.0f;
 
 // Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be

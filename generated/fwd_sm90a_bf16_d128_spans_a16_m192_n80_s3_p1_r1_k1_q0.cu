@@ -7,10 +7,10 @@
 //   tile_m      192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       80   keys per step of the main loop
 //   stages        3   shared-memory buffers for K and for V
-//   ping_pong     1   warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent    1   one block per multiprocessor walks many tiles
-//   dynamic       1   dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs     0   keep the fragments of Q in registers
+//   ping_pong     1   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    1   1: one block per multiprocessor walks many tiles
+//   dynamic       1   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs     0   1: keep the fragments of Q in registers
 //
 // Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
 //
@@ -44,7 +44,7 @@ struct Params {
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
     int* bounds;  // (padded_k, 2) starts and ends side by side, 0 0 past seq_k
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
-    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order; a backward may divide them (Piece)
+    int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
     int* tile_counter;  // work tiles handed out; of a forward also blocks that found none left, both 0 between launches
@@ -328,8 +328,8 @@ __device__ __forceinline__ int2 kv_range_of(const Params& p, int tile, int group
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -358,7 +358,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
 constexpr int kScheduleThreads = 128;
 constexpr unsigned kSomeRowGroups = (1u << kRowGroups) - 1;
 
-// Block: in how many threads before this one `mine` is true. Adds all of them to `total`; `votes` holds each warp's.
+// Block: `total` plus the number of threads before this one in which `mine` is true. `total` grows by the number in the
+// whole block; `votes` holds a ballot for each warp.
 __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kScheduleThreads / 32], int& total) {
     const int warp = threadIdx.x / 32;
     __syncthreads();  // the previous votes have been read
@@ -380,8 +381,8 @@ constexpr int kKeysOfThread = (kTileN + kScheduleThreads - 1) / kScheduleThreads
 
 // The keys of a tile, as the threads of a block hold them.
 struct Keys {
-    int2 units[kKeysOfThread];  // of queries that see the key: [x, y)
-    int latest, earliest;       // start and end of all keys of the tile
+    int2 units[kKeysOfThread];  // row groups with queries that see the key: [x, y)
+    int latest, earliest;       // the latest start and the earliest end of all keys of the tile
 };
 
 // Block: the keys of a tile. Also writes bounds, and clears the tile counters.
@@ -476,7 +477,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
     return kind & kSomeRowGroups ? kind : 0;
 }
 
-// One block per key tile: writes to the list of each query tile, at the place of the key tile, how it is seen.
+// One block per key tile: at its index in the list of each query tile, writes how the query tile sees it.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
@@ -502,7 +503,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_schedule(const _
     int total = 0;
     for (int base = 0; base < p.tiles_n; base += kScheduleThreads) {
         const int visited = base + threadIdx.x;
-        // What _kinds wrote to the list. It is overwritten only where every thread has read.
+        // What _kinds wrote. Entries are overwritten only after every thread has read its own.
         const unsigned kind = visited < p.tiles_n ? list[visited] : 0;
         const int slot = count_before(kind != 0, votes, total);
         if (kind != 0) {
@@ -719,8 +720,9 @@ struct RowStats {
     }
 };
 
-// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
-// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+// P is 2^(c S - base), where base is c times the row maximum: the exponent takes one FMA. Where base is above kLarge,
+// its rounding error would change P noticeably. There the row maximum is subtracted from S first; the difference is
+// exact wherever P is not 0.
 constexpr float kLarge = 4096.0f;
 
 // Warp: if the maximum of a row has grown, move all rows to their new maxima; then the result is true and O must be

@@ -7,9 +7,9 @@
 //   tile_m      128   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       64   keys per step of the main loop
 //   stages        1   shared-memory buffers for K and for V
-//   ping_pong     1   warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent    1   one block per multiprocessor walks many tiles
-//   q_in_regs     0   keep the fragments of Q in registers
+//   ping_pong     1   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent    1   1: one block per multiprocessor walks many tiles
+//   q_in_regs     0   1: keep the fragments of Q in registers
 //
 // S = Q K^T (tile_m x tile_n), P = exp(scale (S - row_max)), O = sum of P V; out = O / row_sum,
 // lse = ln(sum exp(scale S)).
@@ -230,8 +230,8 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
-// Bytes of the L2 cache that K and V of a section of heads may take. An H200 has
-// 50 MB; what sections gain, and why not all of it: docs/experiments.md, 11 and 89.
+// Bytes of the L2 cache that K and V of a section of heads may take.
+// The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
@@ -432,8 +432,9 @@ struct Rows {
     float row_sum[2];  // of P so far, this thread's columns only
 };
 
-// P is 2^(c S - base), base being c times the row maximum: one operation. What rounding a base above kLarge loses would
-// be a factor of P that matters. Then the maximum is subtracted from S, which is exact where P is not 0.
+// P is 2^(c S - base), where base is c times the row maximum: the exponent takes one FMA. Where base is above kLarge,
+// its rounding error would change P noticeably. There the row maximum is subtracted from S first; the difference is
+// exact wherever P is not 0.
 constexpr float kLarge = 65536.0f;
 
 // A row maximum, or 0 for -infinity, that of a row that has seen nothing.

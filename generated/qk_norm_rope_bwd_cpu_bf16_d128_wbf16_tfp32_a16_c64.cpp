@@ -97,6 +97,7 @@ static inline void read_angles(Angles& angles, const Params* p, int token) {
 
 // ---- Backward ------------------------------------------------------------------------------------------------------
 
+// The gradients of the heads of q (kind 0) or k (kind 1) of a token; adds to the weight's gradient `dw`.
 static void rotate_heads_back(const Params* p, const Token& token, const Angles& angles, int kind, float* dw) {
     float w[kHeadDim];
     read(w, static_cast<const WeightElement*>(p->weight[token.expert][kind]), kHeadDim);

@@ -7,7 +7,7 @@
 //   rows          4   heads that a lane holds at once
 //   warps         4   warps per block; each takes its own tokens
 //   blocks        4   blocks per multiprocessor that registers are shared among
-//   persistent    1   0: blocks for all tokens; as many as the device holds, 1: with strided, 2: with adjacent tokens
+//   persistent    1   0: a block for every few tokens; else as many as the device holds, 1: strided, 2: adjacent tokens
 //
 // Gradients of the projections and of the norms' weights, from those of the rotated heads.
 //

@@ -95,6 +95,7 @@ static inline void read_angles(Angles& angles, const Params* p, int token) {
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
 
+// The heads of q (kind 0) or k (kind 1) of a token: normalised, rotated and written to `packed`.
 static void rotate_heads(const Params* p, const Token& token, const Angles& angles, int kind) {
     float w[kHeadDim];
     read(w, static_cast<const WeightElement*>(p->weight[token.expert][kind]), kHeadDim);

@@ -7,7 +7,7 @@
 //   rows          2   heads that a lane holds at once
 //   warps         2   warps per block; each takes its own tokens
 //   blocks       16   blocks per multiprocessor that registers are shared among
-//   persistent    0   0: blocks for all tokens; as many as the device holds, 1: with strided, 2: with adjacent tokens
+//   persistent    0   0: a block for every few tokens; else as many as the device holds, 1: strided, 2: adjacent tokens
 //
 // RMSNorm of each head of q and k, then rotary embedding; v is copied.
 //

@@ -42,7 +42,7 @@ class Sm80Forward(Tuning):
     q_in_regs: bool = knob("q", "keep the Q fragments in registers instead of shared memory")
     splits: int = knob(
         "k",
-        "blocks share the keys of their rows, and so many of their warps each key tile; 0: they do not",
+        "0: not; else blocks share the keys of their rows, and so many of their warps each key tile",
         default=0,
         quiet=True,
     )
