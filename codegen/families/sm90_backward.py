@@ -349,8 +349,7 @@ def tunings(problem: Problem) -> Iterator[Sm90Backward]:
         yield Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic)
     yield from _walks(problem)
     yield from _wider(problem)
-    if problem.mask is Mask.CAUSAL:
-        yield from deterministic_tunings(problem)  # whose launch orders may win there
+    yield from _deterministic(problem)
 
 
 def _walks(problem: Problem) -> Iterator[Sm90Backward]:
@@ -373,6 +372,7 @@ def _walks(problem: Problem) -> Iterator[Sm90Backward]:
 # heads_together and cache_mb; more heads where all lists of visits are alike
 SECTIONS = ((0, SECTION_MB), (2, SECTION_MB), (4, SECTION_MB), (8, SECTION_MB), (0, 8), (0, 40))
 MORE_HEADS = ((16, SECTION_MB), (32, SECTION_MB))
+WHOLE_GROUPS = ((7, SECTION_MB), (14, SECTION_MB))  # the q heads of one or two kv heads of 28/4 and 14/2
 
 
 def _sections(problem: Problem) -> tuple[tuple[int, int], ...]:
@@ -380,13 +380,9 @@ def _sections(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 
 def _wider(problem: Problem) -> Iterator[Sm90Backward]:
-    """The rest of the space: all buffers and all values of the later knobs with each other.
-
-    Deterministic ones only without lists: there they may be the fastest, since blocks that add first store their sums.
-    """
+    """Those that add in any order: all buffers and all values of the later knobs with each other."""
     narrow = problem.head_dim <= 80
-    for deterministic, lag, in_regs, of_q, of_dout, split, loaders in product(
-        (False,) if problem.mask.listed else (False, True),
+    for lag, in_regs, of_q, of_dout, split, loaders in product(
         (True, False) if narrow else (False,),
         (2, 1) if narrow else (0, 1),
         (4, 3) if narrow else (4, 3, 2),
@@ -394,12 +390,15 @@ def _wider(problem: Problem) -> Iterator[Sm90Backward]:
         (True, False),
         (0, 1, 2),
     ):
-        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, deterministic, 0, loaders)
+        core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, False, 0, loaders)
         yield from in_sections(problem, core, plan, _sections(problem))
 
 
-def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
-    """Deterministic ones: all buffers, operands in registers, lag and values of the later knobs with each other."""
+def _deterministic(problem: Problem) -> Iterator[Sm90Backward]:
+    """Deterministic ones: all buffers, operands in registers, lag and values of the later knobs with each other.
+
+    They may be the fastest of all: blocks that add first store their sums, and their launch orders balance the work.
+    """
     for lag, in_regs, (of_q, of_dout), split, loaders in product(
         (True, False),
         (2, 1, 0),
@@ -410,7 +409,8 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90Backward]:
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, 0, loaders)
         for launch_order in (0, *_launch_orders(problem, split)):
             chosen = replace(core, launch_order=launch_order)
-            yield from in_sections(problem, chosen, plan, (*SECTIONS, *MORE_HEADS))
+            groups = WHOLE_GROUPS if launch_order == 3 else ()
+            yield from in_sections(problem, chosen, plan, (*SECTIONS, *MORE_HEADS, *groups))
     for walk in _walks(problem):
         for launch_order in _launch_orders(problem, False) if walk.deterministic else ():
             yield replace(walk, launch_order=launch_order)
@@ -430,5 +430,4 @@ BACKWARD = Family(
     tunings,
     honours=frozenset({"intervals", "planes", "mask_mod", "score"}),
     reasons=REASONS,
-    deterministic_space=deterministic_tunings,
 )
