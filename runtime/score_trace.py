@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import MAX_TENSORS, Formula, Program, ScoreError, ScoreMod
@@ -26,20 +29,49 @@ FLOATS = (torch.float32, torch.bfloat16)  # of captured tensors as kernels read 
 
 
 class _Indexing(TorchFunctionMode):
-    """`x[i]` with scalar tensors as an operator of the graph; torch would read their values."""
+    """`x[i]` with scalar tensors as an operator of the graph; torch would read their values.
+
+    Captured tensors of torch.func's transforms are replaced: the trace runs outside of the transforms.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: list[tuple[Tensor, Tensor]] = []  # (a transform's tensor, the one in its place)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        args = tree_map_only(Tensor, self._plain, args)
         if func is Tensor.__getitem__:
             at = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, Tensor) for i in at):
                 if not all(isinstance(i, (int, Tensor)) for i in at):
                     raise ScoreError("a captured tensor is indexed with slices; use a number for each axis")
-                return torch.ops.aten.index.Tensor(
-                    args[0], [torch.as_tensor(i, dtype=torch.int32) for i in at]
-                )
+                of = args[0]
+                for axis in range(len(at))[::-1]:
+                    if not isinstance(at[axis], Tensor):  # a tensor of it would be one more that is captured
+                        of = of.select(axis, at[axis])
+                return torch.ops.aten.index.Tensor(of, [i for i in at if isinstance(i, Tensor)])
         return func(*args, **(kwargs or {}))
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """x, or a tensor of its form if x is one of a transform."""
+        if not is_functorch_wrapped_tensor(x):
+            return x
+        for original, plain in self.replaced:
+            if original is x:
+                return plain
+        with _disable_current_modes():  # what make_fx saw would be an operation of the graph
+            plain = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        self.replaced.append((x, plain))
+        return plain
+
+    def restore(self, graph: GraphModule) -> None:
+        """Put the transforms' tensors back."""
+        for node in graph.graph.nodes:
+            for original, plain in self.replaced if node.op == "get_attr" else ():
+                if getattr(graph, str(node.target)) is plain:
+                    setattr(graph, str(node.target), original)
 
 
 class _Dividing(TorchDispatchMode):
@@ -62,7 +94,7 @@ class _Dividing(TorchDispatchMode):
 def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
     """(text, captured tensors) of a function (score, b, h, q_idx, kv_idx). Raises ScoreError naming what is wrong."""
     try:
-        translation = _Translation(_graph(function, [torch.zeros(()), *_indices()]), ScoreMod.leaves)
+        translation = _Translation(_graph(function, ScoreMod.leaves), ScoreMod.leaves)
         tensors = _captured(translation.tensors)
         text = _text(ScoreMod, function, translation, tensors)
     except ScoreError as error:
@@ -89,7 +121,9 @@ def traced_mask(
     Raises ScoreError naming what is wrong.
     """
     try:
-        translation = _Translation(_graph(function, _indices()), MaskMod.leaves, fixed or {})
+        translation = _Translation(_graph(function, MaskMod.leaves), MaskMod.leaves, fixed or {})
+        for x in translation.tensors:
+            _expect_one(x)
         tensors = _captured([_as_int32(x) for x in translation.tensors])
         text = _text(MaskMod, function, translation, tensors)
     except ScoreError as error:
@@ -98,14 +132,20 @@ def traced_mask(
     return text, tuple(as_read(x) for x in copies)
 
 
-def _indices() -> list[Tensor]:
-    return [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModule:
+    """The function's graph, whose placeholders are `leaves`."""
 
-
-def _graph(function: Callable[..., Tensor], scalars: list[Tensor]) -> GraphModule:
     def trace() -> GraphModule:
-        with torch.no_grad(), _Indexing(), _Dividing():  # type: ignore[no-untyped-call]
-            return make_fx(function, tracing_mode="real")(*scalars)
+        indexing = _Indexing()
+        # Inside torch.func's transforms new tensors are theirs, and make_fx records constants in their places.
+        dividing = _Dividing()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), temporarily_clear_interpreter_stack(), indexing, dividing:
+            scalars = [
+                torch.zeros((), dtype=torch.float32 if leaf == "score" else torch.int32) for leaf in leaves
+            ]
+            graph = make_fx(function, tracing_mode="real")(*scalars)
+        indexing.restore(graph)
+        return graph
 
     # Dynamo of torch 2.11 cannot break a graph inside a mode, and leaves the mode on. Not a decorator: disable imports
     # torch._dynamo, which takes a second; make_fx needs it anyway.
@@ -136,6 +176,17 @@ def _text(
     declared = tuple((dtype, x.dim()) for dtype, x in zip(translation.program.tensors, tensors, strict=True))
     name = name if name[:1].isalpha() else fallback
     return str(form.of(name, declared, translation.program, result))
+
+
+def _expect_one(x: Tensor) -> None:
+    """ScoreError for a tensor of vmap: its samples would share the tile lists of one mask."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            raise ScoreError(
+                "a captured tensor differs between the samples of torch.func.vmap; make Spans or a DenseMask, or add a "
+                "batch axis and read it at b"
+            )
+        x = get_unwrapped(x)
 
 
 def _as_int32(x: Tensor) -> Tensor:
@@ -179,10 +230,18 @@ def _captured(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class _Partial:
-    """A captured tensor, and the indices that it was given so far."""
+    """A captured tensor, and the indices that its axes were given so far, None for an axis without one."""
 
-    def __init__(self, tensor: int, dims: int, at: tuple[int, ...] = ()) -> None:
-        self.tensor, self.dims, self.at = tensor, dims, at
+    def __init__(self, tensor: int, at: tuple[int | None, ...]) -> None:
+        self.tensor, self.at = tensor, at
+
+    def indexed(self, indices: Sequence[int], first: int = 0) -> _Partial:
+        """With indices for axes that have none, from the `first` of those on."""
+        at = list(self.at)
+        free = [axis for axis, index in enumerate(at) if index is None][first:]
+        for axis, index in zip(free, indices, strict=False):
+            at[axis] = index
+        return _Partial(self.tensor, tuple(at))
 
 
 class _Translation:
@@ -213,7 +272,7 @@ class _Translation:
                 self.values[node] = program.leaf(leaf) if fixed is None else program.const(fixed)
             elif node.op == "get_attr":
                 x = getattr(self.graph, str(node.target))
-                self.values[node] = _Partial(self.numbers[id(x)], x.dim())
+                self.values[node] = _Partial(self.numbers[id(x)], (None,) * x.dim())
             elif node.op == "call_function":
                 self.values[node] = self.called(node)
             elif not isinstance(node.args[0], Node):
@@ -229,9 +288,10 @@ class _Translation:
         found = self.values[x]
         if isinstance(found, int):
             return found
-        if len(found.at) == found.dims:
+        at = tuple(index for index in found.at if index is not None)
+        if len(at) == len(found.at):
             # A captured scalar has one element.
-            loaded = self.program.load(found.tensor, found.at or (self.program.const(0),))
+            loaded = self.program.load(found.tensor, at or (self.program.const(0),))
             return _truth(self.program, loaded) if found.tensor in self.bools else loaded
         raise ScoreError(
             "a captured tensor is used without an index for each of its axes, such as bias[h, q_idx]"
@@ -240,7 +300,7 @@ class _Translation:
     def called(self, node: Node) -> int | _Partial:
         """The value of one operation."""
         name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
-        if name == "index":
+        if name in ("index", "select"):
             return self.indexed(node)
         if name in _SAME:
             return self.same(node)
@@ -299,8 +359,11 @@ class _Translation:
         of = self.values[node.args[0]]  # type: ignore[index]
         if not isinstance(of, _Partial):
             raise ScoreError("only captured tensors can be indexed")
-        at = tuple(self.number(i) for i in node.args[1])  # type: ignore[union-attr]
-        return _Partial(of.tensor, of.dims, of.at + at)
+        if node.target is torch.ops.aten.select.int:
+            axis: Any = node.args[1]
+            dims = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+            return of.indexed([self.number(node.args[2])], axis % dims)
+        return of.indexed([self.number(i) for i in node.args[1]])  # type: ignore[union-attr]
 
     def converted(self, node: Node) -> int:
         value, dtype = self.number(node.args[0]), node.kwargs.get("dtype")
@@ -339,6 +402,10 @@ def _power(p: Program, x: int, y: int) -> int:
         return square if float(exponent.value) == 2.0 else p.binary("*", square, x)
     if exponent.op == "const" and kinds == ("int", "int"):
         return _integer_power(p, x, int(exponent.value))
+    if kinds == ("int", "int"):
+        if (p.nodes[x].op, p.nodes[x].value) != ("const", 2.0):
+            raise ScoreError("an integer to the power of an index or tensor is not supported; use floats")
+        return p.binary("<<", p.const(1), y)  # wraps around as torch's power
     return p.call("pow", x, y)
 
 

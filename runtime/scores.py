@@ -16,6 +16,8 @@ from torch import Tensor
 from attnforge.runtime.inputs import expect_tensors
 from attnforge.runtime.score_trace import FLOATS, ScoreFunction, as_read, dtype_as_read, traced
 
+LEAST_CAP, LARGEST_CAP = 1e-30, 1e30  # of which float32 holds the reciprocal, too
+
 __all__ = ["Score", "alibi", "bias", "relative_bias", "score_mod", "softcap"]
 
 
@@ -41,14 +43,14 @@ class Score:
 
 
 def softcap(cap: float, approximate: bool = False) -> Score:
-    """cap * tanh(score / cap), as Gemma 2 has it. Raises ValueError unless 0 < cap < inf.
+    """cap * tanh(score / cap), as Gemma 2 has it. Raises ValueError unless 1e-30 <= cap <= 1e30.
 
     approximate: in 16 bits on a GPU take the hardware's tanh (`tanh.approx.f32`), whose relative error is up to 2^-11:
         0.015 of a score of 30. Without it the error is below 3e-5 of a score of up to cap / 5, beyond 7e-6.
     """
     value = float(cap)
-    if not 0.0 < value < float("inf"):
-        raise ValueError(f"cap: got {cap}, expected a number above 0")
+    if not LEAST_CAP <= value <= LARGEST_CAP:
+        raise ValueError(f"cap: got {cap}, expected a number from {LEAST_CAP:.0e} to {LARGEST_CAP:.0e}")
     tanh = "tanh_approx" if approximate else "tanh"
     return Score(f"softcap: {value!r} * {tanh}(score / {value!r})")
 

@@ -101,6 +101,17 @@ def test_integers_divided_by_0() -> None:
         assert torch.equal(attnforge.attention(q, q, v, mask)[0, 0] > 0, seen)
 
 
+def test_powers_of_2() -> None:
+    """int32 that wraps around, as in torch; by `pow` they would be floats, which `%` does not take."""
+
+    def function(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j % (2 ** (i % 5)) == 0) & (2 ** (i - 9) <= j)
+
+    i, j = (x.flatten().int() for x in torch.meshgrid(torch.arange(50), torch.arange(50), indexing="ij"))
+    seen = torch.vmap(function)(i * 0, i * 0, i, j).view(50, 50)
+    assert torch.equal(masks.mask_mod(function, 50, 50, "cpu").visible(50, 50), seen)
+
+
 def test_strides_of_axes_that_have_one_element() -> None:
     """They are never used, and may be anything; on a CPU others may be, too."""
     table = torch.as_strided(torch.rand(9), (1, 9), (1 << 31, 1))
@@ -180,6 +191,7 @@ REFUSED: dict[str, MaskFunction] = {
     ),
     r"aten.full.default of shape \(2,\)": lambda b, h, i, j: (i > torch.full((2,), 1))[0],
     "an integer is divided by the constant 0": lambda b, h, i, j: i % 0 == j,
+    "an integer to the power of an index or tensor is not supported": lambda b, h, i, j: 3**i > j,
 }
 
 
@@ -304,3 +316,24 @@ def test_transforms_keep_batch_entries_apart() -> None:
     mapped = torch.func.vmap(lambda q, k, v: attnforge.attention(q[None], k[None], v[None], mask)[0])
     each = [attnforge.attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask) for i in range(2)]
     assert_close(mapped(q, k, v), torch.cat(each))
+
+
+def test_functions_are_traced_outside_of_transforms() -> None:
+    """Inside, make_fx records constants: the mask was another one, without a word."""
+    x = draw(Shape(40, 40, 16, 1, 2), torch.float32, "cpu")
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+
+    def call(q: Tensor) -> Tensor:
+        block = torch.arange(40, dtype=torch.int32) // 7  # grad's own tensor inside of it
+        mask = masks.mask_mod(lambda b, h, i, j: (block[i] == block[j]) | ((i + j) % 3 == 0), 40, 40, "cpu")
+        return attnforge.attention(q, k, v, mask)
+
+    assert torch.equal(torch.func.vjp(call, q)[0], call(q))
+    assert torch.equal(torch.func.functionalize(call)(q), call(q))
+
+
+def test_tensors_of_vmap_are_refused() -> None:
+    """The samples would share the tile lists of the first one."""
+    blocks = torch.stack([torch.arange(9) // 2, torch.arange(9) // 4])
+    with pytest.raises(ScoreError, match="differs between the samples of"):
+        torch.vmap(lambda x: masks.mask_mod(lambda b, h, i, j: x[i] == x[j], 9, 9, "cpu").data)(blocks)

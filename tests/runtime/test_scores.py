@@ -72,6 +72,23 @@ def test_what_a_function_becomes() -> None:
     assert score.text == "lambda(t0: float32[2]): where(score <= 0.0, 0.0, score) + t0[h, q_idx % 4]"
 
 
+def test_numbers_as_indices() -> None:
+    """They are part of the text, and take no place among the captured tensors."""
+    table = torch.randn(2, 3, 4, requires_grad=True)
+    score = scores.score_mod(
+        lambda s, b, h, i, j: s * table[1, h, 2] + table[0][h][-1] + table[:, 1][b, i % 4]
+    )
+    assert score.text == ("lambda(t0: float32[3]): score * t0[1, h, 2] + t0[0, h, -1] + t0[b, 1, q_idx % 4]")
+    x = draw(Shape(5, 7, 16, 3, 1, 2), torch.float32, "cpu")
+    (ours,) = torch.autograd.grad(attnforge.attention(x.q, x.k, x.v, score=score), table, x.dout)
+    q, k, v, dout = (t.detach().double() for t in (x.q, x.k, x.v, x.dout))
+    exact = table.detach().double().requires_grad_()
+    s = q @ k.mT * 16**-0.5 * exact[1, :, 2, None, None] + exact[0, :, -1, None, None]
+    s = s + exact[:, 1, torch.arange(5) % 4][:, None, :, None]
+    (theirs,) = torch.autograd.grad(s.softmax(-1) @ v, exact, dout)
+    assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_pickles_are_read() -> None:
     """Also those from before the field `captured` was called so."""
     score = scores.bias(torch.rand(7, dtype=torch.float16))
@@ -129,6 +146,12 @@ def test_what_cannot_be_translated_is_named(message: str) -> None:
         function = REFUSED[message]
     with pytest.raises(ScoreError, match=message):
         scores.score_mod(function)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, math.nan, math.inf, 1e-40, 1e300])
+def test_caps_that_float32_cannot_divide_by_are_refused(cap: float) -> None:
+    with pytest.raises(ValueError, match=r"cap: got .*, expected a number from 1e-30 to 1e\+30"):
+        scores.softcap(cap)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -340,6 +363,31 @@ def test_transforms_keep_batch_entries_apart() -> None:
         lambda q, k, v: attnforge.attention(q[None], k[None], v[None], score=score, sinks=sinks)[0]
     )
     assert_close(mapped(q, k, v), attnforge.attention(q, k, v, score=score, sinks=sinks))
+
+
+def test_functions_are_traced_outside_of_transforms() -> None:
+    """Inside, make_fx records a constant in the place of each scalar that a transform wraps."""
+    x, slopes = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu"), torch.rand(2)
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+
+    def call(q: Tensor, slopes: Tensor = slopes) -> Tensor:
+        step = torch.full((1,), 0.5)  # grad's own tensor inside of it
+        return attnforge.attention(q, k, v, score=lambda s, b, h, i, j: s * step[0] + slopes[h] * (j - i))
+
+    expected = call(x.q)
+    for transformed in (
+        torch.func.vjp(call, q)[0],
+        torch.func.functionalize(call)(q),
+        torch.vmap(call)(q[None])[0],
+    ):
+        assert torch.equal(transformed, expected)
+    (dq,) = torch.autograd.grad(expected.square().sum(), x.q)
+    assert torch.equal(torch.func.grad(lambda q: call(q).square().sum())(q), dq)
+    several = torch.rand(3, 2)
+    each = [call(q, one) for one in several]
+    assert torch.equal(torch.vmap(call, in_dims=(None, 0))(q, several), torch.stack(each))
+    with pytest.raises(NotImplementedError, match="gradients of captured tensors"):
+        torch.func.grad(lambda slopes: call(q, slopes).sum())(slopes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
