@@ -212,11 +212,18 @@ inline std::string wanted_of(const Score& score) {
     return any ? text : std::string();
 }
 
-// Is the call to be recorded? Outside of grad mode tangents would be lost without a word.
+// Raises if a tensor has a tangent, which would be lost without a word, also outside of grad mode.
+inline void refuse_tangents(std::initializer_list<const Tensor*> tensors) {
+    for (const Tensor* x : tensors) {
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            !x->defined() || !x->_fw_grad(0).defined(),
+            "attnforge: derivatives of attention in forward mode are not implemented; use backward");
+    }
+}
+
+// Is the call to be recorded?
 inline bool records(const Tensor& q, const Tensor& k, const Tensor& v) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !(q._fw_grad(0).defined() || k._fw_grad(0).defined() || v._fw_grad(0).defined()),
-        "attnforge: derivatives of attention in forward mode are not implemented; use backward");
+    refuse_tangents({&q, &k, &v});
     return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()) &&
            !c10::impl::tls_is_dispatch_keyset_excluded(c10::autograd_dispatch_keyset);
 }
@@ -229,6 +236,9 @@ inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Te
                                       std::string_view mask_mod) {
     const Score score(text, {score0, score1, score2, score3}, mask_mod);
     const Rest rest{mask, kind, scale, deterministic, std::move(visible_keys), variant, false, score};
+    for (const Tensor& x : score.tensors) {
+        refuse_tangents({&x});
+    }
     if (at::GradMode::is_enabled() && !c10::impl::tls_is_dispatch_keyset_excluded(c10::autograd_dispatch_keyset)) {
         if (const std::string wanted = wanted_of(score); !wanted.empty()) {
             records(q, k, v);  // refuses forward mode
@@ -243,11 +253,13 @@ inline ForwardResult forward_autograd(const Tensor& q, const Tensor& k, const Te
     return forward_below(q, k, v, rest, true);
 }
 
-// Raises in grad mode (create_graph=True) if an input requires grad. Its second derivative would count as zero, which a
-// loss with other terms hides.
+// Raises in grad mode (create_graph=True) if an input requires grad, and in any mode if one has a tangent. Its second
+// derivative would count as zero, which a loss with other terms hides.
 template <typename... Optional>
 void refuse_second_derivatives(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Optional&... others) {
+    refuse_tangents({&dout, &q, &k, &v});
+    (..., (others ? refuse_tangents({&*others}) : void()));
     TORCH_CHECK_NOT_IMPLEMENTED(
         !at::GradMode::is_enabled() ||
             !(dout.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad() ||

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from oracle import Shape, draw, make_mask, spans
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -201,6 +202,23 @@ def test_second_derivatives_by_captured_tensors_are_refused() -> None:
     loss = attnforge.attention(q, k, v, score=attnforge.scores.bias(bias)).sum() + bias.square().sum()
     with pytest.raises(NotImplementedError, match="second derivatives"):
         torch.autograd.grad(loss, bias, create_graph=True)
+
+
+def test_tangents_are_refused() -> None:
+    """Of captured tensors alone, and of what a backward takes: they would be missing without a word."""
+    q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    out, lse = attnforge.attention(q.requires_grad_(), k, v, return_lse=True)
+    with forward_ad.dual_level():
+        bias, dout, dlse = (
+            forward_ad.make_dual(x, x) for x in (torch.randn(5), torch.randn_like(out), q[..., 0])
+        )
+        for call in (
+            lambda: attnforge.attention(q.detach(), k, v, score=attnforge.scores.bias(bias)),
+            lambda: torch.autograd.grad(out, q, dout, retain_graph=True),
+            lambda: torch.autograd.grad(lse, q, dlse, retain_graph=True),
+        ):
+            with pytest.raises(NotImplementedError, match="forward mode"):
+                call()
 
 
 @devices
