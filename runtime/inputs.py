@@ -6,7 +6,8 @@ raise. The fake kernels always call them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from numbers import Real
 
@@ -82,13 +83,32 @@ def expect_integers(name: str, values: object, words: str) -> None:
     """Raises TypeError naming the argument unless it is a sequence of integers; `words` describes it."""
     if isinstance(values, Tensor):  # its entries would be tensors, too
         raise TypeError(f"{name}: got Tensor, expected {words}; use {name}.tolist()")
+    # An iterator would be empty after the check.
+    if (
+        isinstance(values, (Mapping, Set))
+        or not hasattr(values, "__len__")
+        or not hasattr(values, "__iter__")
+    ):
+        raise TypeError(f"{name}: got {type(values).__name__}, expected {words}")
+    for index, entry in enumerate(values):
+        if not _is_integer(entry):
+            raise TypeError(f"{name}: entry {index} is {entry!r}, which is no integer; expected {words}")
+
+
+def expect_integer(name: str, value: object) -> None:
+    """Raises TypeError naming the argument unless it is an integer; a bool is none."""
+    if not _is_integer(value):
+        raise TypeError(f"{name}: got {value!r}, expected an integer")
+
+
+def _is_integer(value: object) -> bool:
+    if isinstance(value, (int, torch.SymInt)):
+        return not isinstance(value, bool)
     try:
-        entries = list(values)  # type: ignore[call-overload]
+        operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name}: got {type(values).__name__}, expected {words}") from None
-    for index, entry in enumerate(entries):
-        if isinstance(entry, bool) or not hasattr(entry, "__index__"):
-            raise TypeError(f"{name}: entry {index} is {entry!r}, expected {words}")
+        return False
+    return getattr(value, "ndim", 0) == 0
 
 
 def check_forward(

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnforge.runtime.inputs import expect_integers, expect_number
+from attnforge.runtime.inputs import MAX_INDEX, expect_integer, expect_integers, expect_number
 from attnforge.runtime.masks import FunctionMask, Spans
 from attnforge.runtime.score_trace import MaskFunction, traced_mask
 
 Device = torch.device | str
 Vector = npt.NDArray[np.int64]
 
+LONGEST = MAX_INDEX // 2  # sequence that attention supports
 UNEVEN = 16  # times the mean queries of a key: a key that more see is one of few that nearly all see
 
 
@@ -46,12 +47,14 @@ def window(seq_q: int, seq_k: int, left: int, right: int, device: Device) -> Spa
 
 def window_with_sinks(seq_q: int, seq_k: int, left: int, right: int, sinks: int, device: Device) -> Spans:
     """`window`, and the first `sinks` keys are seen by every query at or after them (StreamingLLM)."""
-    _expect("seq_q", seq_q)
-    key = np.arange(_expect("seq_k", seq_k), dtype=np.int64)
+    _expect_length("seq_q", seq_q)
+    _expect_length("seq_k", seq_k)
+    left, right, sinks = _distance("left", left, -1), _distance("right", right, -1), _distance("sinks", sinks)
+    key = np.arange(seq_k, dtype=np.int64)
     own = key - (seq_k - seq_q)  # the query at the key's own position
-    starts = own - _expect("right", right, -1) if right >= 0 else np.zeros_like(key)
-    ends = own + left + 1 if _expect("left", left, -1) >= 0 else np.full_like(key, seq_q)
-    ends = np.where(key < _expect("sinks", sinks), seq_q, ends)
+    starts = own - right if right >= 0 else np.zeros_like(key)
+    ends = own + left + 1 if left >= 0 else np.full_like(key, seq_q)
+    ends = np.where(key < sinks, seq_q, ends)
     return _spans(np.clip(starts, 0, seq_q), np.clip(ends, 0, seq_q), device, seq_q)
 
 
@@ -76,8 +79,8 @@ def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], device: Device) -
 
 def chunked_causal(length: int, chunk: int, device: Device) -> Spans:
     """Chunked causal (Llama 4): query i sees key j when j <= i and both are in one chunk of `chunk` tokens."""
-    _expect("length", length)
-    _expect("chunk", chunk, 1)
+    _expect_length("length", length)
+    chunk = _distance("chunk", chunk, 1)
     row = np.arange(length, dtype=np.int64)
     return _spans(row, np.minimum((row // chunk + 1) * chunk, length), device)
 
@@ -107,7 +110,7 @@ def shared_prefix(groups: Sequence[tuple[int, Sequence[int]]], device: Device) -
     """
     parents: list[int] = []
     lengths: list[int] = []
-    for prompt, completions in groups:
+    for prompt, completions in _groups(groups):
         root = len(parents)
         parents += [-1, *(root for _ in completions)]
         lengths += [prompt, *completions]
@@ -125,7 +128,7 @@ def tree_by_times(tin: Sequence[int], tout: Sequence[int], device: Device) -> Sp
     entered, left = (_times(name, values) for name, values in (("tin", tin), ("tout", tout)))
     if len(entered) != len(left):
         raise ValueError(f"tout: got {len(left)} entries, expected {len(entered)}, as tin has")
-    back = np.flatnonzero(np.diff(entered) < 0)
+    back = np.flatnonzero(entered[1:] < entered[:-1])
     if back.size:
         raise ValueError(f"tin: entry {back[0] + 1} is below the one before it; order tokens by tin")
     early = np.flatnonzero(left <= entered)
@@ -141,8 +144,8 @@ def block_diffusion(length: int, block: int, device: Device) -> Spans:
     A noisy query sees the noisy keys of its own block and the clean keys of earlier blocks; a clean query sees the
     clean keys of its own block and of earlier ones. The mask is of 2 * length tokens, with two intervals a key.
     """
-    _expect("length", length)
-    _expect("block", block, 1)
+    _expect_length("length", length, LONGEST // 2)
+    block = _distance("block", block, 1)
     row = np.arange(length, dtype=np.int64)
     first, end = row // block * block, np.minimum((row // block + 1) * block, length)
     none = np.zeros_like(row)
@@ -160,13 +163,11 @@ def causal_or_image(
     lengths: tokens of each segment; is_image: which segments are images. window: if not -1, j <= i holds for the last
     `window` keys of a query only, its own included, as in Gemma 3's local layers; an image sees all of itself.
     """
-    if len(is_image) != len(lengths):
-        raise ValueError(f"is_image: got {len(is_image)} entries for {len(lengths)} segments")
     starts, segment_ends = _segments(lengths)
     row = _rows(starts)
-    image = np.repeat(np.asarray(is_image, dtype=bool), lengths)
+    image = np.repeat(_flags("is_image", is_image, len(lengths)), lengths)
     ends = np.full_like(row, len(row))
-    if _expect("window", window, -1) >= 0:
+    if (window := _distance("window", window, -1)) >= 0:
         ends = np.minimum(row + window, ends)
         ends = np.where(image, np.maximum(ends, segment_ends), ends)
     return _spans(np.where(image, starts, row), ends, device)
@@ -194,19 +195,58 @@ def mask_mod(
             "function: cannot be traced inside torch.compile; make the mask outside and pass that"
         )
     expect_number("visible_keys", visible_keys)
-    _expect("seq_q", seq_q)
-    _expect("seq_k", seq_k)
+    _expect_length("seq_q", seq_q)
+    _expect_length("seq_k", seq_k)
     text, tensors = traced_mask(function)
     return FunctionMask(
         text, tuple(x.to(device) for x in tensors), seq_q, seq_k, device, visible_keys=visible_keys
     )
 
 
-def _expect(name: str, value: int, least: int = 0) -> int:
-    expect_integers(name, (value,), "an integer")
+def _expect(name: str, value: int, least: int) -> None:
+    expect_integer(name, value)
     if value < least:
         raise ValueError(f"{name}: got {value}, expected {least} or more")
-    return value
+
+
+def _expect_length(name: str, value: int, most: int = LONGEST) -> None:
+    _expect(name, value, 0)
+    if value > most:
+        raise ValueError(f"{name}: got {value}, at most {most} are supported")
+
+
+def _distance(name: str, value: int, least: int = 0) -> int:
+    """A distance between tokens, checked; one beyond all sequences is as LONGEST, and its sums fit int64."""
+    _expect(name, value, least)
+    return min(value, LONGEST)
+
+
+def _groups(groups: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, list[int]]]:
+    """The groups of `shared_prefix`, checked."""
+    form = "(prompt length, lengths of its completions)"
+    if not isinstance(groups, Sequence) or isinstance(groups, str):
+        raise TypeError(f"groups: got {type(groups).__name__}, expected a list of {form}")
+    found = []
+    for index, group in enumerate(groups):
+        if not isinstance(group, Sequence) or len(group) != 2:
+            raise TypeError(f"groups: entry {index} is {group!r}, expected {form}")
+        expect_integer(f"groups[{index}][0]", group[0])
+        expect_integers(f"groups[{index}][1]", group[1], "a list of lengths")
+        if group[0] < 0 or any(length < 0 for length in group[1]):
+            raise ValueError(f"groups: entry {index} is {group!r}; lengths must be 0 or more")
+        found.append((group[0], list(group[1])))
+    return found
+
+
+def _flags(name: str, values: Sequence[bool], count: int) -> npt.NDArray[np.bool_]:
+    if not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name}: got {type(values).__name__}, expected a list of True and False")
+    if len(values) != count:
+        raise ValueError(f"{name}: got {len(values)} entries for {count} segments")
+    for index, value in enumerate(values):
+        if value not in (0, 1):
+            raise TypeError(f"{name}: entry {index} is {value!r}, expected True or False")
+    return np.array([bool(value) for value in values], dtype=bool)
 
 
 def _segments(lengths: Sequence[int]) -> tuple[Vector, Vector]:
@@ -215,6 +255,8 @@ def _segments(lengths: Sequence[int]) -> tuple[Vector, Vector]:
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"lengths: entry {index} is {length}; lengths must be 0 or more")
+    if sum(lengths) > LONGEST:
+        raise ValueError(f"lengths: {sum(lengths)} tokens in all, at most {LONGEST} are supported")
     sizes = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(sizes)
     return np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
@@ -240,7 +282,10 @@ def _subtree_ends(parents: Sequence[int], bounds: Sequence[int]) -> list[int]:
 
 def _times(name: str, values: Sequence[int]) -> Vector:
     expect_integers(name, values, "a list of times")
-    return np.asarray(values, dtype=np.int64)
+    try:
+        return np.asarray(values, dtype=np.int64)
+    except OverflowError:
+        raise ValueError(f"{name}: a time does not fit 64 bits") from None
 
 
 def _expect_nested(entered: Vector, left: Vector) -> None:

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnforge.runtime.inputs import DTYPES, expect_integers, expect_layout, expect_tensors
+from attnforge.runtime.inputs import (
+    DTYPES,
+    MAX_INDEX,
+    expect_integers,
+    expect_layout,
+    expect_number,
+    expect_tensors,
+)
 from attnforge.runtime.kernels import with_index
 from attnforge.runtime.masks import Causal, Spans, load_operators
 from attnforge.runtime.ops import attention
@@ -159,8 +166,7 @@ def alibi_of_documents(slopes: Tensor, cu_q: Tensor, cu_k: Tensor, total_q: int)
 
 def score_of(softcap: float, slanted: Score | None) -> Score | None:
     """The function of flash-attn's arguments: the cap first, 0 for none, then ALiBi."""
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap: got {type(softcap).__name__}, expected a number")
+    expect_number("softcap", softcap, optional=False)
     if not 0.0 <= softcap < float("inf"):
         raise ValueError(f"softcap: got {softcap}, expected a number above 0, or 0 for none")
     capped = softcap_of(softcap) if softcap != 0.0 else None
@@ -180,11 +186,12 @@ class Sides(NamedTuple):
 
 def sides_of(causal: bool, window_size: tuple[int, int]) -> Sides:
     """The sides of flash-attn's arguments: a negative size is no limit, causal is 0 on the right."""
-    if type(window_size) is not tuple or len(window_size) != 2:
+    if type(window_size) is not tuple or tuple(map(type, window_size)) != (int, int):
         expect_integers("window_size", window_size, "(left, right), two integers")
         if len(window_size) != 2:
             raise ValueError(f"window_size: got {len(window_size)} entries, expected (left, right)")
-    left, right = (max(int(side), -1) for side in window_size)
+    # A side beyond int32 shows all keys.
+    left, right = (min(max(int(side), -1), MAX_INDEX) for side in window_size)
     return Sides(left, 0 if causal else right)
 
 

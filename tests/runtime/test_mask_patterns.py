@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -173,8 +176,74 @@ def test_a_million_tokens_take_no_square() -> None:
         (lambda: masks.window(8, 8, -2, 0, "cpu"), "left: got -2"),
         (lambda: masks.causal_or_image([2, 3], [True], "cpu"), "is_image: got 1 entries for 2 segments"),
         (lambda: masks.documents([2], "cpu") & masks.documents([3], "cpu"), "2 keys on cpu and 3 keys"),
+        (lambda: masks.shared_prefix([(2, [-1])], "cpu"), "groups: entry 0 is"),
+        # int32 would wrap around.
+        (lambda: masks.documents([2**32], "cpu"), "lengths: 4294967296 tokens in all, at most 1073741823"),
+        (lambda: masks.window(2**31, 4, 1, 0, "cpu"), "seq_q: got 2147483648, at most 1073741823"),
+        (lambda: masks.block_diffusion(2**29, 4, "cpu"), "length: got 536870912, at most 536870911"),
+        (lambda: masks.tree_by_times([0], [2**70], "cpu"), "tout: a time does not fit 64 bits"),
     ],
 )
 def test_errors(call: Callable[[], Spans], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+UNTYPED: Any = masks
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: UNTYPED.documents(iter([3, 4]), "cpu"), "lengths: got list_iterator"),
+        (lambda: UNTYPED.documents({3: 4}, "cpu"), "lengths: got dict"),
+        (
+            lambda: UNTYPED.documents(np.ones((1, 2), dtype=int), "cpu"),
+            "lengths: entry 0 is .*, which is no integer",
+        ),
+        (
+            lambda: UNTYPED.documents([torch.tensor(3.5)], "cpu"),
+            "lengths: entry 0 is .*, which is no integer",
+        ),
+        (lambda: UNTYPED.window(8, 8, 1.5, 0, "cpu"), "left: got 1.5, expected an integer"),
+        (lambda: UNTYPED.window(8, 8, 1, "0", "cpu"), "right: got '0', expected an integer"),
+        (lambda: UNTYPED.shared_prefix(5, "cpu"), "groups: got int, expected a list of .prompt length"),
+        (lambda: UNTYPED.shared_prefix([5], "cpu"), "groups: entry 0 is 5, expected .prompt length"),
+        (
+            lambda: UNTYPED.shared_prefix([(5, 3)], "cpu"),
+            r"groups\[0\]\[1\]: got int, expected a list of lengths",
+        ),
+        (
+            lambda: UNTYPED.shared_prefix([(5.0, [3])], "cpu"),
+            r"groups\[0\]\[0\]: got 5.0, expected an integer",
+        ),
+        (
+            lambda: UNTYPED.causal_or_image([3], True, "cpu"),
+            "is_image: got bool, expected a list of True and False",
+        ),
+        (
+            lambda: UNTYPED.causal_or_image([3], ["no"], "cpu"),
+            "is_image: entry 0 is 'no', expected True or False",
+        ),
+    ],
+)
+def test_wrong_types(call: Callable[[], Spans], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("far", [sys.maxsize, 2**70])
+def test_distances_beyond_all_sequences_are_no_limit(far: int) -> None:
+    """Sums with them would wrap around int64."""
+    past, both = masks.window(9, 9, far, 0, "cpu"), masks.window(9, 9, far, far, "cpu")
+    assert torch.equal(past.visible(9, 9), attnforge.Causal().visible(9, 9))
+    assert both.visible(9, 9).all()
+    chunk, image = masks.chunked_causal(9, far, "cpu"), masks.causal_or_image([9], [False], "cpu", window=far)
+    for mask in (chunk, image, masks.window_with_sinks(9, 9, 0, 0, far, "cpu")):
+        assert torch.equal(mask.visible(9, 9), past.visible(9, 9))
+    assert torch.equal(masks.block_diffusion(9, far, "cpu").data, masks.block_diffusion(9, 9, "cpu").data)
+
+
+def test_times_at_the_ends_of_64_bits() -> None:
+    mask = masks.tree_by_times([-(2**63), 2**62], [2**63 - 1, 2**63 - 1], "cpu")
+    assert mask.visible(2, 2).tolist() == [[True, False], [True, True]]

@@ -223,6 +223,26 @@ def test_what_is_not_supported_is_named(name: str, value: object) -> None:
             attnforge.flash_attn_func(x[None], x[None], x[None], **arguments)
 
 
+@pytest.mark.parametrize("sides", [("a", 0), (None, 0), (3.0, 0), (torch.tensor(2.5), 0)], ids=str)
+def test_sides_that_are_no_integers_are_named(sides: Any) -> None:
+    x = torch.randn(1, 7, 1, 16)
+    with pytest.raises(TypeError, match=r"^window_size: entry 0 is .*, which is no integer"):
+        attnforge.flash_attn_func(x, x, x, window_size=sides)
+
+
+def test_sides_beyond_int64_are_no_limit() -> None:
+    x = torch.randn(1, 7, 1, 16)
+    whole = attnforge.flash_attn_func(x, x, x, causal=True)
+    assert torch.equal(attnforge.flash_attn_func(x, x, x, window_size=(2**64, 0)), whole)
+
+
+@pytest.mark.parametrize("cap", [np.float32(5), np.int64(5)], ids=repr)
+def test_numbers_of_numpy_are_caps(cap: Any) -> None:
+    x = torch.randn(1, 7, 1, 16)
+    capped = attnforge.flash_attn_func(x, x, x, softcap=cap)
+    assert torch.equal(capped, attnforge.flash_attn_func(x, x, x, softcap=5.0))
+
+
 def test_returned_lse() -> None:
     """return_attn_probs without dropout: out, lse and no probabilities; the lse is differentiable."""
     q, k, v = (draw(7, 2, 16, device="cpu", dtype=torch.float32, seed=seed) for seed in range(3))
