@@ -28,17 +28,17 @@ def span_shares(starts: Tensor, ends: Tensor, seq_q: int, tile_m: int, tile_n: i
         end = min(begin + tile_m, seq_q)
         pairs = (last.clamp(max=end) - first.clamp(min=begin)).clamp(min=0).sum(0)
         counts.append(_by_tile(pairs, tile_n))
-    return _per_area(counts, seq_q, seq_k, tile_m, tile_n) / planes
+    return _per_area(counts, seq_q, seq_k, tile_m, tile_n) / max(1, planes)
 
 
 def dense_shares(mask: Tensor, tile_m: int, tile_n: int) -> Tensor:
     """The same of a bool mask (..., seq_q, seq_k), averaged over what is in front."""
     seq_q, seq_k = mask.shape[-2:]
-    planes = mask.detach().cpu().reshape(-1, seq_q, seq_k)
+    planes = mask.detach().cpu().reshape(math.prod(mask.shape[:-2]), seq_q, seq_k)
     counts = []
     for begin in range(0, seq_q, tile_m):
         counts.append(_by_tile(planes[:, begin : begin + tile_m].sum((0, 1)), tile_n))
-    return _per_area(counts, seq_q, seq_k, tile_m, tile_n) / len(planes)
+    return _per_area(counts, seq_q, seq_k, tile_m, tile_n) / max(1, len(planes))
 
 
 def _by_tile(values: Tensor, tile: int) -> Tensor:
@@ -66,6 +66,7 @@ def svg(shares: Tensor, seq_q: int, seq_k: int, tile_m: int, tile_n: int, side: 
     one rectangle.
     """
     scale = side / max(seq_q, seq_k, 1)
+    width, height = (max(1.0, n * scale) for n in (seq_k, seq_q))  # a row of a million keys is seen, too
     rects = []
     for m, row in enumerate(shares.tolist()):
         start = 0
@@ -73,12 +74,12 @@ def svg(shares: Tensor, seq_q: int, seq_k: int, tile_m: int, tile_n: int, side: 
             if n < len(row) and row[n] == row[start]:
                 continue
             if row[start]:
-                x, width = start * tile_n, min(n * tile_n, seq_k) - start * tile_n
-                y, height = m * tile_m, min((m + 1) * tile_m, seq_q) - m * tile_m
-                rects.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" {_fill(row[start])}/>')
+                x, w = start * tile_n, min(n * tile_n, seq_k) - start * tile_n
+                y, h = m * tile_m, min((m + 1) * tile_m, seq_q) - m * tile_m
+                rects.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" {_fill(row[start])}/>')
             start = n
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{seq_k * scale:.0f}" height="{seq_q * scale:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {seq_k} {seq_q}" preserveAspectRatio="none" shape-rendering="crispEdges">'
         f'<rect width="{seq_k}" height="{seq_q}" fill="{EMPTY}"/>{"".join(rects)}</svg>'
     )

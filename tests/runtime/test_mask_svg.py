@@ -87,3 +87,13 @@ def test_notebooks_get_a_small_picture() -> None:
 
 def test_tiles_of_notebooks() -> None:
     assert [tile_of(n, 1) for n in (0, 8, 384, 385, 20000, 10**6)] == [8, 8, 8, 16, 512, 32768]
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (5, 0), (0, 5), (2, 3, 5, 0), (0, 3, 5, 5)], ids=str)
+def test_masks_without_pairs_have_a_picture(shape: tuple[int, ...]) -> None:
+    assert "0.0% of the pairs" in attnforge.DenseMask(torch.ones(shape, dtype=torch.bool))._repr_html_()
+
+
+def test_a_long_row_is_seen() -> None:
+    root = ET.fromstring(svg(torch.ones(1, 10), 1, 10_000, 1, 1000))
+    assert (root.attrib["width"], root.attrib["height"]) == ("320", "1")
