@@ -33,6 +33,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
@@ -168,13 +170,31 @@ def save(directory: Path, steps: int, model: MotModel, optimizer: torch.optim.Op
     dist.barrier()
 
 
+def expect_same_model(checkpoint: Path, parameters: dict[str, Tensor]) -> None:
+    """UsageError for a checkpoint of other parameters; load_sharded would ignore those that this model lacks."""
+    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    theirs = {
+        name.removeprefix("model."): tuple(x.size)
+        for name, x in saved.items()
+        if name.startswith("model.") and isinstance(x, TensorStorageMetadata)
+    }
+    ours = {name: tuple(x.shape) for name, x in parameters.items()}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise click.UsageError(
+                f"--save: {checkpoint} is of another model, whose {name} has shape {theirs.get(name, 'none')}, this "
+                f"one's {ours.get(name, 'none')}; pass its --model and --layers, or another folder"
+            )
+
+
 def resume(directory: Path, model: MotModel, optimizer: torch.optim.Optimizer) -> int:
     """Load the latest checkpoint, of any number of ranks; how many steps it has seen, 0 if there is none."""
     done = [int(path.name[5:]) for path in directory.glob("step-*") if path.name[5:].isdigit()]
     if not done:
         return 0
-    state = state_of(model, optimizer)
-    load_sharded(state, checkpoint_id=directory / f"step-{max(done)}")
+    state, latest = state_of(model, optimizer), directory / f"step-{max(done)}"
+    expect_same_model(latest, state["model"])
+    load_sharded(state, checkpoint_id=latest)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return max(done)
 

@@ -72,6 +72,14 @@ def test_a_resumed_run_is_the_same_bits(tmp_path: Path, expected: Rows) -> None:
     assert run(save=tmp_path, steps=6, save_every=10) == expected[2:]
 
 
+@pytest.mark.parametrize("change", [{"layers": 1}, {"layers": 3}, {"model": "small"}], ids=str)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    """Of fewer layers, too, which torch would load without a word."""
+    run(save=tmp_path, steps=1, save_every=1)
+    with pytest.raises(UsageError, match=r"--save: .*step-1 is of another model, whose .* has shape"):
+        run(save=tmp_path, steps=2, **change)
+
+
 def test_two_ranks_are_one(tmp_path: Path, expected: Rows) -> None:
     """The same losses on two ranks; and one rank goes on from their checkpoint."""
     losses, saved = tmp_path / "losses.jsonl", tmp_path / "saved"
