@@ -8,8 +8,9 @@ window inside each document.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,24 @@ Device = torch.device | str
 Vector = npt.NDArray[np.int64]
 
 LONGEST = MAX_INDEX // 2  # sequence that attention supports
+Constructor = TypeVar("Constructor", bound=Callable[..., Spans])
+
 UNEVEN = 16  # times the mean queries of a key: a key that more see is one of few that nearly all see
 
 
+def _untraced(function: Constructor) -> Constructor:
+    """Code that torch.compile traces breaks its graph at a call, or with fullgraph=True raises an error that says why.
+
+    torch.compiler.disable sets the same attributes, but it imports torch._dynamo, which takes a second or more.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "attnforge.masks computes on the host; make the mask outside of compiled code and pass it in"
+    )
+    return function
+
+
+@_untraced
 def documents(lengths: Sequence[int], device: Device, *, causal: bool = False) -> Spans:
     """Documents packed end to end: query i sees key j when both are in one document (and j <= i if `causal`).
 
@@ -36,6 +52,7 @@ def documents(lengths: Sequence[int], device: Device, *, causal: bool = False) -
     return _spans(_rows(starts) if causal else starts, ends, device)
 
 
+@_untraced
 def window(seq_q: int, seq_k: int, left: int, right: int, device: Device) -> Spans:
     """Sliding window: query i sees key j when p - left <= j <= p + right, where p = i + seq_k - seq_q.
 
@@ -45,6 +62,7 @@ def window(seq_q: int, seq_k: int, left: int, right: int, device: Device) -> Spa
     return window_with_sinks(seq_q, seq_k, left, right, 0, device)
 
 
+@_untraced
 def window_with_sinks(seq_q: int, seq_k: int, left: int, right: int, sinks: int, device: Device) -> Spans:
     """`window`, and the first `sinks` keys are seen by every query at or after them (StreamingLLM)."""
     _expect_length("seq_q", seq_q)
@@ -58,6 +76,7 @@ def window_with_sinks(seq_q: int, seq_k: int, left: int, right: int, sinks: int,
     return _spans(np.clip(starts, 0, seq_q), np.clip(ends, 0, seq_q), device, seq_q)
 
 
+@_untraced
 def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], device: Device) -> Spans:
     """Prefix LM: query i sees key j of its document when j <= i or j is in the document's prefix.
 
@@ -77,6 +96,7 @@ def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], device: Device) -
     return _spans(np.where(row < first_after, starts, row), ends, device)
 
 
+@_untraced
 def chunked_causal(length: int, chunk: int, device: Device) -> Spans:
     """Chunked causal (Llama 4): query i sees key j when j <= i and both are in one chunk of `chunk` tokens."""
     _expect_length("length", length)
@@ -85,6 +105,7 @@ def chunked_causal(length: int, chunk: int, device: Device) -> Spans:
     return _spans(row, np.minimum((row // chunk + 1) * chunk, length), device)
 
 
+@_untraced
 def tree(parents: Sequence[int], lengths: Sequence[int], device: Device) -> Spans:
     """A tree of token segments: query i sees key j when j <= i and j's segment is i's own or one of its ancestors.
 
@@ -102,6 +123,7 @@ def tree(parents: Sequence[int], lengths: Sequence[int], device: Device) -> Span
     return _spans(_rows(starts), np.repeat(np.asarray(subtree_ends, dtype=np.int64), lengths), device)
 
 
+@_untraced
 def shared_prefix(groups: Sequence[tuple[int, Sequence[int]]], device: Device) -> Spans:
     """Completions that share a prompt: query i sees key j <= i of its group in the prompt and in its own completion.
 
@@ -117,6 +139,7 @@ def shared_prefix(groups: Sequence[tuple[int, Sequence[int]]], device: Device) -
     return tree(parents, lengths, device)
 
 
+@_untraced
 def tree_by_times(tin: Sequence[int], tout: Sequence[int], device: Device) -> Spans:
     """A tree of tokens: query i sees key j when tin[j] <= tin[i] < tout[j].
 
@@ -138,6 +161,7 @@ def tree_by_times(tin: Sequence[int], tout: Sequence[int], device: Device) -> Sp
     return _spans(np.searchsorted(entered, entered), np.searchsorted(entered, left), device)
 
 
+@_untraced
 def block_diffusion(length: int, block: int, device: Device) -> Spans:
     """Block diffusion training (BD3-LM): `length` noisy tokens, then the same tokens clean, in blocks of `block`.
 
@@ -155,6 +179,7 @@ def block_diffusion(length: int, block: int, device: Device) -> Spans:
     return _spans(starts, ends, device, 2 * length)
 
 
+@_untraced
 def causal_or_image(
     lengths: Sequence[int], is_image: Sequence[bool], device: Device, *, window: int = -1
 ) -> Spans:
