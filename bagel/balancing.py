@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from attnforge.bagel.packing import cut
+from attnforge.runtime.inputs import expect_integer, expect_number
 
 NEAR = 8  # lightest packs, which are tried as partners before all others
 FEW = 24  # samples of a pack up to which two at a time are exchanged
@@ -57,8 +58,12 @@ class LayerCost:
     fixed: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a negative or infinite time, with which exchanging samples would not end."""
+        """Raises ValueError for a negative or infinite time, with which exchanging samples would not end.
+
+        TypeError for what is no number.
+        """
         for name, value in (("token", self.token), ("pair", self.pair), ("fixed", self.fixed)):
+            expect_number(name, value, optional=False)
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"{name}: got {value} seconds, expected a finite number of at least 0")
 
@@ -85,6 +90,9 @@ class LayerCost:
         """
         from scipy.optimize import nnls
 
+        packs = _expect_packs(packs)
+        for second in seconds:
+            expect_number("seconds", second, optional=False)
         work = [_work(_samples(pack)) for pack in packs]
         if len(packs) != len(seconds) or len(packs) < 3 or not _are_times(seconds):
             raise ValueError(
@@ -164,8 +172,14 @@ def balance(
     capacity: tokens of a new pack at most; None: those of the longest given one, padding included.
 
     The result depends on the arguments alone: ranks that know all packs agree without communication. Raises ValueError
-    naming the argument, also if samples do not fit the capacity.
+    or TypeError naming the argument, also if samples do not fit the capacity.
     """
+    packs = _expect_packs(packs)
+    expect_integer("ranks", ranks)
+    if capacity is not None:
+        expect_integer("capacity", capacity)
+    if cost is not None and not isinstance(cost, LayerCost):
+        raise TypeError(f"cost: got {type(cost).__name__}, expected a LayerCost or None")
     if ranks < 1 or not packs:
         raise ValueError(f"ranks: {len(packs)} packs for {ranks} ranks; expected at least one of each")
     if move not in ("samples", "packs"):
@@ -181,6 +195,18 @@ def balance(
     room = max(sum(pack.sample_lens) for pack in packs) if capacity is None else capacity
     count = -(-len(packs) // ranks) * ranks
     return _to_ranks([_share(part, cost) for part in _deal(given, count, room, cost)], ranks)
+
+
+def _expect_packs(packs: Iterable[Packed]) -> list[Packed]:
+    """The packs as a list. Raises TypeError for what is none."""
+    if not isinstance(packs, Iterable):
+        raise TypeError(f"packs: got {type(packs).__name__}, expected a list of packs")
+    found = list(packs)
+    for number, pack in enumerate(found):
+        for name in ("sample_lens", "split_lens", "attn_modes"):
+            if not hasattr(pack, name):
+                raise TypeError(f"packs: number {number}, of type {type(pack).__name__}, has no {name}")
+    return found
 
 
 # ---- Samples

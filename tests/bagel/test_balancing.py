@@ -231,3 +231,32 @@ def test_measured_times_are_finite(second: float) -> None:
     packs = [workload(name) for name in ("pretrain/0", "pretrain/1", "edit_only/0")]
     with pytest.raises(ValueError, match="expected a finite time above 0"):
         LayerCost.fit(packs, [1.0, second, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 2.0}, "ranks: got 2.0, expected an integer"),
+        ({"ranks": "2"}, "ranks: got '2', expected an integer"),
+        ({"capacity": 40.0}, "capacity: got 40.0, expected an integer"),
+        ({"cost": (1, 2)}, "cost: got tuple, expected a LayerCost or None"),
+        ({"packs": None}, "packs: got NoneType, expected a list of packs"),
+        ({"packs": [([1], [1], ["causal"])]}, "packs: number 0, of type tuple, has no sample_lens"),
+    ],
+)
+def test_wrong_types_are_named(arguments: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {"packs": [], "ranks": 2} | arguments
+    with pytest.raises(TypeError, match=message):
+        balance(**given)  # type: ignore[arg-type]
+
+
+def test_times_that_are_no_numbers_are_named() -> None:
+    with pytest.raises(TypeError, match="token: got str, expected a number"):
+        LayerCost("fast")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="seconds: got str, expected a number"):
+        LayerCost.fit([], ["1"])  # type: ignore[list-item]
+
+
+def test_packs_may_be_an_iterator() -> None:
+    packs = packs_of("finetune")
+    assert balance(iter(packs), 2) == balance(packs, 2)  # type: ignore[arg-type]
