@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnforge.runtime.inputs import MAX_INDEX
 from attnforge.runtime.masks import DenseMask, Spans
 
 SUFFIXES = (".npy", ".npz")
@@ -26,11 +28,11 @@ def read_mask(path: Path, device: torch.device | str) -> tuple[Spans | DenseMask
     """The mask in a file, on `device`, and its number of queries. Raises ValueError naming the file."""
     try:
         loaded = np.load(path, allow_pickle=False)
+        arrays = {"mask": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
     except FileNotFoundError:
         raise ValueError(f"mask: there is no file {path}") from None
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
         raise ValueError(f"mask: {path} cannot be read ({error}); {EXPECTED}") from None
-    arrays = {"mask": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
     if "mask" in arrays:
         return _dense(path, arrays["mask"], device)
     if {"starts", "ends"} <= arrays.keys():
@@ -41,6 +43,8 @@ def read_mask(path: Path, device: torch.device | str) -> tuple[Spans | DenseMask
 def _dense(path: Path, array: npt.NDArray[np.generic], device: torch.device | str) -> tuple[DenseMask, int]:
     if array.dtype != np.bool_ or array.ndim not in (2, 4):
         raise ValueError(f"mask: {path} is an array of {array.dtype} of shape {array.shape}; {EXPECTED}")
+    if array.size == 0:
+        raise ValueError(f"mask: {path} has no pairs, its shape is {array.shape}")
     mask = DenseMask(torch.from_numpy(array).to(device))
     return mask, mask.seq_q
 
@@ -54,9 +58,15 @@ def _spans(
             f"mask: {path} has starts of {starts.dtype} {starts.shape} and ends of {ends.dtype} {ends.shape}; "
             + EXPECTED
         )
-    seq_q = int(arrays["seq_q"]) if "seq_q" in arrays else starts.size
-    first, last = (torch.from_numpy(x.astype(np.int32)) for x in (starts, ends))
-    visible = span_pairs(first, last, seq_q) / max(seq_q, 1)
+    rows = arrays.get("seq_q", np.array(starts.size))
+    if rows.size != 1 or rows.dtype.kind not in "iu" or not 1 <= rows.item() <= MAX_INDEX or starts.size == 0:
+        raise ValueError(
+            f"mask: {path} has {starts.size} keys and seq_q {rows.tolist()}, expected 1 or more of each"
+        )
+    seq_q = int(rows.item())
+    # No query is beyond int32, so clamped bounds show the same pairs.
+    first, last = (torch.from_numpy(x.clip(-MAX_INDEX, MAX_INDEX).astype(np.int32)) for x in (starts, ends))
+    visible = span_pairs(first, last, seq_q) / seq_q
     return Spans(first.to(device), last.to(device), visible_keys=visible), seq_q
 
 

@@ -111,12 +111,27 @@ def test_files(tmp_path: Path) -> None:
     assert case.pairs == int(seen(case).sum()) == 22
 
 
+@pytest.mark.parametrize("seq_q", [0, -1, 2**40, 2.5, [4, 4]], ids=str)
+def test_numbers_of_queries_that_are_none_are_refused(seq_q: object, tmp_path: Path) -> None:
+    np.savez(tmp_path / "spans.npz", starts=np.arange(4), ends=np.arange(4) + 2, seq_q=seq_q)
+    with pytest.raises(ValueError, match="has 4 keys and seq_q .*, expected 1 or more of each"):
+        read_mask(tmp_path / "spans.npz", "cpu")
+
+
+def test_bounds_beyond_int32_do_not_wrap_around(tmp_path: Path) -> None:
+    np.savez(tmp_path / "spans.npz", starts=np.array([-(2**40), 2**40]), ends=np.array([2**40, 2**41]))
+    mask, _ = read_mask(tmp_path / "spans.npz", "cpu")
+    assert mask.visible(2, 2).tolist() == [[True, False], [True, False]]
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
         (lambda path: path.write_bytes(b"\x93NUMPY nonsense"), "cannot be read"),
         (lambda path: np.save(path, np.zeros((3, 3))), "array of float64"),
+        (lambda path: path.write_bytes(b"PK\x03\x04 nonsense"), "cannot be read"),
         (lambda path: np.save(path, np.zeros(3, bool)), "of shape"),
+        (lambda path: np.save(path, np.zeros((0, 5), bool)), r"has no pairs, its shape is \(0, 5\)"),
         (lambda path: np.save(path, np.array([{}, {}]), allow_pickle=True), "cannot be read"),
     ],
 )
