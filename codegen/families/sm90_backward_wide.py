@@ -238,15 +238,21 @@ def _require_tuning(p: Problem, t: Sm90BackwardWide) -> None:
 
 
 def _require_staging(p: Problem, t: Sm90BackwardWide) -> None:
-    """Infeasible for a staging that equals another."""
+    if why := _why_not_staged(p, t):
+        raise Infeasible(f"staging {t.staging}: {why}")
+
+
+def _why_not_staged(p: Problem, t: Sm90BackwardWide) -> str:
+    """Why there is no such staging, or one that equals another; empty if there is."""
     if t.staging not in (0, APART, WHOLE):
-        raise Infeasible(f"staging {t.staging}: must be 0 to {WHOLE}")
+        return f"must be 0 to {WHOLE}"
     if t.staging == APART and t.pair:
-        raise Infeasible("staging 1: is what pairs do; set it to 0")
+        return "is what pairs do; set it to 0"
     if t.staging == APART and not t.deterministic:
-        raise Infeasible("staging 1: is for deterministic sums; set it to 0 or 2")
+        return "is for deterministic sums; set it to 0 or 2"
     if t.staging == WHOLE and not t.pair and max(dq_units(p, t.dq_of_second)) == 1:
-        raise Infeasible("staging 2: 64 columns of a consumer are all that it computes; set it to 0")
+        return "64 columns of a consumer are all that it computes; set it to 0"
+    return ""
 
 
 def _require_order(p: Problem, t: Sm90BackwardWide) -> None:
@@ -409,14 +415,14 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     # Deterministic ones may be the fastest, since blocks that add first store their sums.
     strict = _in_order(problem)
     favourites = [t for t in strict if t.pair or t.tile_n == single[0].tile_n]
-    staged = list(_staged(favourites + [replace(t, deterministic=False) for t in favourites]))
+    staged = list(_staged(problem, favourites + [replace(t, deterministic=False) for t in favourites]))
     yield from (*tunings, *staged)
     yield from (replace(t, cache_mb=8) for t in (*tunings, *staged))
     yield from (replace(t, cache_mb=cache_mb) for cache_mb in (SECTION_MB, 8) for t in strict)
     yield from _wider(problem, False)
     if not problem.mask.listed:
         yield from _wider(problem, True)
-    for core in _staged(tunings):
+    for core in _staged(problem, tunings):
         yield from in_sections(problem, core, plan, _sections(problem))
 
 
@@ -451,10 +457,12 @@ def _sections(problem: Problem) -> tuple[tuple[int, int], ...]:
     return SECTIONS if problem.mask.listed else (*SECTIONS, *MORE_HEADS)
 
 
-def _staged(tunings: list[Sm90BackwardWide]) -> Iterator[Sm90BackwardWide]:
-    """The same with more of dQ staged; the plan leaves out what has no room for it, or stages as much without."""
+def _staged(problem: Problem, tunings: list[Sm90BackwardWide]) -> Iterator[Sm90BackwardWide]:
+    """The same with dQ staged in other ways, where there are such; the plan leaves out what has no room for it."""
     for core, staging in product(tunings, (WHOLE, APART)):
-        yield replace(core, staging=staging)
+        tuning = replace(core, staging=staging)
+        if not _why_not_staged(problem, tuning):
+            yield tuning
 
 
 def _wider(problem: Problem, deterministic: bool) -> Iterator[Sm90BackwardWide]:
@@ -486,7 +494,7 @@ def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     yield from (replace(t, cache_mb=40) for t in _in_order(problem))
     if problem.mask.listed:
         yield from _wider(problem, True)
-    for core in _staged(_in_order(problem)):
+    for core in _staged(problem, _in_order(problem)):
         yield from in_sections(problem, core, plan, _sections(problem))
 
 

@@ -13,7 +13,12 @@ from strict_nvcc import SERIALISED, check_resources
 import attnforge
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.limits import SHARED_LIMIT
-from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide, dq_units, staged_columns
+from attnforge.codegen.families.sm90_backward_wide import (
+    BACKWARD,
+    Sm90BackwardWide,
+    dq_units,
+    staged_columns,
+)
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
@@ -166,6 +171,19 @@ def test_first_deterministic_guess() -> None:
         assert guess.pair == pair
         assert guess.staging
         assert pair or staged_columns(problem(dims, Mask.FULL), guess) == 64
+
+
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.SPANS])
+@pytest.mark.parametrize("dims", [(64, 128), (192, 128), (256, 256)])
+def test_the_space_lists_no_staging_that_equals_another(dims: tuple[int, int], mask: Mask) -> None:
+    asked = problem(dims, mask)
+    assert BACKWARD.deterministic_space
+    for tuning in {*BACKWARD.space(asked), *BACKWARD.deterministic_space(asked)}:
+        assert isinstance(tuning, Sm90BackwardWide)
+        try:
+            make_plan(Spec(asked, tuning))
+        except Infeasible as reason:
+            assert not str(reason).startswith("staging"), tuning
 
 
 @pytest.mark.parametrize(
