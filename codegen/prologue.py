@@ -100,7 +100,7 @@ class CudaTuning:
     lanes: int = knob("l", "lanes that share a head")
     rows: int = knob("r", "heads that a lane holds at once")
     warps: int = knob("w", "warps per block; each takes its own tokens")
-    blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
+    blocks: int = knob("b", "resident blocks per multiprocessor, for which registers are limited")
     persistent: int = knob(
         "p",
         "0: a block for every few tokens; else as many as the device holds, 1: strided, 2: adjacent tokens",
@@ -109,7 +109,7 @@ class CudaTuning:
     ahead: int = knob(
         "f", "1: a lane loads its next heads before it computes those it has", default=0, quiet=True
     )
-    stream: int = knob("c", "1: heads are the first to leave the caches", default=0, quiet=True)
+    stream: int = knob("c", "1: heads are loaded and stored as evict-first (ld.cs, st.cs)", default=0, quiet=True)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@
 //   warps_dkv        4   warps along the keys in dK and dV; the rest split head_dim
 //   warps_dq         2   warps along the queries in dQ; the rest split head_dim
 //   grad_splits      1   groups of a warp's columns of dK, dV and dQ that a step computes one after the other
-//   blocks           1   blocks per multiprocessor that registers are shared among
+//   blocks           1   resident blocks per multiprocessor, for which registers are limited
 //   split_heads      0   1: a block per q head (dK, dV summed in memory), not per kv head
 //   deterministic    0   1: blocks add to dQ, dK and dV in a fixed order: the same bits on every run
 

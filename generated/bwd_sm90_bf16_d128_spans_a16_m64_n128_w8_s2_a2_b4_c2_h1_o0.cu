@@ -967,8 +967,8 @@ attnforge_bwd_sm90_bf16_d128_spans_a16_m64_n128_w8_s2_a2_b4_c2_h1_o0_postprocess
             for (int half = 0; half < 2; ++half) {
                 const int row = row0 + i * 16 + half * 8;
                 if (row < p.seq_q) {
-                    store_pair(dq + row * p.dq.row, col0 + j * 8, x[half * 2 * 1] * p.scale,
-                               x[(half * 2 + 1) * 1] * p.scale);
+                    store_pair(dq + row * p.dq.row, col0 + j * 8, x[half * 2] * p.scale,
+                               x[half * 2 + 1] * p.scale);
                 }
             }
         }

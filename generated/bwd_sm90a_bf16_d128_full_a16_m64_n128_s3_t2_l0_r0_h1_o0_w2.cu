@@ -8,7 +8,7 @@
 //   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
 //   stages           3   shared-memory buffers for Q
 //   stages_dout      2   shared-memory buffers for dO
-//   lag              0   1: dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart
+//   lag              0   1: consumers wait for each other every second step: dQ is two steps late, dP one step early
 //   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
 //   split_heads      1   1: a block per q head (dK, dV summed in fp32 memory), not per kv head
 //   deterministic    0   1: blocks add to dQ, dK and dV in a fixed order: the same bits on every run

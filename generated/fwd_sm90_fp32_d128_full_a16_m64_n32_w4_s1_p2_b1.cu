@@ -9,7 +9,7 @@
 //   warps       4   warps per block; each owns tile_m / warps query rows
 //   stages      1   shared-memory buffers for K and for V
 //   o_splits    2   groups of columns of O that a step computes one after the other; 0: FP32 cores, no tensor cores
-//   blocks      1   blocks per multiprocessor that registers are shared among
+//   blocks      1   resident blocks per multiprocessor, for which registers are limited
 
 // A tensor (batch, heads, seq, head_dim): its address, and strides in elements. Rows are contiguous.
 struct TensorRef {

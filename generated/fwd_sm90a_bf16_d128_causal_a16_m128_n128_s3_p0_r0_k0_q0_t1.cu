@@ -11,7 +11,7 @@
 //   persistent    0   1: one block per multiprocessor walks many tiles
 //   dynamic       0   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs     0   1: keep the fragments of Q in registers
-//   splits        1   1: for short queries; blocks share the keys, and all q heads of a kv head share tiles
+//   splits        1   1: for few queries: blocks split the keys, and the q heads of a kv head are rows of one tile
 //
 // Attention forward of short queries. A producer thread loads key tiles with TMA; 2 consumer warpgroups
 // multiply them with wgmma.
@@ -332,7 +332,7 @@ __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows,
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: it XORs the chunk's number
 // with the row's place in the pattern.
 __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
-    const int place = chunk % 8 ^ row / 1 % 8;
+    const int place = chunk % 8 ^ row % 8;
     return chunk / 8 * rows * kSwizzleBytes + row * kSwizzleBytes + place * 16;
 }
 

@@ -514,7 +514,7 @@ __device__ __forceinline__ unsigned long long panels_at(unsigned tile, int rows,
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows. TMA swizzles: it XORs the chunk's number
 // with the row's place in the pattern.
 __device__ __forceinline__ unsigned chunk_at(int row, int chunk, int rows) {
-    const int place = chunk % 8 ^ row / 1 % 8;
+    const int place = chunk % 8 ^ row % 8;
     return chunk / 8 * rows * kSwizzleBytes + row * kSwizzleBytes + place * 16;
 }
 

@@ -6,7 +6,7 @@
 //   lanes        16   lanes that share a head
 //   rows          4   heads that a lane holds at once
 //   warps         4   warps per block; each takes its own tokens
-//   blocks        4   blocks per multiprocessor that registers are shared among
+//   blocks        4   resident blocks per multiprocessor, for which registers are limited
 //   persistent    1   0: a block for every few tokens; else as many as the device holds, 1: strided, 2: adjacent tokens
 //
 // Gradients of the projections and of the norms' weights, from those of the rotated heads.

@@ -6,7 +6,7 @@
 //   lanes        16   lanes that share a head
 //   rows          2   heads that a lane holds at once
 //   warps         2   warps per block; each takes its own tokens
-//   blocks       16   blocks per multiprocessor that registers are shared among
+//   blocks       16   resident blocks per multiprocessor, for which registers are limited
 //   persistent    0   0: a block for every few tokens; else as many as the device holds, 1: strided, 2: adjacent tokens
 //
 // RMSNorm of each head of q and k, then rotary embedding; v is copied.

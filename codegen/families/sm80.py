@@ -42,11 +42,13 @@ class Sm80Forward(Tuning):
     q_in_regs: bool = knob("q", "keep the Q fragments in registers instead of shared memory")
     splits: int = knob(
         "k",
-        "0: not; else blocks share the keys of their rows, and so many of their warps each key tile",
+        "for few queries: warps of a block that split each key tile; blocks split the keys, too; 0: off",
         default=0,
         quiet=True,
     )
-    o_splits: int = knob("o", "warps that share the columns of O, and the keys of S", default=1, quiet=True)
+    o_splits: int = knob(
+        "o", "with splits 1, warps that split the columns of O and the keys of S", default=1, quiet=True
+    )
 
 
 # ---- Plan

@@ -52,7 +52,7 @@ class Fp32Forward(Tuning):
         "groups of columns of O that a step computes one after the other; 0: FP32 cores, no tensor cores",
         was="parts",
     )
-    blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
+    blocks: int = knob("b", "resident blocks per multiprocessor, for which registers are limited")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Fp32Backward(WarpGrids):
         "groups of a warp's columns of dK, dV and dQ that a step computes one after the other",
         was="parts",
     )
-    blocks: int = knob("b", "blocks per multiprocessor that registers are shared among")
+    blocks: int = knob("b", "resident blocks per multiprocessor, for which registers are limited")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in memory), not per kv head")
     deterministic: bool = knob(
         "o", "blocks add to dQ, dK and dV in a fixed order: the same bits on every run", was="ordered"

@@ -56,12 +56,12 @@ class Sm90Forward(Tuning):
     # Knobs that earlier tables and names do not have.
     hand_over: int = knob(
         "h",
-        "ordering barrier, arrival 0: after both products, 1: after Q K^T, 2: once S is complete",
+        "with ping_pong, the next warpgroup may go on after 0: both products, 1: Q K^T, 2: S complete",
         0,
         quiet=True,
     )
     exact_visits: int = knob(
-        "e", "first visits of a work tile with exact row maxima, later ones if P grows; 0: all", 3, quiet=True
+        "e", "first visits of a work tile that update row maxima, later ones only if P grows; 0: all", 3, quiet=True
     )
     heads_together: int = knob(
         "g", "least number of kv heads in a section; 0: as many as fit the L2 cache", 0, quiet=True
@@ -69,13 +69,13 @@ class Sm90Forward(Tuning):
     cache_mb: int = knob(
         "b", "MiB of the L2 cache for the operands of a section of heads", SECTION_MB, quiet=True
     )
-    stages_v: int = knob("v", "shared-memory buffers for V, more than for K; 0: as many", 0, quiet=True)
+    stages_v: int = knob("v", "shared-memory buffers for V, if more than for K; 0: as many as for K", 0, quiet=True)
     k_ahead: bool = knob(
         "a", "K of the next visit is loaded before V of this one, not behind it", False, quiet=True
     )
     splits: int = knob(
         "t",
-        "1: for short queries; blocks share the keys, and all q heads of a kv head share tiles",
+        "1: for few queries: blocks split the keys, and the q heads of a kv head are rows of one tile",
         0,
         quiet=True,
     )

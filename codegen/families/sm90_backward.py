@@ -45,7 +45,7 @@ class Sm90Backward(Tuning):
     stages: int = knob("s", "shared-memory buffers for Q")
     stages_dout: int = knob("t", "shared-memory buffers for dO")
     lag: bool = knob(
-        "l", "dQ runs a pair of steps later, dP a step earlier: consumers may be up to a step apart"
+        "l", "consumers wait for each other every second step: dQ is two steps late, dP one step early"
     )
     in_regs: int = knob("r", "operands that consumers keep in registers: 0 none, 1 K, 2 K and V")
     split_heads: bool = knob("h", "a block per q head (dK, dV summed in fp32 memory), not per kv head")

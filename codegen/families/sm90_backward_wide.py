@@ -6,7 +6,7 @@ number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products fo
 
 Additions of dQ to device memory hold up the warps that issue them. So consumers store as much of dQ to shared memory as
 there is room for (`staged_columns`), and warps of the producer have TMA add it. With deterministic sums consumers store
-all of dQ there, if need be piece by piece, so that only those warps wait for the blocks that add before. With `staging`
+all of dQ there, if need be a subtile at a time, so that only those warps wait for the blocks that add before. With `staging`
 2 others store all of dQ there, too.
 
 With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
@@ -50,7 +50,7 @@ REGISTERS_BESIDES = 28
 # More of them for the addresses of what a score reads for each pair, and for gradients of elements that differ.
 SCORE_REGISTERS = 8
 # Columns of dQ that a deterministic consumer may stage at a time.
-PIECES = (COLUMNS, COLUMNS // 2, COLUMNS // 4)
+SUBTILES = (COLUMNS, COLUMNS // 2, COLUMNS // 4)
 PAIR = 2  # blocks of a cluster that share a key tile
 PAIR_KEYS = 64  # of a block of a pair: the rows of its products
 APART, WHOLE = 1, 2  # values of `staging`
@@ -86,7 +86,7 @@ class Sm90BackwardWide(Tuning):
     )
     staging: int = knob(
         "y",
-        "dQ staged in shared memory, 0: part of it or in pieces; 1: pieces, freed apart; 2: all of it",
+        "dQ staged in shared memory, 0: what there is room for; 1: subtiles freed apart; 2: all of it",
         0,
         quiet=True,
     )
@@ -152,7 +152,7 @@ def plan(spec: Spec) -> Plan:
 
 
 def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
-    """Constants about the tiles, who computes what, and which shared pieces of templates/sm90a/ take part."""
+    """Constants about the tiles, who computes what, and which shared parts of templates/sm90a/ are used."""
     common: dict[str, int | str] = {
         "type": wgmma_type(p.dtype),
         "columns": COLUMNS,
@@ -321,17 +321,17 @@ def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
     """Columns of a unit of dQ that TMA adds from shared memory of their own: as many as there is room for.
 
     Both consumers stage as many, a multiple of 8, and add the others from registers. With deterministic sums, whose
-    consumers must not wait until the blocks before have added, they stage a unit in pieces of as many columns, and need
+    consumers must not wait until the blocks before have added, they stage a unit in subtiles of as many columns, and need
     room for some. In a pair these are the columns of the first consumer, which stages all of them or none; dQ of the
     second one takes the place of P. In a deterministic pair that of the first one takes it next, or with `staging` in
-    any pair the place of dS. Single blocks with a place for all of dQ have no pieces.
+    any pair the place of dS. Single blocks with a place for all of dQ have no subtiles.
     """
     if t.pair and _stages_all(t):
         return 0
     if t.staging == WHOLE:
         return COLUMNS
-    choices = (COLUMNS,) if t.pair else PIECES if _stages_all(t) else range(COLUMNS, 0, -8)
-    least = PIECES[-1] if _stages_all(t) else 0
+    choices = (COLUMNS,) if t.pair else SUBTILES if _stages_all(t) else range(COLUMNS, 0, -8)
+    least = SUBTILES[-1] if _stages_all(t) else 0
     return next((n for n in choices if _shared_bytes(p, t, n) <= SHARED_LIMIT[Arch.SM90]), least)
 
 

@@ -108,6 +108,16 @@ def test_every_template_is_used(templates: Path, monkeypatch: pytest.MonkeyPatch
     assert recorder.names == set(every_template())
 
 
+@pytest.mark.parametrize("head_dim", [24, 64, 128, 192])
+@pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A])
+@pytest.mark.parametrize("direction", Direction)
+def test_kernels_multiply_and_divide_by_no_one(direction: Direction, arch: Arch, head_dim: int) -> None:
+    """A constant of a template that is 1 is left out of what is rendered."""
+    for spec in kinds(Problem(direction, arch, DType.BFLOAT16, head_dim, Mask.SPANS)):
+        for line in render(spec).text.splitlines():
+            assert not re.search(r"[\w)\]] [*/%] 1\b(?!\.)", line.partition("//")[0]), line
+
+
 @pytest.mark.parametrize(
     ("end", "message"),
     [

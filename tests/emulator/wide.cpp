@@ -305,7 +305,7 @@ void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2
 void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1) {
     store_matrices<2, true>(address, {r0, r1, 0, 0});
 }
-int rank() { return current->block % blocks_of_cluster; }
+int block_rank() { return current->block % blocks_of_cluster; }
 // Stops if it has left: its shared memory is another block's.
 static int block_of_rank(unsigned rank) {
     const int block = current->block - current->block % blocks_of_cluster + rank;
@@ -349,7 +349,9 @@ void barrier_arrive(unsigned address) {
     }
 }
 void barrier_expect(unsigned address, int bytes) { arrive_in(here(), address, bytes); }
-void barrier_arrive_at(unsigned address, unsigned rank) { arrive_in(blocks[block_of_rank(rank)], address, 0); }
+void barrier_arrive_at(unsigned address, unsigned block_rank) {
+    arrive_in(blocks[block_of_rank(block_rank)], address, 0);
+}
 static void land(Block& block, unsigned address) {
     for (auto copy = block.copies.find(address); copy != block.copies.end(); copy = block.copies.find(address)) {
         copy->second.move();

@@ -22,7 +22,7 @@ const char* what_went_wrong();  // or ""
 // ---- Threads, shared memory and scalars -----------------------------------------------------------------------------
 
 static inline int thread() { return threadIdx.x; }
-int rank();  // of the block in its cluster
+int block_rank();  // of the block in its cluster
 
 template <typename T>
 static T read_shared(unsigned address) {
@@ -59,7 +59,7 @@ void barrier_init(unsigned address, int count);
 static inline void barrier_init_fence() {}
 void barrier_arrive(unsigned address);
 void barrier_expect(unsigned address, int bytes);
-void barrier_arrive_at(unsigned address, unsigned rank);
+void barrier_arrive_at(unsigned address, unsigned block_rank);
 void barrier_wait(unsigned address, unsigned parity);
 void cluster_sync();
 void named_sync(int id, int threads);
@@ -80,7 +80,7 @@ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, 
               int batch);
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch);
 void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier);
-void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned rank);
+void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned block_rank);
 
 // ---- Products: done when their group is waited for ------------------------------------------------------------------
 

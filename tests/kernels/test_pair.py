@@ -47,7 +47,7 @@ OVER_DS = {
     **{name: ORDERED[name] for name in ORDERED if name != "dQ over dQ that has not been added"},
     "dQ over dS that is read": "barrier_wait(base + kReadDs + ds_stage(step) * 8, step / kBuffersDs & 1);",
     "dS over dQ that has not been added": "barrier_wait(base + kEmptyDs + ds_stage(step) * 8,",
-    "dS released before the other block's": "barrier_arrive_at(empty_ds, rank() ^ 1);",
+    "dS released before the other block's": "barrier_arrive_at(empty_ds, block_rank() ^ 1);",
 }
 
 
@@ -58,7 +58,7 @@ OVER_DS_IN_ANY_ORDER = {
     "dQ overwritten before it has been added": BREAKS["P overwritten before it has been added"],
     "dQ over dS that is read": OVER_DS["dQ over dS that is read"],
     "dS over dQ that has not been added": OVER_DS["dS over dQ that has not been added"],
-    "dS released before the other block's": "barrier_arrive_at(base + kEmptyDs + buffer * 8, rank() ^ 1);",
+    "dS released before the other block's": "barrier_arrive_at(base + kEmptyDs + buffer * 8, block_rank() ^ 1);",
     "dQ not committed": "tma_store_commit();\n                ",
     "dQ not fenced": "proxy_fence();\n                bulk_reduce",
 }

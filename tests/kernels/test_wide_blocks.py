@@ -26,7 +26,7 @@ BREAKS = {
 }
 # Likewise of deterministic ones, which also may give other bits in another order of the warps.
 ORDERED = {
-    "dQ added before it is there": "barrier_wait(full + group * 8, (round * kPiecesOf[group] + piece) & 1);",
+    "dQ added before it is there": "barrier_wait(full + group * 8, (round * kSubtilesOf[group] + subtile) & 1);",
     "dQ overwritten before it is read": BREAKS["dQ overwritten before it is read"],
     "dQ not waited for": "tma_store_wait();  // all have been read",
     "dQ added before that of other blocks": "semaphore_wait(dq_semaphore(p, plane, tile), order);",
@@ -93,7 +93,7 @@ def spec(dims: tuple[int, int], mask: Mask, *knobs: int, **more: Any) -> Spec:
 def test_gradients_on_the_cpu(
     dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], staged: int, tmp_path: Path
 ) -> None:
-    """With all columns of dQ staged, with some, or in pieces; and with a consumer that has none."""
+    """With all columns of dQ staged, with some, or in subtiles; and with a consumer that has none."""
     chosen = spec(dims, mask, *knobs)
     assert isinstance(chosen.tuning, Sm90BackwardWide)
     assert staged_columns(chosen.problem, chosen.tuning) == staged
@@ -164,7 +164,7 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
         ((192, 128), 1, 2, WHOLE),
         ((192, 128), 0, 2, PLACES_FOR_ALL),
     ],
-    ids=["pieces", "freed apart", "whole", "whole, in any order"],
+    ids=["subtiles", "freed apart", "whole", "whole, in any order"],
 )
 def test_breaks_of_additions_are_noticed(
     dims: tuple[int, int], deterministic: int, staging: int, breaks: dict[str, str], tmp_path: Path
