@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Time our kernels against their peers.")
-@selecting
+@selecting(packs="those of --suite")
 @click.option(
     "--suite",
     type=click.Choice(["dense", "packs"]),

@@ -136,11 +136,9 @@ score_option = functools.partial(
 )
 device_option = functools.partial(click.option, "--device", type=Name(), metavar="NAME")
 gpu_option = functools.partial(click.option, "--gpu", type=Name(), metavar="NAME")
-PACK_HELP = (
-    "Workload: pretrain/0, full/4x8192, causal/2048, blocks/0.9, ... Repeatable.  "
-    "[default: finetune/0 and, on a GPU, pretrain/0; in bench, those of --suite]"
-)
-PACKS_HELP = "File of attnforge.bagel.record. Three of its packs are run, from few to many visible pairs."
+PACK_HELP = "Workload: pretrain/0, full/4x8192, causal/2048, blocks/0.9, ... Repeatable."
+DEFAULT_PACKS = "finetune/0 and, on a GPU, pretrain/0"
+PACKS_HELP = "File of attnforge.bagel.record. Three of its packs are taken, from few to many visible pairs."
 LENGTH_HELP = "Queries and keys of --mask.  [default: 8192 on a GPU, 1024 on a CPU]"
 SCORE_HELP = "Score function: softcap:50, alibi, relative_bias:128 or FILE.py:NAME (a function or a Score). Repeatable."
 MASK_HELP = "causal, full, window:N (causal, each query sees N keys), or a .npy or .npz file. Repeatable."
@@ -176,7 +174,6 @@ def _numbers(count: int) -> Callable[[Any, click.Parameter, str | None], tuple[i
 
 
 SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("--pack", "packs", multiple=True, metavar="NAME", help=PACK_HELP),
     file_option("--packs", "recorded", metavar="FILE", help=PACKS_HELP),
     click.option("--mask", "masks", multiple=True, metavar="MASK", help=MASK_HELP),
     click.option("--length", metavar="Q[/K]", callback=_numbers(2), help=LENGTH_HELP),
@@ -193,8 +190,21 @@ SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def selecting(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that choose what to run on; the command gets them as one `Selection`."""
+def pack_option(default: str) -> Callable[[Any], Any]:
+    """The option --pack of a command that takes `default` without it."""
+    text = f"{PACK_HELP}  [default: {default}]"
+    return click.option("--pack", "packs", multiple=True, metavar="NAME", help=text)
+
+
+def selecting(
+    command: Callable[..., None] | None = None, *, packs: str = DEFAULT_PACKS
+) -> Callable[..., Any]:
+    """Add the options that choose what to run on; the command gets them as one `Selection`.
+
+    packs: what the command takes without --pack, for the help.
+    """
+    if command is None:
+        return functools.partial(selecting, packs=packs)
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:
@@ -205,7 +215,7 @@ def selecting(command: Callable[..., None]) -> Callable[..., None]:
         request = Request(**taken, extra={name: value for name, value in extra.items() if value is not None})
         command(select(request), **arguments)
 
-    for option in reversed(SHAPE_OPTIONS):
+    for option in reversed((pack_option(packs), *SHAPE_OPTIONS)):
         wrapped = option(wrapped)
     return wrapped
 

@@ -24,6 +24,7 @@ from attnforge.bagel.commands.options import (
     device_option,
     direction_option,
     knob_option,
+    pack_option,
     score_option,
     values,
     workers_option,
@@ -75,9 +76,7 @@ def place(env: Mapping[str, str]) -> Place:
     metavar="NAME",
     help="Model preset. Repeatable.  [default: BAGEL's models]",
 )
-@click.option(
-    "--pack", "packs", multiple=True, metavar="NAME", help="Workload. Repeatable.  [default: by device]"
-)
+@pack_option("by device; --list shows them")
 @click.option(
     "--dtype",
     "dtypes",

@@ -85,6 +85,21 @@ def test_help_fits_the_terminal(words: tuple[str, ...], width: int) -> None:
             assert len(line.split("  ")) > 2 or line.strip().startswith("--"), line
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("bench", "those of --suite"),
+        ("search", "finetune/0 and, on a GPU, pretrain/0"),
+        ("verify", "finetune/0 and, on a GPU, pretrain/0"),
+        ("explain", "finetune/0 and, on a GPU, pretrain/0"),
+        ("tune", "by device; --list shows them"),
+    ],
+)
+def test_pack_has_the_default_of_its_command(command: str, default: str) -> None:
+    words = " ".join(run(command, "--help").output.split())
+    assert f"blocks/0.9, ... Repeatable. [default: {default}]" in words
+
+
 def test_version_has_one_source() -> None:
     assert run("--version").stdout == f"attnforge, version {attnforge.__version__}\n"
     project = (ROOT / "pyproject.toml").read_text()
