@@ -178,13 +178,18 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q: got {q.shape[1]} heads, expected a multiple of the {k.shape[1]} heads of k and v"
         )
-    for name, length in (("q", q.shape[2]), ("k", k.shape[2])):
-        if length > MAX_INDEX // 2:
-            raise ValueError(f"{name}: got {length} rows, at most {MAX_INDEX // 2} are supported")
+    expect_rows(q.shape[2], k.shape[2])
     if q.shape[0] * q.shape[1] > MAX_INDEX:
         raise ValueError(
             f"q: got batch * heads = {q.shape[0] * q.shape[1]}, at most {MAX_INDEX} are supported"
         )
+
+
+def expect_rows(seq_q: int, seq_k: int) -> None:
+    """Raises ValueError naming q or k if it has more rows than the kernels' indices hold."""
+    for name, length in (("q", seq_q), ("k", seq_k)):
+        if length > MAX_INDEX // 2:
+            raise ValueError(f"{name}: got {length} rows, at most {MAX_INDEX // 2} are supported")
 
 
 def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int, mask_mod: str) -> None:

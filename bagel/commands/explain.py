@@ -30,7 +30,8 @@ MOST_QUERIES, LEAST_KEYS, KEYS_OF_A_QUERY = 512, 1024, 4
 def explain(selection: Selection, deterministic: bool, most: int) -> None:
     """Say which kernel runs a call, from which table entry, and why not the others.
 
-    Nothing is compiled and nothing runs. --gpu explains for a GPU that is not here.
+    Nothing is compiled and nothing runs. --gpu explains for a GPU that is not here. A call that attention refuses is
+    an error with the same message.
     """
     from attnforge.codegen.spec import Direction
     from attnforge.runtime import explain as explaining
@@ -45,6 +46,7 @@ def explain(selection: Selection, deterministic: bool, most: int) -> None:
             raise ValueError(f"--arch: {target.name} runs {names}, not {selection.arch.value}")
         target = dataclasses.replace(target, archs=(selection.arch,))
     for case in selection.cases():
+        case.check()
         for direction in selection.directions:
             problem = case.problem(direction, target.archs[0])
             group = case.heads_q // case.heads_kv

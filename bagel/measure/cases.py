@@ -16,7 +16,7 @@ from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.workloads import names, summary, workload
 from attnforge.codegen.spec import DType
 from attnforge.runtime import mask_patterns
-from attnforge.runtime.inputs import MAX_HEAD_DIM
+from attnforge.runtime.inputs import MAX_HEAD_DIM, expect_rows
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.search.case import Case
 
@@ -107,6 +107,7 @@ def _sizes(
     if match := _DENSE.fullmatch(pack):
         seq_q = int(match[3])
         seq_k = int(match[4] or seq_q)
+        expect_rows(seq_q, seq_k)  # before a mask of that length is made
         return (int(match[2] or 1), seq_q, seq_k), *_named_mask(match[1], seq_q, seq_k, device)
     if match := _BLOCKS.fullmatch(pack):
         blocks = random_blocks(float(match[1]), int(match[2] or LENGTH), device)

@@ -11,6 +11,7 @@ import torch
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime.inputs import MASKS, check_forward, check_score
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.scores import Score
 
@@ -89,6 +90,23 @@ class Case:
         if not isinstance(self.mask, Spans):
             return plain
         return replace(plain, intervals=self.mask.intervals, planes=int(self.mask.planes != (1, 1)))
+
+    def check(self) -> None:
+        """Raises the ValueError or TypeError with which `attention` refuses the call. Allocates no tensors."""
+        sizes = (
+            (self.heads_q, self.seq_q, self.head_dim),
+            (self.heads_kv, self.seq_k, self.head_dim),
+            (self.heads_kv, self.seq_k, self.head_dim_v),
+        )
+        q, k, v = (torch.empty(self.batch, *s, dtype=self.torch_dtype, device="meta") for s in sizes)
+        listed = None if self.mask is None or isinstance(self.mask, Causal) else self.mask
+        data = None if listed is None else torch.empty_like(listed.data, device="meta")
+        mod, mod_tensors = "", ()
+        if isinstance(self.mask, FunctionMask):
+            mod, mod_tensors = self.mask.text, self.mask.tensors
+        check_forward(q, k, v, data, MASKS.index(self.mask_kind), self.scale, mask_mod=mod)
+        score, tensors = (self.score.text, self.score.tensors) if self.score else ("", ())
+        check_score(q, k, score, [torch.empty_like(x, device="meta") for x in (*tensors, *mod_tensors)], mod)
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Standard normal tensors, the same for the same seed on the same device."""

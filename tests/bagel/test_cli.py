@@ -23,6 +23,7 @@ from PIL import Image
 import attnforge
 from attnforge.bagel.commands.report import missing_packages
 from attnforge.bagel.measure.bench import OURS, Row, best_peer
+from attnforge.bagel.measure.case_scores import with_score
 from attnforge.bagel.measure.cases import SUITES, make_case
 from attnforge.bagel.measure.peers import NAMES
 from attnforge.bagel.measure.report import bench_markdown
@@ -160,6 +161,14 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
         ("explain --pack causal/64 --score ''", "Invalid value for '--score': got '', expected a name"),
         ("explain --pack causal/64 --model ''", "Invalid value for '--model': got '', expected a name"),
         ("explain --pack causal/64 --device ''", "Invalid value for '--device': got '', expected a name"),
+        (
+            "explain --mask window:64 --heads 8/2 --head-dim 64 --length 3000000000",
+            "q: got 3000000000 rows, at most 1073741823 are supported",
+        ),
+        (
+            "explain --mask causal --heads 8/2 --head-dim 64 --length 64 --batch 999999999",
+            "q: got batch * heads = 7999999992, at most 2147483647 are supported",
+        ),
         ("warm --gpu ''", "Invalid value for '--gpu': got '', expected a name"),
         ("render --arch cpu --dtype fp16", "dtype fp16: the cpu kernels take fp32 or bf16"),
     ],
@@ -168,6 +177,22 @@ def test_user_errors_are_one_message(arguments: str, message: str) -> None:
     result = run(*shlex.split(arguments), code=2)
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_explain_refuses_what_attention_refuses(tmp_path: Path) -> None:
+    """A captured tensor with fewer elements than there are heads."""
+    file = tmp_path / "scores.py"
+    file.write_text(
+        "import torch\nslopes = torch.ones(4)\ndef own(score, b, h, q_idx, kv_idx): return score + slopes[h]\n"
+    )
+    shape = ("--mask", "causal", "--head-dim", "64", "--length", "64", "--device", "cpu")
+    score = ("--score", f"{file}:own", "--dtype", "fp32")
+    case = with_score(make_case("causal/64", "8/2/64", DType.FLOAT32, CPU), f"{file}:own")
+    q, k, v, _ = case.inputs()
+    with pytest.raises(ValueError, match=r"h takes 8 values, but axis 0 .* has 4 elements") as refusal:
+        attnforge.attention(q, k, v, case.mask, score=case.score)
+    assert str(refusal.value) in run("explain", *shape, *score, "--heads", "8/2", code=2).stderr
+    assert "runs" in run("explain", *shape, *score, "--heads", "4/2").output
 
 
 def test_a_search_appends_to_logs_only(tmp_path: Path) -> None:
