@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
+from numbers import Real
 from typing import Literal, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from attnforge.runtime.inputs import expect_integer, expect_number
 
 NEAR = 8  # lightest packs, which are tried as partners before all others
 FEW = 24  # samples of a pack up to which two at a time are exchanged
+LISTS = ("sample_lens", "split_lens", "attn_modes")  # of a pack
 ENOUGH = 1.001  # largest over mean at which the search ends
 
 
@@ -58,9 +60,8 @@ class LayerCost:
     fixed: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a negative or infinite time, with which exchanging samples would not end.
-
-        TypeError for what is no number.
+        """Raises TypeError for what is no number, and ValueError for a negative or infinite time, with which
+        exchanging samples would not end.
         """
         for name, value in (("token", self.token), ("pair", self.pair), ("fixed", self.fixed)):
             expect_number(name, value, optional=False)
@@ -77,6 +78,7 @@ class LayerCost:
     ) -> LayerCost:
         """From attention's TFLOP/s of visible pairs (4 head_dim a pair and head forward, 2.5 times that backward)."""
         for name, rate in (("forward", forward), ("backward", backward)):
+            expect_number(name, rate, optional=False)
             if not rate > 0.0:
                 raise ValueError(f"{name}: got {rate} TFLOP/s, expected a number above 0")
         work = 4e-12 * heads_q * head_dim
@@ -93,7 +95,7 @@ class LayerCost:
         packs = _expect_packs(packs)
         for second in seconds:
             expect_number("seconds", second, optional=False)
-        work = [_work(_samples(pack)) for pack in packs]
+        work = [_work(_samples(pack, number)) for number, pack in enumerate(packs)]
         if len(packs) != len(seconds) or len(packs) < 3 or not _are_times(seconds):
             raise ValueError(
                 f"seconds: {len(seconds)} times of {len(packs)} packs; expected a finite time above 0 for each of 3 "
@@ -167,23 +169,16 @@ def balance(
     packs: of all ranks together; objects with sample_lens, split_lens and attn_modes. Where there is `used`, samples
         from that token on are padding; padding and samples without tokens are left out.
     move: "samples" makes new packs of all samples, as many as were given or the next multiple of `ranks`; "packs"
-        leaves each pack as it is, and their number must be a multiple of `ranks`.
+        leaves each pack as it is, and their number must be a multiple of `ranks`. With fewer samples than new packs,
+        some packs are empty.
     cost: None is LayerCost().
     capacity: tokens of a new pack at most; None: those of the longest given one, padding included.
 
-    The result depends on the arguments alone: ranks that know all packs agree without communication. Raises ValueError
-    or TypeError naming the argument, also if samples do not fit the capacity.
+    The result depends on the arguments alone: ranks that know all packs agree without communication. Raises TypeError
+    or ValueError naming the argument, of a pack also its number; also if samples do not fit the capacity.
     """
     packs = _expect_packs(packs)
-    expect_integer("ranks", ranks)
-    if capacity is not None:
-        expect_integer("capacity", capacity)
-    if cost is not None and not isinstance(cost, LayerCost):
-        raise TypeError(f"cost: got {type(cost).__name__}, expected a LayerCost or None")
-    if ranks < 1 or not packs:
-        raise ValueError(f"ranks: {len(packs)} packs for {ranks} ranks; expected at least one of each")
-    if move not in ("samples", "packs"):
-        raise ValueError(f"move: got {move!r}, accepted are 'samples' and 'packs'")
+    _check_arguments(packs, ranks, move, cost, capacity)
     cost = LayerCost() if cost is None else cost
     given = [_samples(pack, number) for number, pack in enumerate(packs)]
     if move == "packs":
@@ -198,15 +193,27 @@ def balance(
 
 
 def _expect_packs(packs: Iterable[Packed]) -> list[Packed]:
-    """The packs as a list. Raises TypeError for what is none."""
-    if not isinstance(packs, Iterable):
+    """The packs as a list; `_samples` checks what they are. Raises TypeError for what cannot be one."""
+    if not isinstance(packs, Iterable) or isinstance(packs, str):
         raise TypeError(f"packs: got {type(packs).__name__}, expected a list of packs")
-    found = list(packs)
-    for number, pack in enumerate(found):
-        for name in ("sample_lens", "split_lens", "attn_modes"):
-            if not hasattr(pack, name):
-                raise TypeError(f"packs: number {number}, of type {type(pack).__name__}, has no {name}")
-    return found
+    return list(packs)
+
+
+def _check_arguments(packs: list[Packed], ranks: int, move: str, cost: object, capacity: int | None) -> None:
+    """Raises TypeError or ValueError for all but what is inside a pack."""
+    if not packs:
+        raise ValueError("packs: got none, expected at least one")
+    for name, value, least in (("ranks", ranks, 1), ("capacity", 0 if capacity is None else capacity, 0)):
+        expect_integer(name, value)
+        if value < least:
+            raise ValueError(f"{name}: got {value}, expected at least {least}")
+    if move not in ("samples", "packs"):
+        raise ValueError(f"move: got {move!r}, accepted are 'samples' and 'packs'")
+    if cost is not None and not isinstance(cost, LayerCost):
+        raise TypeError(
+            f"cost: got {getattr(cost, '__name__', type(cost).__name__)}, expected a LayerCost or None; "
+            "LayerCost.fit makes one of measured times"
+        )
 
 
 # ---- Samples
@@ -222,12 +229,20 @@ class _Sample:
 
 
 def _samples(pack: Packed, number: int = 0) -> list[_Sample]:
-    """The samples of a pack without its padding. Errors as `packing.cut`."""
-    splits = cut(pack.sample_lens, pack.split_lens, pack.attn_modes)
+    """The samples of a pack without its padding. Errors as `packing.cut`, with the pack's number in front."""
+    if lacking := [name for name in LISTS if not hasattr(pack, name)]:
+        raise TypeError(
+            f"packs: number {number} is a {type(pack).__name__} without {lacking[0]}; expected an object with "
+            "sample_lens, split_lens and attn_modes"
+        )
+    try:
+        splits = cut(pack.sample_lens, pack.split_lens, pack.attn_modes)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"packs: number {number}: {error}") from None
     used = getattr(pack, "used", None)
     limit = sum(pack.sample_lens) if used is None else used
     if limit not in (0, *accumulate(pack.sample_lens)):
-        raise ValueError(f"packs: number {number} has {limit} used tokens, which end inside a sample")
+        raise ValueError(f"packs: number {number} has {limit!r} used tokens, which end inside a sample")
     found, end = [], 0
     for index, length in enumerate(pack.sample_lens):
         end += length
@@ -248,12 +263,19 @@ def _work(samples: Iterable[_Sample]) -> tuple[int, int]:
 
 def _share(samples: Sequence[_Sample], cost: LayerCost) -> Share:
     ordered = sorted(samples, key=lambda sample: sample.place)
+    tokens, pairs = _work(ordered)
+    seconds = cost.seconds(tokens, pairs)
+    # A subclass may predict something else.
+    if not isinstance(seconds, Real) or not 0.0 <= seconds < math.inf:
+        raise ValueError(
+            f"cost: seconds({tokens}, {pairs}) gave {seconds!r}, expected a finite number of at least 0"
+        )
     return Share(
         tuple(sample.place for sample in ordered),
         tuple(sample.tokens for sample in ordered),
         tuple(n for sample in ordered for n in sample.split_lens),
         tuple(mode for sample in ordered for mode in sample.attn_modes),
-        cost.seconds(*_work(ordered)),
+        seconds,
     )
 
 

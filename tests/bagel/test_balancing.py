@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,7 +188,7 @@ def test_the_default_is_the_measured_layer() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": 0}, "ranks: 4 packs for 0 ranks"),
+        ({"ranks": 0}, "ranks: got 0, expected at least 1"),
         ({"ranks": 3, "move": "packs"}, "packs: 4 do not divide among 3 ranks"),
         ({"ranks": 4, "move": "splits"}, "move: got 'splits'"),
         ({"ranks": 4, "capacity": 7000}, "capacity: 7000 tokens, but a sample has 7703"),
@@ -196,6 +198,55 @@ def test_the_default_is_the_measured_layer() -> None:
 def test_what_cannot_be_dealt(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         balance(packs_of("finetune"), **arguments)  # type: ignore[arg-type]
+
+
+SMALL = Pack((4,), (4,), ("causal",))
+
+
+class NoTime(LayerCost):
+    def seconds(self, tokens: int, pairs: int) -> float:
+        return float("nan")
+
+
+class OfTensors(LayerCost):
+    def seconds(self, tokens: int, pairs: int) -> float:
+        return torch.tensor(1.0)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("packs", "more", "message"),
+    [
+        (None, {}, "packs: got NoneType, expected a list of packs"),
+        ("abc", {}, "packs: got str, expected a list of packs"),
+        ([], {}, "packs: got none, expected at least one"),
+        ([SMALL, "x"], {}, "packs: number 1 is a str without sample_lens; expected an object with"),
+        ([SMALL, None], {}, "packs: number 1 is a NoneType without sample_lens"),
+        ([SMALL, Pack((-4,), (-4,), ("full",))], {}, "packs: number 1: sample_lens: entry 0 is -4"),
+        ([SMALL, Pack((4,), (4,), ("text",))], {}, "packs: number 1: attn_modes: entry 0 is 'text'"),
+        ([SMALL], {"ranks": None}, "ranks: got None, expected an integer"),
+        ([SMALL], {"ranks": "2"}, "ranks: got '2', expected an integer"),
+        ([SMALL], {"ranks": -1}, "ranks: got -1, expected at least 1"),
+        ([SMALL], {"ranks": 4, "move": "packs"}, "packs: 1 do not divide among 4 ranks; move='samples'"),
+        ([SMALL], {"capacity": 2.5}, "capacity: got 2.5, expected an integer"),
+        ([SMALL], {"cost": 3.0}, "cost: got float, expected a LayerCost or None"),
+        ([SMALL], {"cost": lambda tokens, pairs: 1.0}, "cost: got <lambda>, expected a LayerCost or None"),
+        ([SMALL], {"cost": NoTime()}, r"cost: seconds\(4, 10\) gave nan, expected a finite number"),
+        ([SMALL], {"cost": OfTensors()}, r"cost: seconds\(4, 10\) gave tensor\(1.\), expected a finite"),
+    ],
+)
+def test_wrong_arguments_are_named(packs: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        balance(packs, **{"ranks": 1, **more})
+
+
+def test_more_ranks_than_samples_leave_empty_packs() -> None:
+    dealt = balance([SMALL, Pack((), (), ())], 3)
+    assert [share.tokens for share in shares_of(dealt)] == [4, 0, 0]
+
+
+def test_times_of_tensors_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"token: got Tensor, expected a number; use token\.item\(\)"):
+        LayerCost(token=torch.tensor(1e-6))  # type: ignore[arg-type]
 
 
 def test_times_that_tell_no_costs_are_refused() -> None:
@@ -241,7 +292,7 @@ def test_measured_times_are_finite(second: float) -> None:
         ({"capacity": 40.0}, "capacity: got 40.0, expected an integer"),
         ({"cost": (1, 2)}, "cost: got tuple, expected a LayerCost or None"),
         ({"packs": None}, "packs: got NoneType, expected a list of packs"),
-        ({"packs": [([1], [1], ["causal"])]}, "packs: number 0, of type tuple, has no sample_lens"),
+        ({"packs": [([1], [1], ["causal"])]}, "packs: number 0 is a tuple without sample_lens"),
     ],
 )
 def test_wrong_types_are_named(arguments: dict[str, object], message: str) -> None:
