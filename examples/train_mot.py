@@ -233,6 +233,32 @@ def profiled(directory: Path | None, rank: int) -> Any:
     )
 
 
+class Losses:
+    """The file of --losses: a JSON line for each step, written at once. Without a path nothing is written."""
+
+    def __init__(self, path: Path | None, first: int) -> None:
+        """Keep the lines of steps before `first`; those from it on, which a resumed run repeats, are dropped."""
+        self.path = path
+        if path is None:
+            return
+        kept = [line for line in earlier_lines(path) if json.loads(line)["step"] < first] if first else []
+        part = path.with_name(f"{path.name}.part")
+        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        part.replace(path)
+
+    def add(self, row: dict[str, float]) -> None:
+        """Append a step."""
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def earlier_lines(path: Path) -> list[str]:
+    """The lines of an earlier run; a last one without an end, which a killed run leaves, is left out."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return text.split("\n")[:-1]
+
+
 def train(options: Options, say: Callable[[str], None] = click.echo) -> list[dict[str, float]]:
     """Train until `options.steps`, from the latest checkpoint if there is one. One row for each step done here."""
     torch.use_deterministic_algorithms(options.deterministic)
@@ -243,14 +269,16 @@ def train(options: Options, say: Callable[[str], None] = click.echo) -> list[dic
             raise click.UsageError("--attention flex: torch's FlexAttention has no gradients on the CPU")
         batch = options.batch(place.world)
         if options.losses:
-            options.losses.parent.mkdir(parents=True, exist_ok=True)  # now, not after the last step
+            options.losses.parent.mkdir(parents=True, exist_ok=True)
         data = Synthetic(options.config, options.tokens)
         model = make_model(options, place)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
         first = resume(options.save, model, optimizer) if options.save else 0
         if first >= options.steps and place.rank == 0:
             say(f"{options.save}: a checkpoint of {first} steps; nothing to do for --steps {options.steps}")
-        rows = []
+        rows: list[dict[str, float]] = []
+        # A run that does no step leaves the file as it is.
+        losses = Losses(options.losses if place.rank == 0 and first < options.steps else None, first)
         with profiled(options.profile, place.rank) as profiler:
             for step in range(first, options.steps):
                 begin = time.perf_counter()
@@ -258,14 +286,13 @@ def train(options: Options, say: Callable[[str], None] = click.echo) -> list[dic
                 packs = [data.pack(options.seed + number) for number in numbers]
                 ce, mse, norm = take_step(model, optimizer, packs, place).tolist()  # waits for the device
                 rows.append({"step": step, "ce": ce, "mse": mse, "norm": norm})
+                losses.add(rows[-1])
                 if profiler is not None:
                     profiler.step()
                 if place.rank == 0:
                     say(describe(rows[-1], time.perf_counter() - begin, place))
                 if options.save and (step + 1) % options.save_every == 0:
                     save(options.save, step + 1, model, optimizer, place.rank)
-        if options.losses and rows and place.rank == 0:  # without new ones, those of an earlier run stay
-            options.losses.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return rows
 
 
@@ -315,7 +342,12 @@ def describe(row: dict[str, float], seconds: float, place: Place) -> str:
     "--save", type=click.Path(path_type=Path), help="Directory of checkpoints; resumes from its latest."
 )
 @click.option("--save-every", type=click.IntRange(1), default=10, help="Steps between checkpoints.")
-@click.option("--losses", type=click.Path(path_type=Path), help="File for the losses, a JSON line a step.")
+@click.option(
+    "--losses",
+    type=click.Path(path_type=Path),
+    help="File for the losses, a JSON line a step. A resumed run keeps the steps before its checkpoint and replaces "
+    "later ones; any other run begins a new file.",
+)
 @click.option("--profile", type=click.Path(path_type=Path), help="Directory for torch.profiler's traces.")
 def main(**arguments: Any) -> None:
     """Train a small Mixture of Transformers on synthetic packs."""

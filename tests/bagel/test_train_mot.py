@@ -124,6 +124,19 @@ def test_the_folder_of_losses_is_made(tmp_path: Path) -> None:
     assert len(losses.read_text().splitlines()) == 1
 
 
+def test_losses_of_a_resumed_run_are_those_of_all_steps(tmp_path: Path, expected: Rows) -> None:
+    """Steps after the checkpoint are replaced, also a line that a killed run did not end."""
+    losses, saved = tmp_path / "losses.jsonl", tmp_path / "run"
+    run(save=saved, steps=3, save_every=2, losses=losses)
+    lines = losses.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    losses.write_text("\n".join((*lines[:2], lines[2].replace('"ce": ', '"ce": 9'), lines[2][:9])))
+    run(save=saved, steps=6, save_every=10, losses=losses)
+    assert [json.loads(line) for line in losses.read_text().splitlines()] == expected
+    run(steps=1, losses=losses)  # from the beginning
+    assert [json.loads(line) for line in losses.read_text().splitlines()] == expected[:1]
+
+
 def test_a_run_that_is_done_says_so_and_keeps_its_losses(tmp_path: Path) -> None:
     losses, said = tmp_path / "losses.jsonl", list[str]()
     run(steps=1, save=tmp_path / "run", save_every=1, losses=losses)
