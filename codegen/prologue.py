@@ -109,7 +109,9 @@ class CudaTuning:
     ahead: int = knob(
         "f", "1: a lane loads its next heads before it computes those it has", default=0, quiet=True
     )
-    stream: int = knob("c", "1: heads are loaded and stored as evict-first (ld.cs, st.cs)", default=0, quiet=True)
+    stream: int = knob(
+        "c", "1: heads are loaded and stored as evict-first (ld.cs, st.cs)", default=0, quiet=True
+    )
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,10 @@ class Sm90Forward(Tuning):
         quiet=True,
     )
     exact_visits: int = knob(
-        "e", "first visits of a work tile that update row maxima, later ones only if P grows; 0: all", 3, quiet=True
+        "e",
+        "first visits of a work tile that update row maxima, later ones only if P grows; 0: all",
+        3,
+        quiet=True,
     )
     heads_together: int = knob(
         "g", "least number of kv heads in a section; 0: as many as fit the L2 cache", 0, quiet=True
@@ -69,7 +72,9 @@ class Sm90Forward(Tuning):
     cache_mb: int = knob(
         "b", "MiB of the L2 cache for the operands of a section of heads", SECTION_MB, quiet=True
     )
-    stages_v: int = knob("v", "shared-memory buffers for V, if more than for K; 0: as many as for K", 0, quiet=True)
+    stages_v: int = knob(
+        "v", "shared-memory buffers for V, if more than for K; 0: as many as for K", 0, quiet=True
+    )
     k_ahead: bool = knob(
         "a", "K of the next visit is loaded before V of this one, not behind it", False, quiet=True
     )

@@ -6,8 +6,8 @@ number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products fo
 
 Additions of dQ to device memory hold up the warps that issue them. So consumers store as much of dQ to shared memory as
 there is room for (`staged_columns`), and warps of the producer have TMA add it. With deterministic sums consumers store
-all of dQ there, if need be a subtile at a time, so that only those warps wait for the blocks that add before. With `staging`
-2 others store all of dQ there, too.
+all of dQ there, if need be a subtile at a time, so that only those warps wait for the blocks that add before. With
+`staging` 2 others store all of dQ there, too.
 
 With the knob `pair` a cluster of two blocks shares a key tile. The blocks exchange dS, and each adds half of the
 columns of dQ to device memory, for all keys of the tile: half of the traffic, which limits blocks of their own. There
@@ -321,10 +321,10 @@ def staged_columns(p: Problem, t: Sm90BackwardWide) -> int:
     """Columns of a unit of dQ that TMA adds from shared memory of their own: as many as there is room for.
 
     Both consumers stage as many, a multiple of 8, and add the others from registers. With deterministic sums, whose
-    consumers must not wait until the blocks before have added, they stage a unit in subtiles of as many columns, and need
-    room for some. In a pair these are the columns of the first consumer, which stages all of them or none; dQ of the
-    second one takes the place of P. In a deterministic pair that of the first one takes it next, or with `staging` in
-    any pair the place of dS. Single blocks with a place for all of dQ have no subtiles.
+    consumers must not wait until the blocks before have added, they stage a unit in subtiles of as many columns, and
+    need room for some. In a pair these are the columns of the first consumer, which stages all of them or none; dQ of
+    the second one takes the place of P. In a deterministic pair that of the first one takes it next, or with `staging`
+    in any pair the place of dS. Single blocks with a place for all of dQ have no subtiles.
     """
     if t.pair and _stages_all(t):
         return 0

@@ -173,17 +173,23 @@ def test_first_deterministic_guess() -> None:
         assert pair or staged_columns(problem(dims, Mask.FULL), guess) == 64
 
 
+def why_not(spec: Spec) -> str:
+    """Why there is no plan; empty if there is."""
+    try:
+        make_plan(spec)
+    except Infeasible as reason:
+        return str(reason)
+    return ""
+
+
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.SPANS])
 @pytest.mark.parametrize("dims", [(64, 128), (192, 128), (256, 256)])
 def test_the_space_lists_no_staging_that_equals_another(dims: tuple[int, int], mask: Mask) -> None:
     asked = problem(dims, mask)
     assert BACKWARD.deterministic_space
-    for tuning in {*BACKWARD.space(asked), *BACKWARD.deterministic_space(asked)}:
-        assert isinstance(tuning, Sm90BackwardWide)
-        try:
-            make_plan(Spec(asked, tuning))
-        except Infeasible as reason:
-            assert not str(reason).startswith("staging"), tuning
+    listed = {*BACKWARD.space(asked), *BACKWARD.deterministic_space(asked)}
+    refused = [tuning for tuning in listed if why_not(Spec(asked, tuning)).startswith("staging")]
+    assert refused == []
 
 
 @pytest.mark.parametrize(
