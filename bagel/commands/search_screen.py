@@ -151,7 +151,7 @@ def to_json(finished: Finished, peers: Sequence[Row]) -> dict[str, Any]:
         "dtype": finished.case.dtype.value,
         "space": finished.space,
         "finalists": finished.finalists,
-        "conditions": finished.conditions.facts,
+        "conditions": finished.conditions.shown,
         "warnings": list(warnings(finished, peers)),
         "ranked": [result.to_json() for result in finished.ranked],
         "failed": [result.to_json() for result in finished.failed],
@@ -308,8 +308,8 @@ def remarks(finished: Finished) -> Iterator[str]:
             yield f"in every variant: {knobs(winner.spec, common)}"
         yield resources(winner)
     yield counts(finished)
-    facts = (f"{name} {value}" for name, value in finished.conditions.facts.items())
-    yield from ([f"conditions: {'; '.join(facts)}"] if finished.conditions.facts else [])
+    facts = (f"{name} {value}" for name, value in finished.conditions.shown.items())
+    yield from ([f"conditions: {'; '.join(facts)}"] if finished.conditions.shown else [])
     if finished.finalists < len(finished.ranked[:SHOWN]):
         again = f"the first {finished.finalists} were timed again, interleaved"
         yield f"{again}; the others once, interleaved with one variant"

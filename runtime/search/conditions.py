@@ -36,10 +36,20 @@ POWER_CAP = "SwPowerCap"
 
 @dataclass(frozen=True)
 class Summary:
-    """The conditions of a run: facts in words by name, and what spoils it, one sentence each."""
+    """The conditions of a run: facts in words by name, and what spoils it, one sentence each.
+
+    Entries of tuned tables record `facts` and warnings. `load` is what else ran at the time: it is shown, but says
+    nothing about a measurement that it did not spoil.
+    """
 
     facts: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    load: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """All facts, for reports."""
+        return {**self.facts, **self.load}
 
 
 class Conditions(Protocol):
@@ -94,12 +104,12 @@ class CpuConditions:
         """CPUs that other processes used on average, before and while variants were timed."""
         during = self._used / self._elapsed if self._elapsed else 0.0
         count = len(os.sched_getaffinity(0))
-        facts = {"other processes": f"{self._before:.1f} of {count} CPUs before, {during:.1f} while timing"}
+        load = {"other processes": f"{self._before:.1f} of {count} CPUs before, {during:.1f} while timing"}
         worst = max(self._before, during)
         if worst < BUSY_CPUS:
-            return Summary(facts)
+            return Summary(load=load)
         when = "while variants were timed" if during >= BUSY_CPUS else "before the search"
-        return Summary(facts, (f"other processes used {worst:.1f} of {count} CPUs {when}",))
+        return Summary({}, (f"other processes used {worst:.1f} of {count} CPUs {when}",), load)
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -193,10 +203,7 @@ class GpuConditions:
 
 
 def judge(before: Reading | None, readings: Sequence[Reading]) -> Summary:
-    """Facts and warnings of the readings of a GPU, `before` from when nothing of ours ran.
-
-    Entries of tuned tables record the facts.
-    """
+    """Facts and warnings of the readings of a GPU, `before` from when nothing of ours ran."""
     facts: dict[str, str] = {}
     warnings: list[str] = []
     if before is not None and before.busy >= BUSY_GPU:

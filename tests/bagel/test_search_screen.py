@@ -121,6 +121,12 @@ def test_ties_and_single_timings_are_explained() -> None:
     assert "timed again" not in said
 
 
+def test_reports_show_clocks_and_other_processes() -> None:
+    seen = finished(conditions=Summary({"clocks": "1 MHz"}, load={"other processes": "none"}))
+    assert "conditions: clocks 1 MHz; other processes none" in list(remarks(seen))
+    assert to_json(seen, [])["conditions"] == {"clocks": "1 MHz", "other processes": "none"}
+
+
 def test_a_winner_that_loses_to_a_peer_is_said() -> None:
     peers = [row("sdpa-cudnn", 1.0, 1.25), row("flex", 9.0, 1.25), row("sdpa-math", None, note="too large")]
     spoiled = finished(conditions=Summary({"clocks": "1 MHz"}, ("the GPU was 80 % busy",)))

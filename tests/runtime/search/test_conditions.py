@@ -106,7 +106,7 @@ def test_others_on_a_cpu() -> None:
     with quiet.watching():
         pass
     assert quiet.summary().warnings == ()
-    assert "0.0 while timing" in quiet.summary().facts["other processes"]
+    assert "0.0 while timing" in quiet.summary().load["other processes"]
 
 
 def test_our_own_work_is_not_that_of_others() -> None:

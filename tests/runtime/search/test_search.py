@@ -728,13 +728,15 @@ def test_a_deterministic_case_is_searched_and_saved_as_one(
     }
     assert isinstance(finished, Finished)
     facts = {"driver": "580.1", "clocks": "1980 MHz (1980 to 1980)"}
-    winners.keep(replace(finished, conditions=Summary(facts)), device, {"torch": "2.11.0"}, tmp_path)
+    conditions = Summary(facts, load={"other processes": "0.1 of 8 CPUs before, 0.0 while timing"})
+    winners.keep(replace(finished, conditions=conditions), device, {"torch": "2.11.0"}, tmp_path)
     assert finished.winner is not None
     saved = {entry.deterministic: entry for entry in tables.load(device, tmp_path)}
     assert (saved[False].spec, saved[True].spec) == (loose, finished.winner.spec)
     notes = saved[True].notes
     assert notes["case"] == case.name
     assert {name: notes[name] for name in ("torch", "driver", "clocks")} == {"torch": "2.11.0"} | facts
+    assert "other processes" not in notes, "which only reports show"
     assert notes["attnforge"].startswith(__version__)
     assert notes["date"].startswith("20")
     taken = choose_for(loose.problem, 1, 64, Target(device, (arch,)), deterministic=True)
