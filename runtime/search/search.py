@@ -26,7 +26,7 @@ from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.conditions import Summary, watch
 from attnforge.runtime.search.journal import Journal, Result, environment, source_key
 from attnforge.runtime.search.strategies import DEFAULT, STRATEGIES, UNGUIDED
-from attnforge.runtime.search.timing import Timing
+from attnforge.runtime.search.timing import Effort, Timing, effort, final_effort
 from attnforge.runtime.search.worker import Worker
 
 MOST_WORKERS = 32  # parallel compilations: each needs some hundred MB
@@ -34,6 +34,8 @@ LOST = 1.5  # a variant this many times slower than the best is timed once
 # The leaders that are timed again, interleaved: how many at most, and how far from the best if noise does not widen
 # that. A sole leader is, too.
 FINALISTS, FINAL_MARGIN = 4, 1.1
+# Of the budget's seconds, and seconds without such a budget: for the last timing of slow leaders.
+FINAL_SHARE, FINAL_SECONDS = 0.1, 20.0
 NOISE = 1.1  # how far leaders may move against each other when they are timed again; beyond, the machine was not quiet
 DRIFT = 1.25  # how far all of them may move together
 
@@ -213,9 +215,22 @@ class _Run:
         return min((r for r in self.results if r.status == "ok"), key=lambda r: r.ms, default=None)
 
     def expired(self) -> bool:
-        """Whether the time is up; never before one variant works."""
-        limit = self.budget.seconds
-        return limit is not None and self.best is not None and time.monotonic() - self.started > limit
+        """Whether the time is up, but for the last timing of slow leaders; never before one variant works."""
+        limit, best = self.budget.seconds, self.best
+        if limit is None or best is None:
+            return False
+        return time.monotonic() - self.started > limit - self.reserved(best.ms)
+
+    def final(self, leaders: int) -> Effort:
+        """How to time so many leaders at the end."""
+        seconds = self.budget.seconds
+        whole = FINAL_SECONDS if seconds is None else FINAL_SHARE * seconds
+        return final_effort(self.case.device, whole / leaders)
+
+    def reserved(self, ms: float) -> float:
+        """Seconds that FINALISTS calls of `ms` take at the end beyond those of `effort`; 0 for short calls."""
+        more = self.final(FINALISTS).count(ms) - effort(self.case.device).count(ms)
+        return FINALISTS * more * ms / 1e3
 
     def measure(self) -> Iterator[Event]:
         """Keep compilers busy and measure what they deliver, until the budget or the space ends."""
@@ -319,7 +334,7 @@ class _Run:
         timings = None
         if leaders:
             with self.conditions.watching():
-                timings = self.worker.compare([r.spec for r in leaders])
+                timings = self.worker.compare([r.spec for r in leaders], self.final(len(leaders)))
         summary = self.conditions.summary()
         if timings is not None:
             again = [self.timed(*pair) for pair in zip(leaders, timings, strict=True)]

@@ -102,9 +102,9 @@ class Worker:
         reply = self._ask(("trial", (spec, give_up_ms, reference)), TRIAL_SECONDS)
         return reply if isinstance(reply, Outcome) else Outcome(*reply)
 
-    def compare(self, specs: list[Spec]) -> list[Timing] | None:
+    def compare(self, specs: list[Spec], how: Effort) -> list[Timing] | None:
         """Time verified variants interleaved; None if the process dies."""
-        reply = self._ask(("compare", (specs,)), TRIAL_SECONDS * len(specs))
+        reply = self._ask(("compare", (specs, how)), TRIAL_SECONDS * len(specs) + how.patience * len(specs))
         return reply if isinstance(reply, list) else None
 
     def release(self) -> None:
@@ -257,9 +257,9 @@ class Bench:
             return True
         return False
 
-    def compare(self, specs: list[Spec]) -> list[Timing]:
+    def compare(self, specs: list[Spec], how: Effort) -> list[Timing]:
         """Time several variants interleaved."""
-        return self._time([kernels.load(spec, self.case.device) for spec in specs], effort(self.case.device))
+        return self._time([kernels.load(spec, self.case.device) for spec in specs], how)
 
     @property
     def _slow(self) -> bool:

@@ -220,11 +220,13 @@ class OfTensors(LayerCost):
         ("abc", {}, "packs: got str, expected a list of packs"),
         ([], {}, "packs: got none, expected at least one"),
         ([SMALL, "x"], {}, "packs: number 1 is a str without sample_lens; expected an object with"),
+        ([([1], [1], ["causal"])], {}, "packs: number 0 is a tuple without sample_lens"),
         ([SMALL, None], {}, "packs: number 1 is a NoneType without sample_lens"),
         ([SMALL, Pack((-4,), (-4,), ("full",))], {}, "packs: number 1: sample_lens: entry 0 is -4"),
         ([SMALL, Pack((4,), (4,), ("text",))], {}, "packs: number 1: attn_modes: entry 0 is 'text'"),
         ([SMALL], {"ranks": None}, "ranks: got None, expected an integer"),
         ([SMALL], {"ranks": "2"}, "ranks: got '2', expected an integer"),
+        ([SMALL], {"ranks": 2.0}, "ranks: got 2.0, expected an integer"),
         ([SMALL], {"ranks": -1}, "ranks: got -1, expected at least 1"),
         ([SMALL], {"ranks": 4, "move": "packs"}, "packs: 1 do not divide among 4 ranks; move='samples'"),
         ([SMALL], {"capacity": 2.5}, "capacity: got 2.5, expected an integer"),
@@ -282,23 +284,6 @@ def test_measured_times_are_finite(second: float) -> None:
     packs = [workload(name) for name in ("pretrain/0", "pretrain/1", "edit_only/0")]
     with pytest.raises(ValueError, match="expected a finite time above 0"):
         LayerCost.fit(packs, [1.0, second, 2.0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ranks": 2.0}, "ranks: got 2.0, expected an integer"),
-        ({"ranks": "2"}, "ranks: got '2', expected an integer"),
-        ({"capacity": 40.0}, "capacity: got 40.0, expected an integer"),
-        ({"cost": (1, 2)}, "cost: got tuple, expected a LayerCost or None"),
-        ({"packs": None}, "packs: got NoneType, expected a list of packs"),
-        ({"packs": [([1], [1], ["causal"])]}, "packs: number 0 is a tuple without sample_lens"),
-    ],
-)
-def test_wrong_types_are_named(arguments: dict[str, object], message: str) -> None:
-    given: dict[str, object] = {"packs": [], "ranks": 2} | arguments
-    with pytest.raises(TypeError, match=message):
-        balance(**given)  # type: ignore[arg-type]
 
 
 def test_times_that_are_no_numbers_are_named() -> None:

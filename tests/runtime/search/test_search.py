@@ -36,17 +36,26 @@ from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.search import search as engine
-from attnforge.runtime.search import winners
+from attnforge.runtime.search import timing, winners
 from attnforge.runtime.search.case import Case, as_deterministic, causal_case
 from attnforge.runtime.search.conditions import Summary
 from attnforge.runtime.search.journal import Result
-from attnforge.runtime.search.search import Budget, Event, Finished, Measured, Scope, Started, _noise
+from attnforge.runtime.search.search import (
+    Budget,
+    Event,
+    Finished,
+    Measured,
+    Scope,
+    Started,
+    _noise,
+    _Run,
+)
 from attnforge.runtime.search.strategies import STRATEGIES, Greedy, Times
-from attnforge.runtime.search.timing import Timing
+from attnforge.runtime.search.timing import Effort, Timing
 from attnforge.runtime.search.worker import Outcome, Worker
 from attnforge.runtime.tables import device_name
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TARGET = (Arch.CPU, "a test machine")
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -85,7 +94,7 @@ class FakeWorker:
         ms = 10.0 + number
         return self.outcomes.get(number, Outcome("ok", timing=Timing(ms, ms, ms, 3)))
 
-    def compare(self, specs: list[Spec]) -> list[Timing]:
+    def compare(self, specs: list[Spec], how: Effort) -> list[Timing]:
         # In turns, the last of them proves fastest.
         FakeWorker.compared.append(specs)
         times = [20.0 - number for number in range(len(specs))]
@@ -274,7 +283,7 @@ def test_what_runs_today_is_measured_even_if_it_compiles_after_the_end(
 
     monkeypatch.setattr(engine, "obtain", obtain)
     monkeypatch.setattr(FakeWorker, "trial", trial)
-    monkeypatch.setattr(FakeWorker, "compare", lambda self, specs: None)
+    monkeypatch.setattr(FakeWorker, "compare", lambda self, specs, how: None)
     *_, finished = engine.search(small_case(), FORWARD, (arch, device), Budget(seconds=0.0), workers=4)
     assert isinstance(finished, Finished)
     assert finished.winner is not None
@@ -326,6 +335,27 @@ def test_a_sole_leader_is_timed_again() -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+def test_the_last_timing_of_slow_leaders_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of it is kept for them, of which short calls need nothing."""
+    monkeypatch.setattr(engine, "effort", lambda device: Effort())
+    monkeypatch.setattr(engine, "final_effort", lambda device, patience: timing.final_effort(GPU, patience))
+    search = _Run(small_case(), FORWARD, TARGET, Budget(seconds=100.0), None, 1, Scope(), None)
+    try:
+        assert [search.reserved(ms) for ms in (0.1, 5.0, 14.0)] == [0.0, 0.0, 0.0]
+        assert search.reserved(100.0) == pytest.approx(4 * (21 - 3) * 0.1)
+        assert all(search.reserved(ms) <= 10.0 for ms in (15.0, 120.0, 500.0, 2000.0, 60000.0))
+        assert search.final(2).patience == 5.0
+        assert not search.expired(), "nothing works yet"
+        search.results.append(Result(a_spec(), "ok", ms=100.0))
+        search.started = time.monotonic() - 92.0
+        assert not search.expired()
+        search.started = time.monotonic() - 93.0
+        assert search.expired()
+    finally:
+        search.close()
+
+
+@pytest.mark.usefixtures("fakes")
 def test_noise_makes_more_finalists() -> None:
     """Variants whose intervals overlap the best's may be faster than it."""
     FakeWorker.outcomes = {
@@ -340,7 +370,7 @@ def test_noise_makes_more_finalists() -> None:
 
 @pytest.mark.usefixtures("fakes")
 def test_a_dead_comparison_leaves_the_ranking_of_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeWorker, "compare", lambda self, specs: None)
+    monkeypatch.setattr(FakeWorker, "compare", lambda self, specs, how: None)
     _, _, finished = run(Budget(variants=3))
     assert [r.ms for r in finished.ranked] == [11.0, 12.0, 13.0]
     assert finished.finalists == 0
@@ -349,7 +379,7 @@ def test_a_dead_comparison_leaves_the_ranking_of_the_trials(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("fakes")
 def test_what_is_tied_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compare(self: FakeWorker, specs: list[Spec]) -> list[Timing]:
+    def compare(self: FakeWorker, specs: list[Spec], how: Effort) -> list[Timing]:
         return [Timing(ms, ms, ms, 9, ms - 0.6, ms + 0.6) for ms in (12.0, 11.0)]
 
     monkeypatch.setattr(FakeWorker, "compare", compare)
@@ -610,7 +640,7 @@ def test_a_reply_that_nobody_waited_for_is_not_taken_for_another() -> None:
         worker.prepare(small_case(), FORWARD)  # the search before ended before its first trial
         assert worker.trial(spec, 0.0).status == "ok"
         assert worker._connection is not None
-        worker._connection.send(("compare", ([spec],)))
+        worker._connection.send(("compare", ([spec], Effort())))
         worker._asking = True  # the search was interrupted while it waited
         worker.prepare(small_case(), FORWARD)
         assert worker.trial(spec, 0.0).status == "ok"
